@@ -1,0 +1,28 @@
+# `make train` and `make test` are all a newcomer needs: both create .venv first if it is missing.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: train test test-all lint format
+
+train: .venv/installed
+	$(BIN)/python train.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt -e .
+	touch $@

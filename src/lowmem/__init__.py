@@ -1,0 +1,1 @@
+"""lowmem: fine-tune causal language models that do not fit on the card."""

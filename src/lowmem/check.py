@@ -1,0 +1,105 @@
+"""Refuse a run that cannot work before anything heavy is built: every error at once, each a sentence.
+
+The cheap questions come first (numbers, paths), then those that import the classes a yaml names. What only the data or
+the weights can tell is refused where they are read, with the same exception.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem import checkpoint
+from lowmem.errors import Refused
+
+COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "save_every", "log_every")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
+    """Args: choices: group -> chosen yaml, to name the file an error comes from."""
+    missing = sorted(key for key in OmegaConf.missing_keys(cfg))
+    if missing:
+        raise Refused("\n".join(f"{key} has no value: type {key}=<value>." for key in missing))
+    errors = [*_numbers(cfg), *_keys(cfg, choices)]
+    if errors:
+        raise Refused("\n".join(errors))
+    if cfg.resume is not None:
+        checkpoint.find(cfg.resume)
+    _device(cfg.device)
+
+
+def _numbers(cfg: DictConfig) -> Iterator[str]:
+    for key in COUNTS:
+        if not _is_int(cfg[key]) or cfg[key] < 1:
+            yield f"{key}={cfg[key]}: give a whole number of at least 1."
+    for key in ("seed", "sample_tokens"):
+        if not _is_int(cfg[key]) or cfg[key] < 0:
+            yield f"{key}={cfg[key]}: give a whole number of at least 0."
+    if not _is_positive(cfg.lr):
+        yield f"lr={cfg.lr}: give a positive step size, such as 2e-5 for a pretrained model."
+    for key in ("clip", "clip_value"):
+        if cfg[key] is not None and not _is_positive(cfg[key]):
+            yield f"{key}={cfg[key]}: give a positive number, or {key}=null to switch it off."
+    if cfg.device not in DEVICES:
+        yield f"device={cfg.device}: give one of {', '.join(DEVICES)}."
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
+    """Keys that the class or function a yaml names does not take."""
+    for path, node in targets(cfg):
+        group = next((part for part in reversed(path) if part in choices), path[0])
+        yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
+        try:
+            takes = inspect.signature(get_object(node["_target_"])).parameters.values()
+        except Exception as error:  # whatever importing it raises is the user's to know
+            yield f"{yaml}: {node['_target_']} cannot be imported ({str(error).splitlines()[-1]})."
+            continue
+        if any(p.kind is p.VAR_KEYWORD for p in takes):
+            continue
+        names = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for key in node:
+            if not key.startswith("_") and key not in names:
+                yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names)}."
+
+
+def targets(cfg: DictConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], DictConfig]]:
+    """(path, node) of every node with a `_target_`."""
+    if "_target_" in cfg:
+        yield path, cfg
+    for key in cfg:
+        if isinstance(cfg[key], DictConfig):
+            yield from targets(cfg[key], (*path, str(key)))
+
+
+def _device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refused(
+            f"device=cuda: this torch ({torch.__version__}) sees no CUDA device. "
+            "Type device=cpu, or install a CUDA build of torch and check `nvidia-smi`."
+        )
+
+
+def check_model(seq_len: int, positions: int | None, vocab_size: int, tokens: int) -> None:
+    """What only the architecture and the tokenizer can tell."""
+    if positions is not None and seq_len > positions:
+        raise Refused(
+            f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less."
+        )
+    if tokens > vocab_size:
+        raise Refused(
+            f"The tokenizer has {tokens} tokens and the model's vocabulary {vocab_size}. "
+            f"Type model.architecture.vocab_size={tokens}, or choose a model whose tokenizer this is."
+        )

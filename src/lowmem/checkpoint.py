@@ -1,0 +1,113 @@
+"""Checkpoints: always between windows, written aside, synced, then renamed.
+
+A file under its final name is therefore complete; one that was cut short elsewhere (a full disk, a copy that broke off)
+is recognised by its missing zip directory before anything heavy is built.
+"""
+
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lowmem.errors import Refused
+
+_NAME = re.compile(r"step-(\d+)\.ckpt")
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Lightning's own builds the file in memory first and does not sync it."""
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.writing")
+        with draft.open("wb") as stream:
+            torch.save(checkpoint, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(draft, path)
+        _sync_folder(path.parent)
+
+    def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
+        # mmap: tensors are read when they are copied into the model, never all at once beside it.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+    def remove_checkpoint(self, path) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable (POSIX)."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Checkpoints(Callback):
+    """Saves every `every` optimizer steps and keeps the last two.
+
+    Args:
+        metered: the meter's context around a save.
+        paused: the clock's: a save is not part of a step.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        metered: Callable[[Trainer], AbstractContextManager] = lambda _: nullcontext(),
+        paused: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self.folder, self.every, self.metered, self.paused = folder, every, metered, paused
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
+        due = outputs["stepped"] and trainer.global_step % self.every == 0
+        if due or trainer.should_stop:  # at the end, and after Ctrl-C, before the last evaluation
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        with self.paused(), self.metered(trainer):
+            trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt")
+        for old in complete(self.folder)[:-2]:
+            old.unlink()
+
+
+def complete(folder: Path) -> list[Path]:
+    """Checkpoints of a folder that can be read, oldest first."""
+    found = [
+        path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name) and zipfile.is_zipfile(path)
+    ]
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(_NAME.fullmatch(path.name)[1])
+
+
+def find(resume: str) -> Path:
+    """The checkpoint that `resume=` means: the file itself, or a run folder's newest complete one.
+
+    Raises:
+        Refused: when there is none, or it is cut short.
+    """
+    path = Path(resume).expanduser()
+    if path.is_dir():
+        found = complete(path / "checkpoints") or complete(path)
+        if not found:
+            raise Refused(f"resume={resume}: this folder has no complete checkpoint. Start without resume=.")
+        return found[-1]
+    if not path.exists():
+        raise Refused(f"resume={resume}: there is no such run folder or checkpoint. Runs are under outputs/.")
+    if not zipfile.is_zipfile(path):
+        others = [str(p) for p in complete(path.parent)]
+        instead = f"Type resume={others[-1]}" if others else "Start without resume="
+        raise Refused(f"resume={resume}: this checkpoint is incomplete; its end is missing. {instead}.")
+    return path

@@ -1,0 +1,123 @@
+"""Between the shell and Hydra: what people type is made what Hydra reads, and errors are made sentences.
+
+Nothing heavy is imported at module level: `--help` answers in well under a second.
+"""
+
+import gc
+import logging
+import os
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from lowmem.errors import Refused
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+log = logging.getLogger(__name__)
+_failures: list[str] = []  # of this command, a line per failed job
+_interrupted = False
+
+
+def start(main: Callable[[], None]) -> None:
+    """Run a Hydra main function on sys.argv and leave with its exit code."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
+    _failures.clear()
+    debug = "debug=true" in [argument.lower() for argument in sys.argv]
+    try:
+        sys.argv[1:] = prepare(sys.argv[1:])
+        main()
+    except (Refused, HydraException, OmegaConfBaseException, OSError) as error:
+        if debug:
+            raise
+        causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
+        lines = [str(cause) for cause in causes]
+        if isinstance(error, OSError):
+            lines = [
+                f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>."
+            ]
+        sys.exit("\n".join(lines))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if _interrupted:
+        sys.exit(130)
+    if _failures:
+        sys.exit("\n".join(_failures))
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """The arguments Hydra gets: a resumed run's own overrides first, and group choices quoted."""
+    typed = {_key(argument) for argument in arguments}
+    earlier = [line for line in _resumed_overrides(arguments) if _key(line) not in typed]
+    return [quoted(argument) for argument in earlier + arguments]
+
+
+def quoted(argument: str, conf: Path = CONF) -> str:
+    """Hydra reads `precision=16` as the integer 16 and refuses it as a group's choice: quote it."""
+    key, equals, value = argument.partition("=")
+    if not equals or not (conf / key).is_dir():
+        return argument
+    return key + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
+
+
+def _key(argument: str) -> str:
+    return argument.partition("=")[0].lstrip("+~")
+
+
+def _resumed_overrides(arguments: list[str]) -> list[str]:
+    """What was typed for the run that `resume=` names, so that it need not be typed again."""
+    named = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
+    for folder in (
+        f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])
+    ):
+        file = folder / ".hydra" / "overrides.yaml"
+        if file.is_file():
+            return [line for line in yaml.safe_load(file.read_text()) if _key(line) != "resume"]
+    return []
+
+
+def run(cfg: DictConfig) -> float:
+    """One job: fit, and turn what goes wrong into a message. Returns the validation loss, nan after a failure.
+
+    A failed job raises nothing: Hydra keeps every exception of a sweep, its traceback keeps the frames, and those keep
+    their tensors, until the next job has no memory left. The exit code is set at the end, in `start`.
+    """
+    global _interrupted
+    hydra = HydraConfig.get()
+    output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    try:
+        from lowmem.fit import fit
+
+        summary = fit(
+            cfg, output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides]
+        )
+        _interrupted |= summary["interrupted"]
+        return summary["val_loss"]
+    except Exception as error:
+        known = isinstance(error, Refused) and not cfg.debug
+        message = str(error) if known else "".join(traceback.format_exception(error))
+        _failures.append(
+            message if not hydra.job.get("num") else f"job {hydra.job.num} ({' '.join(overrides)}): {message}"
+        )
+        traceback.clear_frames(error.__traceback__)
+        _withdraw(output_dir)
+        return float("nan")
+    finally:
+        gc.collect()
+        if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+            sys.modules["torch"].cuda.empty_cache()
+
+
+def _withdraw(output_dir: Path) -> None:
+    """A run that was refused before it wrote anything leaves no folder."""
+    if {path.name for path in output_dir.iterdir()} <= {".hydra", "train.log"}:
+        shutil.rmtree(output_dir)

@@ -1,0 +1,141 @@
+"""From tokens on disk to windows of micro-batches, in an order that depends on the seed alone.
+
+Sequence i of a split is its tokens i*T .. i*T + T (T inputs and the T tokens that follow them). An epoch visits every
+sequence once, in a permutation drawn from (seed, epoch). How many sequences make a micro-batch, how many micro-batches
+a window and how many devices share them changes where the cuts fall, never the order.
+
+A window carries the position that stands *after* it. Whoever completes the window keeps that position, so a
+prefetched window that was never trained on cannot be skipped by a resume.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowmem.accumulation import WindowSize
+from lowmem.errors import Refused
+
+
+class MicroBatch(NamedTuple):
+    """Sequences that go through the model together."""
+
+    input_ids: Tensor  # (B, T) int64
+    labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that count in the loss. Every token of a packed sequence does."""
+        return self.labels.numel()
+
+
+class Position(NamedTuple):
+    """Where training goes on: `sequence` of `epoch` is the next to be read, `window` counts from the start."""
+
+    epoch: int = 0
+    sequence: int = 0
+    window: int = 0
+
+
+class Window(NamedTuple):
+    """The micro-batches of one optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    tokens: int  # of the whole window
+    end: Position  # of the next window
+
+
+class Sequences:
+    """A split cut into sequences of `seq_len` inputs; the tail that does not fill one is left out.
+
+    Args:
+        tokens: (N,) ids, memory-mapped.
+
+    Raises:
+        Refused: when there is not one whole sequence.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, split: str) -> None:
+        self.tokens, self.seq_len = tokens, seq_len
+        self.count = (len(tokens) - 1) // seq_len
+        if self.count < 1:
+            raise Refused(
+                f"seq_len={seq_len}: the {split} split has {len(tokens)} tokens, less than one sequence needs "
+                f"({seq_len + 1}). Type a seq_len below {len(tokens)}, or give more text."
+            )
+
+    def __len__(self) -> int:
+        return self.count
+
+    def micro_batch(self, indices: np.ndarray) -> MicroBatch:
+        rows = np.stack([self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1] for i in indices])
+        rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
+        return MicroBatch(rows[:, :-1], rows[:, 1:])
+
+
+class WindowLoader:
+    """Windows without end, from `position` on.
+
+    Args:
+        batch_size: sequences per micro-batch and device.
+        window_size: (epoch, window) -> micro-batches of the window; the last of an epoch has what is left.
+        rank, world_size: of the `batch_size * world_size` sequences that the devices read together, device `rank`
+            takes the rank-th `batch_size`.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        batch_size: int,
+        window_size: WindowSize,
+        seed: int,
+        position: Position = Position(),
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.sequences, self.batch_size, self.window_size = sequences, batch_size, window_size
+        self.seed, self.position = seed, position
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[Window]:
+        position = self.position
+        while True:
+            order = np.random.default_rng([self.seed, position.epoch]).permutation(len(self.sequences))
+            epoch = position.epoch
+            while position.epoch == epoch:
+                window = self._window(order, position)
+                yield window
+                position = window.end
+
+    def _window(self, order: np.ndarray, start: Position) -> Window:
+        per_step = self.batch_size * self.world_size
+        stop = min(len(order), start.sequence + per_step * self.window_size(start.epoch, start.window))
+        micro_batches, tokens = [], 0
+        for first in range(start.sequence, stop, per_step):
+            together = order[first : min(first + per_step, stop)]  # of all devices
+            share = together[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+            if len(share):
+                micro_batches.append(self.sequences.micro_batch(share))
+            tokens += len(together) * self.sequences.seq_len
+        if stop < len(order):
+            end = Position(start.epoch, stop, start.window + 1)
+        else:
+            end = Position(start.epoch + 1, 0, start.window + 1)
+        return Window(micro_batches, tokens, end)
+
+
+class ValidationLoader:
+    """The first `limit` sequences of the validation split, in order, in micro-batches of the training size."""
+
+    def __init__(self, sequences: Sequences, batch_size: int, limit: int) -> None:
+        self.sequences, self.batch_size = sequences, batch_size
+        self.count = min(len(sequences), limit)
+
+    def __len__(self) -> int:
+        return -(-self.count // self.batch_size)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for first in range(0, self.count, self.batch_size):
+            yield self.sequences.micro_batch(np.arange(first, min(first + self.batch_size, self.count)))

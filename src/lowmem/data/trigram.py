@@ -1,0 +1,55 @@
+"""A byte-trigram model: the bar that a language model of the same corpus has to clear.
+
+P(c | ab) from counts, smoothed towards P(c | b), that towards P(c), that towards 1/256, each with the weight of
+`PRIOR` observations. 256^3 counts, so 64 MiB while it runs; about a second per 10 MB of text.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+PRIOR = (
+    2.0  # imagined observations from the shorter context; 1-4 differ by less than 0.02 bits on source code
+)
+
+
+def trigram_bits_per_byte(train: Iterable[bytes], val: Iterable[bytes]) -> float:
+    """Mean of -log2 P(byte | the two before it) over the validation texts, each starting a context of its own."""
+    counts = np.zeros(256**3, dtype=np.int32)
+    for text in _joined(train):
+        np.add.at(counts, _trigrams(text), 1)
+    n_abc = counts.reshape(256, 256, 256)
+    n_bc = n_abc.sum(0)  # (256, 256)
+    n_c = n_bc.sum(0)  # (256,)
+    p_c = (n_c + PRIOR / 256) / (n_c.sum() + PRIOR)
+    p_bc = (n_bc + PRIOR * p_c) / (n_bc.sum(1, keepdims=True) + PRIOR)
+    n_ab = n_abc.sum(2)  # (256, 256)
+    bits, total = 0.0, 0
+    for text in _joined(val):
+        index = _trigrams(text)
+        seen, context, last_two = (
+            counts[index],
+            n_ab.reshape(-1)[index >> 8],
+            p_bc.reshape(-1)[index & 0xFFFF],
+        )
+        bits -= np.log2((seen + PRIOR * last_two) / (context + PRIOR)).sum()
+        total += len(index)
+    return float(bits / max(1, total))
+
+
+def _trigrams(text: bytes) -> np.ndarray:
+    """(len(text) - 2,) indices a * 65536 + b * 256 + c."""
+    b = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+    return (b[:-2] << 16) | (b[1:-1] << 8) | b[2:]
+
+
+def _joined(texts: Iterable[bytes], size: int = 4 << 20) -> Iterable[bytes]:
+    """Short texts together: numpy is slow on thousands of small arrays."""
+    parts: list[bytes] = []
+    for text in texts:
+        parts.append(text)
+        if sum(map(len, parts)) >= size:
+            yield b"\n".join(parts)
+            parts = []
+    if parts:
+        yield b"\n".join(parts)

@@ -1,0 +1,276 @@
+"""The main job, as a function: build -> train -> report. The command line and a notebook call the same one.
+
+from hydra import compose, initialize
+from lowmem.fit import fit
+with initialize(config_path="conf", version_base=None):
+    cfg = compose("config", overrides=["max_steps=20", "logger=csv"])
+summary = fit(cfg, Path("outputs/notebook"))
+"""
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra.utils
+import torch
+from hydra.errors import InstantiationException
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem import checkpoint, model
+from lowmem.check import check, check_model
+from lowmem.data.loader import Position, Sequences, ValidationLoader, WindowLoader
+from lowmem.data.tokens import Tokens, tokenize
+from lowmem.errors import Refused
+from lowmem.memory.advice import out_of_memory
+from lowmem.memory.meter import MemoryMeter
+from lowmem.module import CausalLM
+from lowmem.report import summary as report
+from lowmem.report.metrics import Metrics, peak_gib
+from lowmem.report.sample import Sample
+from lowmem.stop import Stop
+
+log = logging.getLogger(__name__)
+
+BPE_VOCABULARY = 4096  # at most; never more than the model has
+
+
+def fit(
+    cfg: DictConfig, output_dir: Path, choices: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+) -> dict:
+    """Train as `cfg` says and leave the results in `output_dir`.
+
+    Args:
+        choices: group -> chosen yaml, for messages.
+        overrides: what the user typed, for the summary.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        Refused: a run that cannot work, or that ran out of memory, in a sentence.
+    """
+    choices = choices or {}
+    check(cfg, choices)
+    _quiet()
+    cfg = _resolved(cfg)
+    seed_everything(cfg.seed, verbose=False)
+    start = checkpoint.find(cfg.resume) if cfg.resume else None
+    tokens, train, val, module = build(cfg, start)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    run = _assemble(cfg, output_dir, tokens, module)
+    try:
+        run.trainer.fit(module, train, val, ckpt_path=start, weights_only=True)
+        return _report(run, cfg, output_dir, tokens, module, overrides, start)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        advice = out_of_memory(run.meter.by_category(), choices, cfg.batch_size, cfg.seq_len)
+        raise Refused(advice) from error
+    finally:
+        run.close()
+
+
+# --- build -------------------------------------------------------------------------------------------------------
+
+
+def build(cfg: DictConfig, start: Path | None) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
+    """Data first, weights last: whatever refuses the run does so before the heavy part."""
+    config = model.architecture(**cfg.model)
+    check_model(cfg.seq_len, model.positions(config), config.vocab_size, 0)
+    own_tokenizer = (
+        model.tokenizer(**cfg.model) if cfg.model.pretrained or cfg.model.architecture is None else None
+    )
+    vocab_size = min(BPE_VOCABULARY, config.vocab_size)
+    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), vocab_size, own_tokenizer)
+    check_model(cfg.seq_len, model.positions(config), config.vocab_size, len(tokens.tokenizer))
+    train = WindowLoader(
+        Sequences(tokens.train, cfg.seq_len, "train"),
+        cfg.batch_size,
+        instantiate(cfg.accumulation),
+        cfg.seed,
+        _position(start, cfg.max_steps),
+    )
+    val = ValidationLoader(
+        Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences
+    )
+    if own_tokenizer is None:  # the export must name the end token of the tokenizer it is saved with
+        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
+    resumed = {"pretrained": False} if start else {}  # the checkpoint brings the weights
+    network = model.build(config, getattr(torch, cfg.weights_dtype), **{**cfg.model, **resumed})
+    instantiate(cfg.gradient_checkpointing)(network)
+    loss, optimizer, scheduler = instantiate(cfg.loss), instantiate(cfg.optim), instantiate(cfg.scheduler)
+    return tokens, train, val, CausalLM(network, loss, optimizer, scheduler, cfg.clip, cfg.clip_value)
+
+
+def instantiate(node: DictConfig) -> object:
+    """Hydra's, but what the called class refused comes through as it was said."""
+    try:
+        return hydra.utils.instantiate(node)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, Refused):
+            raise error.__cause__ from None
+        raise
+
+
+def _position(start: Path | None, max_steps: int) -> Position:
+    """Where in the data to go on."""
+    if start is None:
+        return Position()
+    try:
+        saved = checkpoint.AtomicCheckpointIO().load_checkpoint(start)
+        position, step = Position(**saved["lowmem"]["position"]), saved["loops"]["fit_loop"]
+    except Exception as error:
+        raise Refused(f"resume={start}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
+    done = step["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"]
+    if done >= max_steps:
+        raise Refused(
+            f"resume={start}: {done} steps are done and max_steps={max_steps}. Type max_steps={2 * done}."
+        )
+    return position
+
+
+# --- train -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What watches the training, to be asked afterwards."""
+
+    trainer: Trainer
+    loggers: list[Logger]
+    meter: MemoryMeter
+    metrics: Metrics
+    sample: Sample
+    stop: Stop
+
+    def close(self) -> None:
+        self.meter.close()
+        self.metrics.close()
+        for logger in self.loggers:
+            logger.finalize("success" if self.trainer.state.finished else "failed")
+            if isinstance(logger, WandbLogger):
+                logger.experiment.finish()  # or the next job of a multirun would log into this run
+
+
+def _assemble(cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalLM) -> Run:
+    meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every)
+    metrics = Metrics(
+        output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), tokens.bits_per_byte
+    )
+    sample, stop = Sample(tokens.tokenizer, cfg.sample_tokens, cfg.seed), Stop()
+    saves = checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)
+    loggers = [logger for logger in instantiate(cfg.logger).values() if logger is not None]
+    for logger in loggers:  # before training starts, so that a run that dies still says what it was
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+    trainer = Trainer(
+        accelerator="gpu" if cfg.device == "cuda" else "cpu",
+        devices=1,
+        max_steps=cfg.max_steps,
+        max_epochs=-1,  # epochs are the loader's affair
+        val_check_interval=cfg.val_every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=1,  # an evaluation that does not fit fails before the first step, not hours later
+        plugins=[*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()],
+        callbacks=[meter, metrics, *instantiate(cfg.callbacks).values(), stop, saves, sample],
+        logger=loggers or False,
+        default_root_dir=output_dir,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return Run(trainer, loggers, meter, metrics, sample, stop)
+
+
+def _resolved(cfg: DictConfig) -> DictConfig:
+    """A copy without interpolations, and with the device that `auto` means."""
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    if cfg.device == "auto":
+        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return cfg
+
+
+def _quiet() -> None:
+    """Lightning's and transformers' remarks on what is meant here."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    on_cpu = "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+# --- report ------------------------------------------------------------------------------------------------------
+
+
+def _report(
+    run: Run,
+    cfg: DictConfig,
+    output_dir: Path,
+    tokens: Tokens,
+    module: CausalLM,
+    overrides: Sequence[str],
+    start: Path | None,
+) -> dict:
+    from lowmem.report.picture import memory_picture  # matplotlib takes half a second
+
+    meter, metrics = run.meter, run.metrics
+    summary = {
+        "steps": run.trainer.global_step,
+        "skipped_steps": module.skipped_steps,
+        "tokens": module.tokens,
+        "tokens_per_second": metrics.tokens_per_second(),
+        "seconds_per_step": metrics.seconds_per_step(),
+        "first_step_seconds": metrics.first_step_seconds,
+        "train_loss": metrics.train_loss,
+        "val_loss": metrics.val_loss,
+        "bits_per_byte": tokens.bits_per_byte(metrics.val_loss),
+        "trigram_bits_per_byte": tokens.trigram_bits_per_byte,
+        "peak_bytes": meter.peak_bytes,
+        "peak_bytes_by_category": meter.by_category(),
+        "parameters": sum(p.numel() for p in module.model.parameters()),
+        "interrupted": run.stop.interrupted,
+        "resumed_from": str(start) if start else None,
+        "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",
+        "overrides": list(overrides),
+        "versions": report.versions(),
+    }
+    export(module, tokens, output_dir / "model")
+    title = " ".join(overrides) or f"{cfg.model.name}, as shipped"
+    memory_picture(output_dir / "memory.png", meter.rows, meter.timeline, title)
+    _send_picture(run.loggers, output_dir / "memory.png", summary["steps"])
+    report.write(output_dir / "summary.json", summary)
+    print(f"\n{report.table(summary)}\n")
+    if run.sample.text:
+        print(f"A sample:\n{run.sample.text}\n")
+    print(
+        "\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith("."))
+    )
+    return summary
+
+
+def export(module: CausalLM, tokens: Tokens, folder: Path) -> None:
+    """The model in Hugging Face's format: safetensors, configuration and tokenizer. Whole or not at all."""
+    draft = folder.with_name(f".{folder.name}.writing")
+    module.model.save_pretrained(draft)
+    tokens.tokenizer.save_pretrained(draft)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(draft, folder)
+
+
+def _send_picture(loggers: Sequence[Logger], file: Path, step: int) -> None:
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image("memory", [str(file)], step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            from matplotlib.image import imread
+
+            logger.experiment.add_image("memory", imread(file), step, dataformats="HWC")

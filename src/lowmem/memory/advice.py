@@ -1,0 +1,35 @@
+"""What to try when memory runs out: existing overrides, in the order of the README's table."""
+
+from collections.abc import Mapping
+
+from lowmem.memory.ledger import GIB
+
+# group -> the choices that save memory, strongest last, in the order of the README's table
+SAVERS = {
+    "precision": ("bf16", "16"),
+    "optim": ("adam8bit", "adamw8bit", "adafactor"),
+    "accumulation": ("fixed",),
+    "gradient_checkpointing": ("every_layer",),
+    "loss": ("chunked",),
+}
+
+
+def out_of_memory(held: Mapping[str, int], choices: Mapping[str, str], batch_size: int, seq_len: int) -> str:
+    """Args: held: bytes by category at the peak; choices: group -> what the run used."""
+    lines = ["Out of memory. Held at the peak, by category:"]
+    lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in held.items()]
+    return "\n".join(
+        [*lines, "Try, one after the other:", *(f"  {line}" for line in advice(choices, batch_size, seq_len))]
+    )
+
+
+def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
+    """Overrides that this run does not use yet."""
+    tries = []
+    for group, savers in SAVERS.items():
+        if group == "accumulation":  # a smaller micro-batch, the same update
+            if batch_size > 1:
+                tries.append(f"batch_size={batch_size // 2} accumulation=fixed accumulation.batches=2")
+        elif choices.get(group) not in savers:
+            tries.append(f"{group}={savers[0]}")
+    return [*tries, f"seq_len={max(1, seq_len // 2)}"]

@@ -1,0 +1,73 @@
+"""The ledger: who owns which bytes, by category and by side.
+
+A tensor is on the *device* or on the *host* side by its owner's role, not by `tensor.device`: a run whose compute
+device is the CPU still shows what a card would hold. Bytes are counted per storage, so tied weights and views count
+once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
+PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
+GIB = 2**30
+
+Side = Literal["device", "host"]
+
+
+class Owner(NamedTuple):
+    category: str
+    side: Side
+    tensors: Callable[[], Iterable[Tensor]]
+
+
+class Ledger:
+    """The owners of a run's long-lived tensors; the rest is activations and temporaries."""
+
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
+
+    def own(self, category: str, tensors: Callable[[], Iterable[Tensor]], side: Side = "device") -> None:
+        self.owners.append(Owner(category, side, tensors))
+
+    def storages(self) -> dict[int, tuple[Owner, int]]:
+        """Storage key -> (its first owner, bytes), of everything that exists now."""
+        found: dict[int, tuple[Owner, int]] = {}
+        for owner in self.owners:
+            for tensor in owner.tensors():
+                storage = tensor.untyped_storage()
+                found.setdefault(storage._cdata, (owner, storage.nbytes()))
+        return found
+
+    def bytes(self, side: Side = "device") -> dict[str, int]:
+        """Bytes by category of what the owners on one side hold now."""
+        total = dict.fromkeys(CATEGORIES, 0)
+        for owner, size in self.storages().values():
+            if owner.side == side:
+                total[owner.category] += size
+        return total
+
+
+def weights(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def gradients(module: nn.Module) -> Iterator[Tensor]:
+    return (p.grad for p in module.parameters() if p.grad is not None)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every tensor in the state, however deep (8-bit optimizers nest them)."""
+    todo = list(optimizer.state.values())
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, list | tuple):
+            todo.extend(value)

@@ -1,0 +1,229 @@
+"""The memory meter: bytes at every phase of every optimizer step, into memory.csv and the logger.
+
+Always: the process's resident memory and its peak, per phase; on CUDA the allocator's figures too. On steps 1-3, every
+`every`-th step and the first batch of an evaluation: live tensor bytes by category, through the tracker. The peak
+counters of the process and of CUDA are global; this meter is their only owner.
+"""
+
+import csv
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from lowmem.memory import ledger, process
+from lowmem.memory.ledger import CATEGORIES, GIB, Ledger
+from lowmem.memory.tracker import Point, StorageTracker
+
+log = logging.getLogger(__name__)
+
+CUDA_COLUMNS = (
+    "allocated_bytes",
+    "allocated_peak_bytes",
+    "reserved_bytes",
+    "reserved_peak_bytes",
+    "retries",
+    "ooms",
+)
+COLUMNS = (
+    ("step", "phase", "rss_bytes", "rss_peak_bytes", "live_peak_bytes")
+    + tuple(f"{category}_bytes" for category in CATEGORIES)
+    + ("host_tensor_bytes",)
+    + CUDA_COLUMNS
+)
+
+
+class MemoryMeter(Callback):
+    """Args: every: the live-tensor break-down is taken on steps 1 to `first` and on every `every`-th step."""
+
+    def __init__(self, file: Path, log_every: int = 10, first: int = 3, every: int = 20) -> None:
+        self.log_every, self.first, self.every = log_every, first, every
+        self.ledger = Ledger()
+        self.peak_bytes = {"device": 0, "host_rss": 0}
+        self.peak: Point | None = None  # the highest point of all sampled phases
+        self.timeline: list[Point] = []  # of the last sampled training step
+        self.rows: list[dict] = []
+        self._out = file.open("w", newline="")
+        self._csv = csv.DictWriter(self._out, COLUMNS)
+        self._csv.writeheader()
+        self._tracker: StorageTracker | None = None
+        self._phase: str | None = None
+        self._step = 0
+        self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
+        self._cuda: torch.device | None = None
+        self._compiled = False
+
+    # --- what Lightning tells -------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._cuda = module.device if module.device.type == "cuda" else None
+        self.ledger.own("weights", lambda: ledger.weights(module))
+        self.ledger.own("gradients", lambda: ledger.gradients(module))
+        self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]))
+        self._compiled = is_compiled(module)
+        if self._compiled:
+            log.info(
+                "Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen."
+            )
+        self._step = trainer.global_step
+        self._window = {"load": self._read("load")}
+        self._close_window(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int) -> None:
+        self._step = trainer.global_step + 1
+        if self._step <= self.first or self._step % self.every == 0:
+            self._track()
+        self._enter("forward")
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss) -> None:
+        self._enter("backward")
+
+    def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        self._settle()
+        self._enter("forward")  # of the next micro-batch, or nothing
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer) -> None:
+        self._enter("step")
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
+        self._settle()
+        self._leave()
+        if self._tracker:
+            self.timeline = list(self._tracker.timeline())
+        self._untrack()
+        self._close_window(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch, batch_idx: int, *_
+    ) -> None:
+        if batch_idx == 0 and self.ledger.owners:  # not in the sanity check, which comes before the optimizer
+            self._track()
+            self._enter("evaluation")
+
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
+        self._untrack("evaluation")
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._phase:
+            self._leave()
+            self._close_window(trainer)
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        self._untrack(self._phase)
+
+    @contextmanager
+    def saving(self, trainer: Trainer) -> Iterator[None]:
+        self._enter("save")
+        yield
+        self._leave()
+        self._close_window(trainer)
+
+    def close(self) -> None:
+        self._out.close()
+
+    # --- phases ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: str) -> None:
+        self._leave()
+        self._phase = phase
+        if self._tracker:
+            self._tracker.phase = phase
+        process.reset_peak_rss()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+
+    def _leave(self) -> None:
+        """Close the phase under way. A phase that occurs several times in a window keeps its highest reading."""
+        if self._phase is None:
+            return
+        row, seen = self._read(self._phase), self._window.get(self._phase)
+        self._window[self._phase] = row if seen is None else seen | {k: max(row[k], seen[k]) for k in row}
+        self._phase = None
+
+    def _read(self, phase: str) -> dict:
+        row = {"rss_bytes": process.rss_bytes(), "rss_peak_bytes": process.peak_rss_bytes()}
+        if self._cuda:
+            stats = torch.cuda.memory_stats(self._cuda)
+            kinds = ("allocated_bytes.all.", "reserved_bytes.all.")
+            keys = [kind + which for kind in kinds for which in ("current", "peak")]
+            keys += ["num_alloc_retries", "num_ooms"]
+            row |= {column: stats.get(key, 0) for column, key in zip(CUDA_COLUMNS, keys, strict=True)}
+        if phase == "load":
+            row |= self._live_row(Point(phase, self.ledger.bytes()))
+        return row
+
+    def _close_window(self, trainer: Trainer) -> None:
+        """Write the window's rows, one per phase, and log them on sampled and every `log_every`-th step."""
+        for phase, row in self._window.items():
+            row = {"step": self._step, "phase": phase} | row
+            self._csv.writerow(row)
+            self.rows.append(row)
+            device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
+            self.peak_bytes["device"] = max(self.peak_bytes["device"], device)
+            self.peak_bytes["host_rss"] = max(self.peak_bytes["host_rss"], row["rss_peak_bytes"])
+        sampled = any("live_peak_bytes" in row for row in self._window.values())
+        if sampled or self._step % self.log_every == 0:
+            self._out.flush()
+            metrics = curve(self._window)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+        self._window = {}
+
+    # --- live tensors by category ---------------------------------------------------------------------------------
+
+    def _track(self) -> None:
+        if not self._compiled:
+            self._tracker = StorageTracker(self.ledger.storages())
+            self._tracker.__enter__()
+
+    def _settle(self) -> None:
+        if self._tracker:
+            self._tracker.settle(self.ledger.storages())
+
+    def _untrack(self, phase: str | None = None) -> None:
+        """Stop tracking and file the peaks; `phase`: of a window that is still open."""
+        if self._tracker is None:
+            return
+        self._tracker.__exit__(None, None, None)
+        for name, point in self._tracker.peaks().items():
+            row = self._live_row(point)
+            self._window.setdefault(name, self._read(name) if name == phase else {}).update(row)
+            if self.peak is None or point.total > self.peak.total:
+                self.peak = point
+        self._tracker = None
+
+    def _live_row(self, point: Point) -> dict:
+        by_category = {f"{category}_bytes": size for category, size in point.bytes.items()}
+        host = sum(self.ledger.bytes("host").values())
+        return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
+
+    def by_category(self) -> dict[str, int]:
+        """Device bytes by category at the highest point that was sampled; what is owned now if none was."""
+        return dict(self.peak.bytes) if self.peak else self.ledger.bytes()
+
+
+def curve(window: dict[str, dict]) -> dict[str, float]:
+    """A window's rows as metrics: memory/<phase>_<what>_gib, and the categories at the window's own peak."""
+    metrics = {}
+    for phase, row in window.items():
+        for column in ("rss_peak_bytes", "live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes"):
+            if column in row:
+                metrics[f"memory/{phase}_{column.removesuffix('_bytes')}_gib"] = row[column] / GIB
+    sampled = [row for row in window.values() if "live_peak_bytes" in row]
+    if sampled:
+        top = max(sampled, key=lambda row: row["live_peak_bytes"])
+        metrics |= {f"memory/{category}_gib": top[f"{category}_bytes"] / GIB for category in CATEGORIES}
+    return metrics
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether any part of it runs through torch.compile."""
+    return any(
+        # by name: to import torch._dynamo only to ask takes over a second
+        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule"
+        for part in module.modules()
+    )

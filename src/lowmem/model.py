@@ -1,0 +1,124 @@
+"""A Hugging Face causal language model, from its published weights or its architecture alone.
+
+Weights come from safetensors files, memory-mapped and copied into the model one tensor at a time, in the dtype that the
+precision asks for: never two copies in host memory.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lowmem.errors import Refused
+
+
+def architecture(
+    name: str, pretrained: bool, trust_remote_code: bool, architecture: Mapping | None = None, **_: object
+) -> PretrainedConfig:
+    """The model's configuration: the yaml's own, on top of the published one where weights are loaded.
+
+    Raises:
+        Refused: an unreachable model, a folder without weights, a key that the architecture does not have.
+    """
+    if pretrained or architecture is None:
+        config = _published(name, pretrained, trust_remote_code)
+    else:
+        config = _from_type(architecture["model_type"])
+    changes = {k: v for k, v in (architecture or {}).items() if k != "model_type"}
+    unknown = [key for key in changes if not hasattr(config, key)]
+    if unknown:
+        raise Refused(
+            f"model.architecture: {config.model_type} models have no {', '.join(unknown)}. "
+            f"They have: {', '.join(sorted(k for k in config.to_dict() if not k.startswith('_')))}."
+        )
+    config.update(changes)
+    return config
+
+
+def _from_type(model_type: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.for_model(model_type)
+    except ValueError:
+        raise Refused(
+            f"model.architecture.model_type={model_type}: transformers has no such architecture."
+        ) from None
+
+
+def _published(name: str, pretrained: bool, trust_remote_code: bool) -> PretrainedConfig:
+    folder = Path(name).expanduser()
+    if folder.is_dir() and pretrained and not any(folder.glob("*.safetensors")):
+        raise Refused(
+            f"model.name={name}: this folder holds no *.safetensors weights. "
+            "Give one that does, or type model.pretrained=false for a random start."
+        )
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Refused(
+            f"model.name={name}: its configuration cannot be read ({reason}) Give a hub id that this machine "
+            "reaches or a local folder, or type model.pretrained=false for a random start of a model of conf/model."
+        ) from None
+
+
+def build(
+    config: PretrainedConfig,
+    weights_dtype: torch.dtype,
+    name: str,
+    pretrained: bool,
+    attention: str,
+    trust_remote_code: bool,
+    **_: object,
+) -> PreTrainedModel:
+    """The model on the host, in training mode, with every parameter in `weights_dtype`."""
+    how = {"dtype": weights_dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    if pretrained:
+        model = _load(name, config, how)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **how)
+    wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
+    if wrong:
+        raise Refused(
+            f"model.name={name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32."
+        )
+    # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
+    return model.train()
+
+
+def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, config=config, use_safetensors=True, output_loading_info=True, **how
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Refused(f"model.name={name}: its weights cannot be loaded ({reason})") from None
+    missing = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if missing:
+        raise Refused(
+            f"model.name={name}: its files lack the weights {', '.join(missing[:5])} ({len(missing)} in all), which "
+            "would start at random. Is model.architecture that of these weights?"
+        )
+    return model
+
+
+def tokenizer(name: str, trust_remote_code: bool, **_: object) -> PreTrainedTokenizerBase:
+    """The pretrained model's own."""
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Refused(f"model.name={name}: its tokenizer cannot be read ({reason})") from None
+
+
+def positions(config: PretrainedConfig) -> int | None:
+    """Longest sequence the architecture takes; None where it has no limit."""
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

@@ -1,0 +1,141 @@
+"""The LightningModule: one window of micro-batches in, one optimizer step out. It knows no technique by name.
+
+Lightning's automatic optimization counts a step that the loss scaler skipped, weights a short last window wrongly and
+saves checkpoints inside a window. So the step is written out here: one Lightning batch is one whole window, which makes
+every checkpoint stand between windows by construction.
+"""
+
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lowmem.data.loader import MicroBatch, Position, Window
+
+
+class CausalLM(LightningModule):
+    """A causal language model with its loss, optimizer and schedule.
+
+    Args:
+        model: a Hugging Face causal language model.
+        loss: (model, input_ids (B, T), labels (B, T)) -> summed fp32 loss.
+        optimizer: parameter groups -> optimizer.
+        scheduler: optimizer -> schedule, stepped once per optimizer step.
+        clip: largest global gradient norm; None: off.
+        clip_value: largest absolute gradient element, applied before the norm; None: off.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Tensor, Tensor], Tensor],
+        optimizer: Callable[[list[dict]], Optimizer],
+        scheduler: Callable[[Optimizer], LRScheduler],
+        clip: float | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+        self.loss = loss
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        self.clip, self.clip_value = clip, clip_value
+        self.position = Position()  # after the last completed window
+        self.tokens = 0  # seen, those of skipped steps included
+        self.skipped_steps = 0
+        self.gradient_norm: Tensor | None = None  # before clipping
+        self._random_states: dict[str, Tensor] | None = None
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def training_step(self, window: Window, _: int) -> dict:
+        loss_sum = torch.zeros((), device=self.device)
+        for micro_batch in window.micro_batches:
+            with self.trainer.precision_plugin.forward_context():
+                loss = self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
+            loss_sum += loss.detach()
+            self.manual_backward(loss / window.tokens)
+        stepped = self._step()
+        self.position = window.end
+        self.tokens += window.tokens
+        return {"loss": loss_sum / window.tokens, "tokens": window.tokens, "stepped": stepped}
+
+    def _step(self) -> bool:
+        """One optimizer step, or none where the scaled gradients overflowed."""
+        optimizer = self.optimizers()
+        finite = self.trainer.precision_plugin.unscale(optimizer.optimizer)
+        if finite:
+            optimizer.step()  # calls `on_before_optimizer_step` of the callbacks, then ours
+            self.lr_schedulers().step()
+        else:
+            self.skipped_steps += 1
+        optimizer.zero_grad(set_to_none=True)
+        return finite
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Clip, after every callback has seen the gradients at their true size."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.clip_value)
+        if self.clip is not None:
+            self.gradient_norm = nn.utils.clip_grad_norm_(parameters, self.clip)
+
+    def configure_optimizers(self) -> dict:
+        optimizer = self.make_optimizer(parameter_groups(self.model))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
+        }
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        self._val_loss_sum, self._val_tokens = torch.zeros((), device=self.device), 0
+        self.val_loss: float | None = None
+
+    def validation_step(self, micro_batch: MicroBatch, _: int) -> None:
+        self._val_loss_sum += self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
+        self._val_tokens += micro_batch.tokens
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_loss = (self._val_loss_sum / max(1, self._val_tokens)).item()
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        random_states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random_states["cuda"] = torch.cuda.get_rng_state(self.device)
+        checkpoint["lowmem"] = {
+            "position": self.position._asdict(),
+            "tokens": self.tokens,
+            "skipped_steps": self.skipped_steps,
+            "random_states": random_states,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        saved = checkpoint["lowmem"]
+        self.position = Position(**saved["position"])
+        self.tokens, self.skipped_steps = saved["tokens"], saved["skipped_steps"]
+        self._random_states = saved["random_states"]
+
+    def on_train_start(self) -> None:
+        """Last thing before the first window: whatever drew random numbers until here must not matter."""
+        self.model.train()
+        if self._random_states is not None:
+            torch.set_rng_state(self._random_states["cpu"])
+            if self.device.type == "cuda" and "cuda" in self._random_states:
+                torch.cuda.set_rng_state(self._random_states["cuda"], self.device)
+
+
+def parameter_groups(model: nn.Module) -> list[dict]:
+    """Two groups of trainable parameters: matrices, which decay, and norms and biases, which never do."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2]},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

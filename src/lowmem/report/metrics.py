@@ -1,0 +1,153 @@
+"""Loss, speed and learning rate: into metrics.csv, the loggers and the progress bar.
+
+The x-axis is the optimizer step. Values are read from the device at log points only, so that a GPU is not made to wait
+at every step.
+"""
+
+import csv
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tqdm import tqdm
+
+from lowmem.errors import Refused
+from lowmem.memory.ledger import GIB
+from lowmem.memory.process import seconds_since_start
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "seconds",
+    "train_loss",
+    "val_loss",
+    "bits_per_byte",
+    "lr",
+    "gradient_norm",
+    "tokens_per_second",
+    "skipped_steps",
+)
+# The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
+WARM_UP_STEPS = 3
+
+
+class Metrics(Callback):
+    """Args: peak_gib: read for the progress bar; bits_per_byte: nats per token -> bits per byte."""
+
+    def __init__(
+        self,
+        file: Path,
+        log_every: int,
+        peak_gib: Callable[[], float],
+        bits_per_byte: Callable[[float], float],
+    ) -> None:
+        self.log_every, self.peak_gib, self.bits_per_byte = log_every, peak_gib, bits_per_byte
+        self.first_step_seconds: float | None = None
+        self.step_seconds: list[float] = []  # of every window but the first few
+        self.steady_tokens = 0  # in those windows
+        self.train_loss = self.val_loss = float("nan")
+        self.val_step: int | None = None
+        self._windows = 0
+        self._loss_sum: torch.Tensor | float = 0.0
+        self._loss_tokens = 0
+        self._since = self._tokens_since = 0.0
+        self._out = file.open("w", newline="")
+        self._csv = csv.DictWriter(self._out, COLUMNS)
+        self._csv.writeheader()
+        self._bar: tqdm | None = None
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        # disable=None: no bar where the output is not a terminal
+        steps = {"total": trainer.max_steps, "initial": trainer.global_step}
+        self._bar = tqdm(**steps, unit="step", disable=None, dynamic_ncols=True)
+        self._start = self._since = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
+        self._loss_sum += outputs["loss"] * outputs["tokens"]
+        self._loss_tokens += outputs["tokens"]
+        if self.first_step_seconds is None:
+            self.first_step_seconds = seconds_since_start()
+        self._count_time(outputs["tokens"])
+        self._bar.update(int(outputs["stepped"]))
+        step = trainer.global_step
+        if outputs["stepped"] and (step % self.log_every == 0 or step in (1, trainer.max_steps)):
+            self._log_training(trainer, module)
+
+    def _count_time(self, tokens: int) -> None:
+        now = time.perf_counter()
+        self._windows += 1
+        if self._windows > WARM_UP_STEPS:
+            self.step_seconds.append(now - self._since)
+            self.steady_tokens += tokens
+        self._since = now
+
+    def _log_training(self, trainer: Trainer, module: LightningModule) -> None:
+        self.train_loss = float(self._loss_sum) / self._loss_tokens
+        self._loss_sum, self._loss_tokens = 0.0, 0
+        if not torch.isfinite(torch.tensor(self.train_loss)):
+            raise Refused(
+                f"The loss became {self.train_loss} before step {trainer.global_step}; what follows would be lost. "
+                f"Type a smaller lr (it is {trainer.optimizers[0].param_groups[0]['lr']:g}), or precision=bf16 or 32; "
+                "resume= goes on from the last checkpoint."
+            )
+        metrics = {
+            "train_loss": self.train_loss,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "tokens_per_second": self.tokens_per_second(),
+            "skipped_steps": module.skipped_steps,
+        }
+        if module.gradient_norm is not None:
+            metrics["gradient_norm"] = float(module.gradient_norm)
+        self._write(trainer, module, metrics)
+        self._bar.set_postfix_str(
+            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {self.peak_gib():.2f} GiB"
+        )
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        self.val_loss, self.val_step = module.val_loss, trainer.global_step
+        metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
+        self._write(trainer, module, metrics)
+        tqdm.write(
+            f"step {trainer.global_step}: train loss {self.train_loss:.3f}, validation loss {self.val_loss:.3f}, "
+            f"{metrics['bits_per_byte']:.3f} bits per byte, {self.tokens_per_second():,.0f} tokens/s"
+        )
+        self._since = time.perf_counter()  # an evaluation is not part of the next step
+
+    def _write(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> None:
+        step = trainer.global_step
+        seconds = time.perf_counter() - self._start
+        self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | metrics)
+        self._out.flush()
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {f"train/{k}": v for k, v in metrics.items()} | {"tokens": module.tokens}, step=step
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is not part of a step: saving."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
+
+    def tokens_per_second(self) -> float:
+        return self.steady_tokens / sum(self.step_seconds) if self.step_seconds else 0.0
+
+    def seconds_per_step(self) -> float | None:
+        return median(self.step_seconds) if self.step_seconds else None
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._out.close()
+
+
+def peak_gib(peak_bytes: dict[str, int]) -> float:
+    """What the progress bar shows: the device's peak, or the process's where none was measured yet."""
+    return (peak_bytes["device"] or peak_bytes["host_rss"]) / GIB

@@ -1,0 +1,90 @@
+"""memory.png: where the bytes were, inside one step and over the run."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from lowmem.memory.ledger import CATEGORIES, GIB
+from lowmem.memory.tracker import Point
+
+COLOURS = {
+    "weights": "#3b6fb6",
+    "gradients": "#e08b2f",
+    "optimizer": "#7a5195",
+    "activations": "#3f9d6b",
+    "other": "#9a9a9a",
+}
+
+
+def memory_picture(file: Path, rows: list[dict], timeline: list[Point], title: str) -> None:
+    """Left: live tensors by category through the last sampled step. Right: peaks over the optimizer steps."""
+    figure, (inside, over) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), constrained_layout=True)
+    figure.suptitle(title)
+    _inside_one_step(inside, timeline)
+    _over_the_run(over, rows)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _inside_one_step(axes: plt.Axes, timeline: list[Point]) -> None:
+    axes.set_title("one optimizer step: live tensors on the device side")
+    if not timeline:
+        axes.text(0.5, 0.5, "not sampled", ha="center", transform=axes.transAxes)
+        return
+    stacked = [[point.bytes[category] / GIB for point in timeline] for category in CATEGORIES]
+    x = range(len(timeline))
+    axes.stackplot(x, stacked, labels=CATEGORIES, colors=[COLOURS[c] for c in CATEGORIES])
+    top = max(x, key=lambda i: timeline[i].total)
+    peak = timeline[top].total / GIB
+    axes.annotate(
+        f"peak {peak:.3f} GiB in {timeline[top].phase}",
+        (top, peak),
+        (0.5, 1.08 * peak),
+        textcoords=("axes fraction", "data"),
+        ha="center",
+        arrowprops={"arrowstyle": "->"},
+    )
+    _mark_phases(axes, timeline)
+    axes.set(
+        xlabel="allocations and releases, in order",
+        ylabel="GiB",
+        xlim=(0, len(timeline) - 1),
+        ylim=(0, 1.2 * peak),
+    )
+    axes.legend(loc="lower left", fontsize=8)
+
+
+def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
+    first = {}
+    for i, point in enumerate(timeline):
+        first.setdefault(point.phase, i)
+    for phase, i in first.items():
+        axes.axvline(i, color="black", linewidth=0.7, linestyle=":")
+        axes.text(
+            i, 0.02, f" {phase}", fontsize=8, rotation=90, va="bottom", transform=axes.get_xaxis_transform()
+        )
+
+
+def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
+    axes.set_title("the run: highest bytes of each step")
+    lines = {
+        "rss_peak_bytes": "resident memory of the process",
+        "reserved_peak_bytes": "reserved by the CUDA allocator",
+        "allocated_peak_bytes": "allocated on the CUDA device",
+        "live_peak_bytes": "live tensors, device side (sampled)",
+    }
+    for column, label in lines.items():
+        by_step: dict[int, float] = {}
+        for row in rows:
+            if column in row:
+                by_step[row["step"]] = max(by_step.get(row["step"], 0), row[column] / GIB)
+        if by_step:
+            axes.plot(
+                list(by_step), list(by_step.values()), marker=".", markersize=3, linewidth=1, label=label
+            )
+    axes.set(xlabel="optimizer step", ylabel="GiB")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)

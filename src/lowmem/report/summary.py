@@ -1,0 +1,61 @@
+"""summary.json and the table on the terminal: what the run did, in numbers with units."""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from lowmem.memory.ledger import GIB
+
+PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "hydra-core", "numpy")
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+
+
+def write(file: Path, summary: Mapping) -> None:
+    """Whole or not at all; JSON has no nan, so what was not measured is null."""
+    draft = file.with_name(f".{file.name}.writing")
+    draft.write_text(json.dumps(_plain(summary), indent=2) + "\n")
+    os.replace(draft, file)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(summary: Mapping) -> str:
+    """The run's figures, two columns."""
+    peak, categories = summary["peak_bytes"], summary["peak_bytes_by_category"]
+    rows = [
+        ("parameters", f"{summary['parameters']:,}"),
+        ("optimizer steps", _steps(summary)),
+        ("tokens", f"{summary['tokens']:,}"),
+        ("train loss", _number(summary["train_loss"], ".4f")),
+        ("validation loss", _number(summary["val_loss"], ".4f")),
+        ("bits per byte", _number(summary["bits_per_byte"], ".3f")),
+        ("  a byte-trigram model", _number(summary["trigram_bits_per_byte"], ".3f")),
+        ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
+        ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
+        ("peak device memory", f"{peak['device'] / GIB:.3f} GiB"),
+        *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
+        ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
+    ]
+    return "\n".join(f"{name:<26}{value}" for name, value in rows)
+
+
+def _steps(summary: Mapping) -> str:
+    skipped = summary["skipped_steps"]
+    return f"{summary['steps']:,}" + (f" (and {skipped} skipped by the loss scaler)" if skipped else "")
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(value, spec)

@@ -1,0 +1,38 @@
+"""Learning-rate schedules, per optimizer step: each multiplies `lr` by a factor of the steps already done.
+
+A step that the loss scaler skips does not count. Constructed with the optimizer as the only missing argument.
+"""
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def constant(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
+    return _schedule(optimizer, warmup_steps, lambda step: 1.0)
+
+
+def linear(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+    return _schedule(optimizer, warmup_steps, lambda step: 1.0 - _progress(step, warmup_steps, total_steps))
+
+
+def cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+    def factor(step: int) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * _progress(step, warmup_steps, total_steps)))
+
+    return _schedule(optimizer, warmup_steps, factor)
+
+
+def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> LambdaLR:
+    # The first step already moves (1 / warmup_steps): a step at lr 0 would be computed for nothing.
+    def factor(step: int) -> float:
+        return (step + 1) / warmup_steps if step < warmup_steps else after(step)
+
+    return LambdaLR(optimizer, factor)
+
+
+def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
+    """How far the decay has come: 0 at the end of the warm-up, 1 from `total_steps` on."""
+    return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))

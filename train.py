@@ -1,0 +1,18 @@
+"""Fine-tune a causal language model: python train.py precision=16 optim=adam8bit
+
+`python train.py --help` lists the groups and their choices; conf/config.yaml is the map.
+"""
+
+import hydra
+from omegaconf import DictConfig
+
+from lowmem import cli
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> float:
+    return cli.run(cfg)
+
+
+if __name__ == "__main__":
+    cli.start(main)

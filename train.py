@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from lowmem import cli
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(cli.CONF), config_name="config")
 def main(cfg: DictConfig) -> float:
     return cli.run(cfg)
 

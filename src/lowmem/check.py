@@ -95,9 +95,7 @@ def _device(device: str) -> None:
 def check_model(seq_len: int, positions: int | None, vocab_size: int, tokens: int) -> None:
     """What only the architecture and the tokenizer can tell."""
     if positions is not None and seq_len > positions:
-        raise Refused(
-            f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less."
-        )
+        raise Refused(f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
     if tokens > vocab_size:
         raise Refused(
             f"The tokenizer has {tokens} tokens and the model's vocabulary {vocab_size}. "

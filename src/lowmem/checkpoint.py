@@ -82,9 +82,7 @@ class Checkpoints(Callback):
 
 def complete(folder: Path) -> list[Path]:
     """Checkpoints of a folder that can be read, oldest first."""
-    found = [
-        path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name) and zipfile.is_zipfile(path)
-    ]
+    found = [path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name) and zipfile.is_zipfile(path)]
     return sorted(found, key=_step)
 
 

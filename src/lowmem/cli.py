@@ -41,10 +41,8 @@ def start(main: Callable[[], None]) -> None:
             raise
         causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
         lines = [str(cause) for cause in causes]
-        if isinstance(error, OSError):
-            lines = [
-                f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>."
-            ]
+        if isinstance(error, OSError) and not isinstance(error, HydraException):
+            lines = [f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>."]
         sys.exit("\n".join(lines))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -76,9 +74,7 @@ def _key(argument: str) -> str:
 def _resumed_overrides(arguments: list[str]) -> list[str]:
     """What was typed for the run that `resume=` names, so that it need not be typed again."""
     named = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
-    for folder in (
-        f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])
-    ):
+    for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
             return [line for line in yaml.safe_load(file.read_text()) if _key(line) != "resume"]
@@ -97,9 +93,7 @@ def run(cfg: DictConfig) -> float:
     try:
         from lowmem.fit import fit
 
-        summary = fit(
-            cfg, output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides]
-        )
+        summary = fit(cfg, output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides])
         _interrupted |= summary["interrupted"]
         return summary["val_loss"]
     except Exception as error:

@@ -58,7 +58,7 @@ def fit(
     choices = choices or {}
     check(cfg, choices)
     _quiet()
-    cfg = _resolved(cfg)
+    cfg = _resolved(cfg, output_dir)
     seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
     tokens, train, val, module = build(cfg, start)
@@ -83,9 +83,7 @@ def build(cfg: DictConfig, start: Path | None) -> tuple[Tokens, WindowLoader, Va
     """Data first, weights last: whatever refuses the run does so before the heavy part."""
     config = model.architecture(**cfg.model)
     check_model(cfg.seq_len, model.positions(config), config.vocab_size, 0)
-    own_tokenizer = (
-        model.tokenizer(**cfg.model) if cfg.model.pretrained or cfg.model.architecture is None else None
-    )
+    own_tokenizer = model.tokenizer(**cfg.model) if cfg.model.pretrained or cfg.model.architecture is None else None
     vocab_size = min(BPE_VOCABULARY, config.vocab_size)
     tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), vocab_size, own_tokenizer)
     check_model(cfg.seq_len, model.positions(config), config.vocab_size, len(tokens.tokenizer))
@@ -96,9 +94,7 @@ def build(cfg: DictConfig, start: Path | None) -> tuple[Tokens, WindowLoader, Va
         cfg.seed,
         _position(start, cfg.max_steps),
     )
-    val = ValidationLoader(
-        Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences
-    )
+    val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
     if own_tokenizer is None:  # the export must name the end token of the tokenizer it is saved with
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
     resumed = {"pretrained": False} if start else {}  # the checkpoint brings the weights
@@ -129,9 +125,7 @@ def _position(start: Path | None, max_steps: int) -> Position:
         raise Refused(f"resume={start}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
     done = step["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"]
     if done >= max_steps:
-        raise Refused(
-            f"resume={start}: {done} steps are done and max_steps={max_steps}. Type max_steps={2 * done}."
-        )
+        raise Refused(f"resume={start}: {done} steps are done and max_steps={max_steps}. Type max_steps={2 * done}.")
     return position
 
 
@@ -187,12 +181,13 @@ def _assemble(cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalL
     return Run(trainer, loggers, meter, metrics, sample, stop)
 
 
-def _resolved(cfg: DictConfig) -> DictConfig:
+def _resolved(cfg: DictConfig, output_dir: Path) -> DictConfig:
     """A copy without interpolations, and with the device that `auto` means."""
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    cfg = cfg.copy()
+    cfg.output_dir = str(output_dir)
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return cfg
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
 
 
 def _quiet() -> None:
@@ -251,9 +246,7 @@ def _report(
     print(f"\n{report.table(summary)}\n")
     if run.sample.text:
         print(f"A sample:\n{run.sample.text}\n")
-    print(
-        "\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith("."))
-    )
+    print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
     return summary
 
 

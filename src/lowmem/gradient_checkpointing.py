@@ -22,9 +22,7 @@ def every_layer(model: PreTrainedModel) -> None:
             f"gradient_checkpointing=every_layer: {type(model).__name__} does not mark its blocks for it. "
             "Type gradient_checkpointing=none, and loss=chunked or a smaller batch_size to save memory."
         )
-    with (
-        warnings.catch_warnings()
-    ):  # its new name, activation_checkpointing_enable, is younger than our range
+    with warnings.catch_warnings():  # its new name, activation_checkpointing_enable, is younger than our range
         warnings.simplefilter("ignore", FutureWarning)
         # Non-reentrant: works with frozen inputs, and frees the graph as backward walks it.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

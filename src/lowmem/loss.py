@@ -21,9 +21,7 @@ IGNORED = -100
 
 def full(model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
     logits = model(input_ids=input_ids, use_cache=False).logits  # (B, T, V)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def chunked(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, rows: int) -> Tensor:

@@ -47,9 +47,7 @@ def _from_type(model_type: str) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type)
     except ValueError:
-        raise Refused(
-            f"model.architecture.model_type={model_type}: transformers has no such architecture."
-        ) from None
+        raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.") from None
 
 
 def _published(name: str, pretrained: bool, trust_remote_code: bool) -> PretrainedConfig:
@@ -78,17 +76,20 @@ def build(
     trust_remote_code: bool,
     **_: object,
 ) -> PreTrainedModel:
-    """The model on the host, in training mode, with every parameter in `weights_dtype`."""
+    """The model on the host, in training mode, with every parameter in `weights_dtype`.
+
+    Raises:
+        Refused: weights that cannot be loaded or lack a tensor; an attention this machine does not have.
+    """
     how = {"dtype": weights_dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    if pretrained:
-        model = _load(name, config, how)
-    else:
-        model = AutoModelForCausalLM.from_config(config, **how)
+    try:
+        model = _load(name, config, how) if pretrained else AutoModelForCausalLM.from_config(config, **how)
+    except (ImportError, ValueError) as error:  # what transformers says of an attention it cannot use
+        reason = str(error).strip().splitlines()[0]
+        raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.") from None
     wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
     if wrong:
-        raise Refused(
-            f"model.name={name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32."
-        )
+        raise Refused(f"model.name={name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")
     # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()
 
@@ -98,7 +99,7 @@ def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
         model, info = AutoModelForCausalLM.from_pretrained(
             name, config=config, use_safetensors=True, output_loading_info=True, **how
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Refused(f"model.name={name}: its weights cannot be loaded ({reason})") from None
     missing = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])

@@ -39,6 +39,9 @@ class Position(NamedTuple):
     window: int = 0
 
 
+START = Position()
+
+
 class Window(NamedTuple):
     """The micro-batches of one optimizer step."""
 
@@ -91,7 +94,7 @@ class WindowLoader:
         batch_size: int,
         window_size: WindowSize,
         seed: int,
-        position: Position = Position(),
+        position: Position = START,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:

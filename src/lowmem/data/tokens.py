@@ -116,9 +116,7 @@ def _train_bpe(files: list[Path], vocab_size: int, target: Path) -> None:
 
 
 def _load_bpe(file: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 
 def _write_split(target: Path, files: list[Path], tokenizer: PreTrainedTokenizerBase, dtype: str) -> int:

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-PRIOR = (
-    2.0  # imagined observations from the shorter context; 1-4 differ by less than 0.02 bits on source code
-)
+PRIOR = 2.0  # imagined observations from the shorter context; 1-4 differ by less than 0.02 bits on source code
 
 
 def trigram_bits_per_byte(train: Iterable[bytes], val: Iterable[bytes]) -> float:

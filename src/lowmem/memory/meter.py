@@ -21,19 +21,12 @@ from lowmem.memory.tracker import Point, StorageTracker
 
 log = logging.getLogger(__name__)
 
-CUDA_COLUMNS = (
-    "allocated_bytes",
-    "allocated_peak_bytes",
-    "reserved_bytes",
-    "reserved_peak_bytes",
-    "retries",
-    "ooms",
-)
+CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
 COLUMNS = (
-    ("step", "phase", "rss_bytes", "rss_peak_bytes", "live_peak_bytes")
-    + tuple(f"{category}_bytes" for category in CATEGORIES)
-    + ("host_tensor_bytes",)
-    + CUDA_COLUMNS
+    *("step", "phase", "rss_bytes", "rss_peak_bytes", "live_peak_bytes"),
+    *(f"{category}_bytes" for category in CATEGORIES),
+    "host_tensor_bytes",
+    *CUDA_COLUMNS,
 )
 
 
@@ -66,9 +59,7 @@ class MemoryMeter(Callback):
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]))
         self._compiled = is_compiled(module)
         if self._compiled:
-            log.info(
-                "Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen."
-            )
+            log.info("Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen.")
         self._step = trainer.global_step
         self._window = {"load": self._read("load")}
         self._close_window(trainer)
@@ -97,9 +88,7 @@ class MemoryMeter(Callback):
         self._untrack()
         self._close_window(trainer)
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, module: LightningModule, batch, batch_idx: int, *_
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int, *_) -> None:
         if batch_idx == 0 and self.ledger.owners:  # not in the sanity check, which comes before the optimizer
             self._track()
             self._enter("evaluation")

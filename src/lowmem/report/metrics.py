@@ -125,9 +125,7 @@ class Metrics(Callback):
         self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | metrics)
         self._out.flush()
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {f"train/{k}": v for k, v in metrics.items()} | {"tokens": module.tokens}, step=step
-            )
+            logger.log_metrics({f"train/{k}": v for k, v in metrics.items()} | {"tokens": module.tokens}, step=step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point]) -> None:
     axes.annotate(
         f"peak {peak:.3f} GiB in {timeline[top].phase}",
         (top, peak),
-        (0.5, 1.08 * peak),
+        (0.45, 1.08 * peak),
         textcoords=("axes fraction", "data"),
         ha="center",
         arrowprops={"arrowstyle": "->"},
@@ -54,7 +54,7 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point]) -> None:
         xlim=(0, len(timeline) - 1),
         ylim=(0, 1.2 * peak),
     )
-    axes.legend(loc="lower left", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8)
 
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
@@ -63,9 +63,7 @@ def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
         first.setdefault(point.phase, i)
     for phase, i in first.items():
         axes.axvline(i, color="black", linewidth=0.7, linestyle=":")
-        axes.text(
-            i, 0.02, f" {phase}", fontsize=8, rotation=90, va="bottom", transform=axes.get_xaxis_transform()
-        )
+        axes.text(i, 0.02, f" {phase}", fontsize=8, rotation=90, va="bottom", transform=axes.get_xaxis_transform())
 
 
 def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
@@ -82,9 +80,7 @@ def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
             if column in row:
                 by_step[row["step"]] = max(by_step.get(row["step"], 0), row[column] / GIB)
         if by_step:
-            axes.plot(
-                list(by_step), list(by_step.values()), marker=".", markersize=3, linewidth=1, label=label
-            )
+            axes.plot(list(by_step), list(by_step.values()), marker=".", markersize=3, linewidth=1, label=label)
     axes.set(xlabel="optimizer step", ylabel="GiB")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)

@@ -16,9 +16,7 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 2.0
 
 
-def logger(
-    output_dir: str, project: str, name: str | None = None, offline: bool | None = None
-) -> Logger | None:
+def logger(output_dir: str, project: str, name: str | None = None, offline: bool | None = None) -> Logger | None:
     """A W&B logger, or None where wandb is not installed (metrics.csv is written anyway).
 
     Args:
@@ -43,9 +41,7 @@ def _mode() -> str:
 
     url = wandb.Settings().base_url
     if not _has_key(url):
-        log.info(
-            "W&B: no API key, so this run is recorded offline; `wandb sync <run folder>/wandb/*` uploads it."
-        )
+        log.info("W&B: no API key, so this run is recorded offline; `wandb sync <run folder>/wandb/*` uploads it.")
     elif not answers(url):
         log.info("W&B: %s does not answer, so this run is recorded offline.", url)
     else:

@@ -1,0 +1,110 @@
+"""A corpus of a few files, a model of a few thousand parameters, and two ways to run: as a function and as typed."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from lowmem import cli
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for `import train`
+
+# No test may find an account, a hub or a prompt.
+os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true")
+os.environ.pop("WANDB_API_KEY", None)
+
+SMALL = (
+    "model.architecture.n_embd=32",
+    "model.architecture.n_layer=2",
+    "model.architecture.n_head=2",
+    "model.architecture.vocab_size=300",
+    "seq_len=16",
+    "batch_size=4",
+    "max_steps=4",
+    "val_every=100",
+    "val_sequences=8",
+    "scheduler.warmup_steps=0",
+    "log_every=1",
+    "sample_tokens=0",
+    "logger=csv",
+    "device=cpu",
+)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory) -> Path:
+    """Twelve files of words, the same on every machine."""
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    words = "def return self for in if else not and or class import x y z = ( ) : 0 1 2".split()
+    for i in range(12):
+        lines = (" ".join(draw.choices(words, k=8)) for _ in range(60))
+        (folder / f"file{i:02d}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(text_folder, tmp_path_factory) -> tuple[str, ...]:
+    """Overrides for a run of less than a second."""
+    cache = tmp_path_factory.mktemp("cache")
+    return (*SMALL, "data=text", f"data.path={text_folder}", f"cache_dir={cache}")
+
+
+@pytest.fixture
+def config(small):
+    """(overrides) -> the composed config of a small run."""
+
+    def make(*overrides: str, base: tuple[str, ...] = small):
+        typed = {cli._key(o) for o in overrides}
+        if "model" in typed:  # another model has other architecture keys
+            base = tuple(o for o in base if not o.startswith("model."))
+        lines = [o for o in base if cli._key(o) not in typed] + list(overrides)
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return compose("config", overrides=[cli.quoted(o) for o in lines])
+
+    return make
+
+
+@pytest.fixture
+def fit(config, tmp_path):
+    """(overrides) -> (summary, output folder) of a small run as a function."""
+    from lowmem.fit import fit
+
+    def run(*overrides: str, folder: str = "run"):
+        return fit(config(*overrides), tmp_path / folder), tmp_path / folder
+
+    return run
+
+
+@pytest.fixture
+def command(small, tmp_path, monkeypatch, capsys):
+    """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process."""
+    import train
+
+    def run(*arguments: str, base: tuple[str, ...] = small) -> tuple[int, str]:
+        typed = {cli._key(a) for a in arguments}
+        folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
+        if "model" in typed:  # another model has other architecture keys
+            base = tuple(a for a in base if not a.startswith("model."))
+        lines = [a for a in (*base, *folders) if cli._key(a) not in typed]
+        lines = sorted([*lines, *arguments], key=lambda a: not a.startswith("-"))
+        monkeypatch.setattr(sys, "argv", ["train.py", *lines])
+        code, said = 0, ""
+        try:
+            cli.start(train.main)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+            said = "" if isinstance(stop.code, int | None) else stop.code
+        out = capsys.readouterr()
+        return code, out.out + out.err + said
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def same_seed():
+    torch.manual_seed(0)

@@ -1,0 +1,229 @@
+"""`python train.py` as people type it: what it leaves, and how it says no."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+
+SUMMARY_KEYS = {
+    "steps",
+    "tokens",
+    "tokens_per_second",
+    "seconds_per_step",
+    "first_step_seconds",
+    "train_loss",
+    "val_loss",
+    "peak_bytes",
+    "peak_bytes_by_category",
+    "parameters",
+    "overrides",
+    "versions",
+}
+
+
+def test_a_run_leaves_what_it_promises(command, tmp_path):
+    code, said = command("sample_tokens=5")
+    run = tmp_path / "run"
+    assert code == 0, said
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["steps"] == 4 and summary["tokens"] == 4 * 4 * 16
+    assert set(summary["peak_bytes"]) == {"device", "host_rss"}
+    assert set(summary["peak_bytes_by_category"]) == {"weights", "gradients", "optimizer", "activations", "other"}
+    assert sum(summary["peak_bytes_by_category"].values()) == summary["peak_bytes"]["device"]
+    assert "max_steps=4" in summary["overrides"] and "torch" in summary["versions"]
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [int(r["step"]) for r in rows if r["train_loss"]] == [1, 2, 3, 4]
+    assert {r["phase"] for r in csv.DictReader((run / "memory.csv").open())} == {
+        "load",
+        "forward",
+        "backward",
+        "step",
+        "evaluation",
+        "save",
+    }
+    assert (run / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000004.ckpt"]
+    for shown in ("bits per byte", "byte-trigram", "tokens/s", "activations", "def ", "memory.png", "summary.json"):
+        assert shown in said
+    assert "Traceback" not in said
+
+
+def test_the_exported_model_is_the_trained_one(command, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert command()[0] == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "step-00000004.ckpt", weights_only=True)["state_dict"]
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, saved[f"model.{name}"]), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    text = "def return self"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert exported.config.eos_token_id == tokenizer.eos_token_id
+    assert exported.config.vocab_size >= len(tokenizer)
+
+
+@pytest.mark.parametrize("precision", ["32", "16", "bf16"])
+@pytest.mark.parametrize("optim", ["adamw", "adam8bit", "adafactor"])
+def test_precision_and_optim_work_as_typed(command, tmp_path, precision, optim):
+    code, said = command(f"precision={precision}", f"optim={optim}")
+    assert code == 0, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert f"precision={precision}" in summary["overrides"] and summary["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "optim=adamw8bit",
+        "scheduler=constant",
+        "scheduler=linear",
+        "accumulation=fixed",
+        "gradient_checkpointing=every_layer",
+        "loss=chunked",
+        "logger=none",
+    ],
+)
+def test_every_other_choice_works_as_typed(command, tmp_path, choice):
+    code, said = command(choice)
+    assert code == 0, said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
+
+
+def test_multirun_as_typed_gives_a_folder_per_job(command, tmp_path):
+    code, said = command("-m", "precision=32,16,bf16", "optim=adamw,adafactor", "max_steps=1")
+    assert code == 0, said
+    summaries = [json.loads(f.read_text()) for f in sorted((tmp_path / "sweep").glob("*/summary.json"))]
+    pairs = {tuple(o for o in s["overrides"] if o.split("=")[0] in ("precision", "optim")) for s in summaries}
+    assert pairs == {(f"precision={p}", f"optim={o}") for p in ("32", "16", "bf16") for o in ("adamw", "adafactor")}
+
+
+def test_a_failed_job_of_a_multirun_harms_no_other_and_sets_the_exit_code(command, tmp_path):
+    code, said = command("-m", "lr=1e-3,-1,2e-3", "max_steps=1")
+    assert code == 1
+    assert "lr=-1" in said and "Traceback" not in said
+    assert len(list((tmp_path / "sweep").glob("*/summary.json"))) == 2
+
+
+REFUSED = {
+    ("optim=adamx",): ["optim/adamx", "adafactor", "adamw"],
+    ("precision=17",): ["precision/17", "bf16"],
+    ("learning_rate=1",): ["learning_rate"],
+    ("optim.beta=1",): ["beta"],
+    ("+optim.betaz=1", "+scheduler.foo=2"): ["conf/optim/adamw.yaml", "'betaz'", "conf/scheduler/cosine.yaml", "'foo'"],
+    ("batch_size=0",): ["batch_size=0", "at least 1"],
+    ("batch_size=many",): ["batch_size=many", "whole number"],
+    ("lr=-1", "clip=0", "seq_len=0"): ["lr=-1", "clip=0", "seq_len=0"],
+    ("seq_len=257",): ["seq_len=257", "256 positions"],
+    ("model=hf",): ["model.name", "type model.name="],
+    ("model=hf", "model.name=nobody/nothing"): ["model.name=nobody/nothing", "model.pretrained=false"],
+    ("+model.architecture.n_layers=3",): ["n_layers", "n_layer"],
+    ("model.architecture.model_type=gpt99",): ["gpt99"],
+    ("resume=/nowhere",): ["resume=/nowhere", "no such"],
+    ("device=cuda",): ["device=cuda", "device=cpu"],
+    ("device=tpu",): ["device=tpu", "auto, cpu, cuda"],
+    ("accumulation=fixed", "accumulation.batches=0"): ["accumulation.batches=0", "at least one"],
+    ("data.path=/nowhere",): ["data.path=/nowhere"],
+    ("data.pattern=*.nothing",): ["matches *.nothing"],
+    ("data.val_fraction=2",): ["val_fraction=2"],
+    ("seq_len=200", "data.val_path={tiny}"): ["seq_len=200", "validation"],
+    ("data.val_path={empty}",): ["{empty}"],
+    ("data.path={tiny}",): ["split by file", "data.val_path="],
+    ("model=hf", "model.name={empty}"): ["safetensors", "model.pretrained=false"],
+    ("resume={truncated}",): ["incomplete"],
+    ("resume={empty}",): ["no complete checkpoint"],
+    ("resume={foreign}",): ["no checkpoint of lowmem"],
+    ("hydra.run.dir={tiny}/inside",): ["output folder", "hydra.run.dir="],
+    ("model.attention=fast",): ["fast"],
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_bad_input_is_a_sentence_an_exit_code_and_no_folder(command, tmp_path, arguments):
+    places = {name: tmp_path / name for name in ("tiny", "empty", "truncated", "foreign")}
+    places["tiny"].write_text("a few words")
+    places["empty"].mkdir()
+    (places["empty"] / "config.json").write_text('{"model_type": "gpt2"}')
+    torch.save({"x": torch.zeros(1000)}, places["foreign"])
+    places["truncated"].write_bytes(places["foreign"].read_bytes()[:-100])
+    code, said = command(*(a.format(**places) for a in arguments))
+    assert code == 1
+    assert "Traceback" not in said
+    for part in REFUSED[arguments]:
+        assert part.format(**places) in said, said
+    assert not (tmp_path / "run").exists()
+
+
+def test_debug_shows_the_traceback(command):
+    code, said = command("device=cuda", "debug=true")
+    assert code == 1 and "Traceback" in said and "Refused" in said
+
+
+def test_an_unexpected_error_keeps_its_traceback(command, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("lowmem.fit.build", broken)
+    code, said = command()
+    assert code == 1 and "Traceback" in said and "ZeroDivisionError" in said
+
+
+def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
+    from lowmem import loss
+
+    def too_much(model, input_ids, labels):
+        model(input_ids=input_ids).logits.sum()
+        if model.training:
+            torch.empty(2**60)  # more than any host has: the allocator's own error
+        return torch.zeros(())
+
+    monkeypatch.setattr(loss, "full", too_much)
+    code, said = command()
+    assert code == 1 and "Traceback" not in said
+    held = {line.split()[0]: float(line.split()[1]) for line in said.splitlines() if line.endswith(" GiB")}
+    assert list(held) == ["weights", "gradients", "optimizer", "activations", "other"]
+    tries = said[said.index("Try") :]
+    order = ["precision=bf16", "optim=adam8bit", "batch_size=2", "gradient_checkpointing=every_layer", "loss=chunked"]
+    assert sorted(order, key=tries.index) == order
+
+
+def test_help_lists_the_groups_without_importing_anything_heavy():
+    code = (
+        "import sys, runpy; sys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'lightning', 'transformers', 'wandb', 'numpy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "precision: 16, 32, bf16" in out
+    assert out.strip().endswith("[]")
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):
+    """A real process and a real signal."""
+    arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = tmp_path / "metrics.csv"
+    deadline = time.monotonic() + 120
+    while (
+        process.poll() is None
+        and time.monotonic() < deadline
+        and not (metrics.exists() and metrics.read_text().count("\n") > 3)
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["interrupted"] and 0 < summary["steps"] < 100000
+    assert (tmp_path / "checkpoints" / f"step-{summary['steps']:08d}.ckpt").exists()
+    assert "Traceback" not in said

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+
 from conftest import ROOT
 
 SUMMARY_KEYS = {

@@ -15,7 +15,9 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lowmem.data.loader import Position
 from lowmem.errors import Refused
+from lowmem.module import CausalLM
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -109,3 +111,39 @@ def find(resume: str) -> Path:
         instead = f"Type resume={others[-1]}" if others else "Start without resume="
         raise Refused(f"resume={resume}: this checkpoint is incomplete; its end is missing. {instead}.")
     return path
+
+
+class Saved:
+    """What a checkpoint holds, read from the mapped file: asked before the model is built, and checked against it.
+
+    Raises:
+        Refused: a file of something else, a run that is already done, another model or optimizer.
+    """
+
+    def __init__(self, path: Path, max_steps: int) -> None:
+        self.path = path
+        try:
+            content = AtomicCheckpointIO().load_checkpoint(path)
+            ours = content["lowmem"]
+            steps = content["global_step"]
+            self.position, self.optimizer = Position(**ours["position"]), ours["optimizer"]
+            self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
+        except Exception as error:  # torch names a dozen ways in which a file can be another file
+            raise Refused(f"resume={path}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
+        if steps >= max_steps:
+            raise Refused(
+                f"resume={path}: {steps} steps are done and max_steps={max_steps}. Type max_steps={2 * steps}."
+            )
+
+    def check(self, module: CausalLM) -> None:
+        for name, tensor in module.state_dict().items():
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise Refused(
+                    f"resume={self.path}: {name} is {self.shapes.get(name, 'missing')} there and {tuple(tensor.shape)} "
+                    "in this model. Type the model= and model.architecture of that run, or start without resume=."
+                )
+        if self.optimizer != module.optimizer_name:
+            raise Refused(
+                f"resume={self.path}: {module.optimizer_name} cannot read the state of {self.optimizer}. Type the "
+                "optim= of that run, or start from its exported model: model=hf model.name=<run folder>/model."
+            )

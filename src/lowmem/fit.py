@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowmem import checkpoint, model
 from lowmem.check import check, check_model
-from lowmem.data.loader import Position, Sequences, ValidationLoader, WindowLoader
+from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
 from lowmem.errors import Refused
 from lowmem.memory.advice import out_of_memory
@@ -61,7 +61,7 @@ def fit(
     cfg = _resolved(cfg, output_dir)
     seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
-    tokens, train, val, module = build(cfg, start)
+    tokens, train, val, module = build(cfg, checkpoint.Saved(start, cfg.max_steps) if start else None)
     output_dir.mkdir(parents=True, exist_ok=True)
     run = _assemble(cfg, output_dir, tokens, module)
     try:
@@ -79,7 +79,9 @@ def fit(
 # --- build -------------------------------------------------------------------------------------------------------
 
 
-def build(cfg: DictConfig, start: Path | None) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
+def build(
+    cfg: DictConfig, saved: checkpoint.Saved | None = None
+) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
     """Data first, weights last: whatever refuses the run does so before the heavy part."""
     config = model.architecture(**cfg.model)
     check_model(cfg.seq_len, model.positions(config), config.vocab_size, 0)
@@ -92,41 +94,29 @@ def build(cfg: DictConfig, start: Path | None) -> tuple[Tokens, WindowLoader, Va
         cfg.batch_size,
         instantiate(cfg.accumulation),
         cfg.seed,
-        _position(start, cfg.max_steps),
+        saved.position if saved else START,
     )
     val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
     if own_tokenizer is None:  # the export must name the end token of the tokenizer it is saved with
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
-    resumed = {"pretrained": False} if start else {}  # the checkpoint brings the weights
+    resumed = {"pretrained": False} if saved else {}  # the checkpoint brings the weights
     network = model.build(config, getattr(torch, cfg.weights_dtype), **{**cfg.model, **resumed})
     instantiate(cfg.gradient_checkpointing)(network)
     loss, optimizer, scheduler = instantiate(cfg.loss), instantiate(cfg.optim), instantiate(cfg.scheduler)
-    return tokens, train, val, CausalLM(network, loss, optimizer, scheduler, cfg.clip, cfg.clip_value)
+    module = CausalLM(network, loss, optimizer, scheduler, cfg.clip, cfg.clip_value)
+    if saved:
+        saved.check(module)
+    return tokens, train, val, module
 
 
 def instantiate(node: DictConfig) -> object:
     """Hydra's, but what the called class refused comes through as it was said."""
     try:
-        return hydra.utils.instantiate(node)
+        return hydra.utils.instantiate(node, _convert_="all")  # plain lists: they end up in checkpoints
     except InstantiationException as error:
         if isinstance(error.__cause__, Refused):
             raise error.__cause__ from None
         raise
-
-
-def _position(start: Path | None, max_steps: int) -> Position:
-    """Where in the data to go on."""
-    if start is None:
-        return Position()
-    try:
-        saved = checkpoint.AtomicCheckpointIO().load_checkpoint(start)
-        position, step = Position(**saved["lowmem"]["position"]), saved["loops"]["fit_loop"]
-    except Exception as error:
-        raise Refused(f"resume={start}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
-    done = step["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"]
-    if done >= max_steps:
-        raise Refused(f"resume={start}: {done} steps are done and max_steps={max_steps}. Type max_steps={2 * done}.")
-    return position
 
 
 # --- train -------------------------------------------------------------------------------------------------------

@@ -90,6 +90,11 @@ class CausalLM(LightningModule):
             "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
         }
 
+    @property
+    def optimizer_name(self) -> str:
+        """Of the class behind a partial, to tell whose state a checkpoint holds."""
+        return getattr(self.make_optimizer, "func", self.make_optimizer).__qualname__
+
     # --- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
@@ -113,6 +118,7 @@ class CausalLM(LightningModule):
             "position": self.position._asdict(),
             "tokens": self.tokens,
             "skipped_steps": self.skipped_steps,
+            "optimizer": self.optimizer_name,
             "random_states": random_states,
         }
 

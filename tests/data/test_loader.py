@@ -1,0 +1,89 @@
+"""The order of the sequences depends on the seed alone; windows say where to go on."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from lowmem.accumulation import fixed
+from lowmem.data.loader import Position, Sequences, ValidationLoader, WindowLoader
+from lowmem.errors import Refused
+
+SEQ_LEN = 4
+
+
+@pytest.fixture
+def sequences():
+    return Sequences(np.arange(23 * SEQ_LEN + 3, dtype=np.uint16), SEQ_LEN, "train")
+
+
+def first_tokens(windows):
+    return [int(row[0]) for window in windows for batch in window.micro_batches for row in batch.input_ids]
+
+
+def stream(sequences, batch_size, batches, count, seed=7, **where):
+    loader = WindowLoader(sequences, batch_size, fixed(batches), seed, **where)
+    ids = []
+    for window in loader:
+        ids += first_tokens([window])
+        if len(ids) >= count:
+            return ids[:count]
+
+
+def test_a_sequence_is_its_tokens_and_the_ones_that_follow(sequences):
+    batch = sequences.micro_batch(np.array([2]))
+    assert batch.input_ids.tolist() == [[8, 9, 10, 11]]
+    assert batch.labels.tolist() == [[9, 10, 11, 12]]
+
+
+def test_every_epoch_visits_every_sequence_once_in_an_order_of_its_own(sequences):
+    ids = stream(sequences, 3, 2, 46)
+    assert sorted(ids[:23]) == sorted(ids[23:]) == [i * SEQ_LEN for i in range(23)]
+    assert ids[:23] != ids[23:]
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(1, 1), (2, 1), (5, 3), (1, 8), (64, 1)])
+def test_the_order_does_not_depend_on_batch_size_or_accumulation(sequences, batch_size, batches):
+    assert stream(sequences, batch_size, batches, 60) == stream(sequences, 1, 1, 60)
+
+
+def test_the_order_depends_on_the_seed(sequences):
+    assert stream(sequences, 1, 1, 23) != stream(sequences, 1, 1, 23, seed=8)
+
+
+def test_devices_share_the_same_order(sequences):
+    alone = list(islice(WindowLoader(sequences, 6, fixed(2), 7), 4))
+    shares = [list(islice(WindowLoader(sequences, 3, fixed(2), 7, rank=r, world_size=2), 4)) for r in range(2)]
+    for whole, *parts in zip(alone, *shares, strict=True):
+        assert all(part.tokens == whole.tokens and part.end == whole.end for part in parts)
+        assert sorted(first_tokens(parts)) == sorted(first_tokens([whole]))
+
+
+def test_an_epoch_ends_in_a_short_window_that_knows_its_tokens(sequences):
+    windows = list(islice(WindowLoader(sequences, 4, fixed(3), 7), 3))
+    assert [w.tokens // SEQ_LEN for w in windows] == [12, 11, 12]
+    assert [len(b.input_ids) for b in windows[1].micro_batches] == [4, 4, 3]
+    assert [w.end for w in windows] == [Position(0, 12, 1), Position(1, 0, 2), Position(1, 12, 3)]
+
+
+def test_a_window_size_may_change_between_windows(sequences):
+    windows = list(islice(WindowLoader(sequences, 1, lambda epoch, window: window + 1, 7), 4))
+    assert [len(w.micro_batches) for w in windows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("done", [1, 2, 3, 5])
+def test_a_loader_goes_on_where_a_window_ended(sequences, done):
+    unbroken = list(islice(WindowLoader(sequences, 4, fixed(3), 7), 7))
+    resumed = islice(WindowLoader(sequences, 4, fixed(3), 7, unbroken[done - 1].end), 7 - done)
+    assert first_tokens(resumed) == first_tokens(unbroken[done:])
+
+
+def test_validation_reads_the_first_sequences_in_order(sequences):
+    batches = list(ValidationLoader(sequences, 4, limit=10))
+    assert [int(row[0]) // SEQ_LEN for b in batches for row in b.input_ids] == list(range(10))
+    assert len(ValidationLoader(sequences, 4, limit=10)) == len(batches) == 3
+
+
+def test_less_than_one_sequence_is_refused():
+    with pytest.raises(Refused, match="seq_len=8"):
+        Sequences(np.arange(8), 8, "train")

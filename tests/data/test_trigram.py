@@ -1,0 +1,38 @@
+"""The byte-trigram model against sources whose entropy is known."""
+
+import numpy as np
+import pytest
+
+from lowmem.data.trigram import PRIOR, trigram_bits_per_byte
+
+
+def test_a_fixed_cycle_costs_nothing():
+    assert trigram_bits_per_byte([b"abcd" * 5000], [b"abcd" * 500]) < 0.01
+
+
+@pytest.mark.parametrize("symbols", [2, 16])
+def test_independent_symbols_cost_their_entropy(symbols):
+    draw = np.random.default_rng(0)
+    train, val = (draw.integers(0, symbols, n, dtype=np.uint8).tobytes() for n in (400_000, 50_000))
+    assert trigram_bits_per_byte([train], [val]) == pytest.approx(np.log2(symbols), abs=0.02)
+
+
+def test_a_second_order_source_needs_the_second_order():
+    """c = a xor b with a tenth of noise: nothing is known from b alone."""
+    draw = np.random.default_rng(0)
+
+    def source(n):
+        bits = draw.integers(0, 2, n).tolist()
+        for i in range(2, n):
+            if draw.random() > 0.2:
+                bits[i] = bits[i - 1] ^ bits[i - 2]
+        return bytes(bits)
+
+    entropy = -(0.9 * np.log2(0.9) + 0.1 * np.log2(0.1))
+    assert trigram_bits_per_byte([source(100_000)], [source(20_000)]) == pytest.approx(entropy, abs=0.02)
+
+
+def test_unseen_bytes_cost_what_the_prior_leaves_them():
+    """Nothing of 128..255 was seen: every order falls back to 1/256 of PRIOR observations among 1000."""
+    expected = -np.log2((PRIOR / 256) / (1000 - 2 + PRIOR))
+    assert trigram_bits_per_byte([b"a" * 1000], [bytes(range(128, 256))]) == pytest.approx(expected)

@@ -1,0 +1,139 @@
+"""Checkpoints stand between windows, are complete or recognised, and a resumed run is the unbroken run."""
+
+import json
+
+import pytest
+import torch
+
+from lowmem import checkpoint
+from lowmem.errors import Refused
+
+
+def weights_of(run, step):
+    return torch.load(run / "checkpoints" / f"step-{step:08d}.ckpt", weights_only=True)["state_dict"]
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+# 16 tokens a sequence; windows of 2 x 3 sequences, dropout on, so that every random number matters
+WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max_steps=9", "save_every=1000")
+DROPOUT = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
+TECHNIQUES = ["optim=adamw", "optim=adam8bit", "optim=adafactor", "precision=16", "precision=bf16"]
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_stop_and_go_on_gives_the_same_bits_as_not_stopping(fit, technique):
+    whole, run = fit(*WINDOWED, technique, *DROPOUT, folder="whole")
+    for stop in (1, 6):
+        fit(*WINDOWED, technique, *DROPOUT, f"max_steps={stop}", "scheduler.total_steps=9", folder=f"part{stop}")
+        part = run.parent / f"part{stop}"
+        resumed, again = fit(*WINDOWED, technique, *DROPOUT, f"resume={part}", folder=f"again{stop}")
+        one, other = (torch.load(r / "checkpoints" / "step-00000009.ckpt", weights_only=True) for r in (run, again))
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "lowmem", "global_step"):
+            assert same(one[key], other[key]), key
+        assert same(one.get("Float16Autocast"), other.get("Float16Autocast"))
+        assert resumed["tokens"] == whole["tokens"] and resumed["val_loss"] == whole["val_loss"]
+
+
+def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, monkeypatch):
+    """The sequences that completed windows consumed are those of an unbroken run, none twice and none left out."""
+    from lowmem.data.loader import Sequences
+    from lowmem.module import CausalLM
+
+    # 20 sequences: windows of 6, 6, 6 and a short one of 2
+    monkeypatch.setattr(Sequences, "__len__", lambda self: min(self.count, 20))
+    step, read = CausalLM.training_step, []
+
+    def recording(self, window, index):
+        read[-1].append([batch.input_ids.tolist() for batch in window.micro_batches])
+        return step(self, window, index)
+
+    monkeypatch.setattr(CausalLM, "training_step", recording)
+    for stop in (None, 2, 3, 4, 5):
+        read.append([])
+        if stop is not None:
+            fit(*WINDOWED, f"max_steps={stop}", folder=f"part{stop}")
+        fit(*WINDOWED, *([f"resume={tmp_path}/part{stop}"] if stop else []), folder=f"run{stop}")
+    assert [sum(len(b) for b in window) for window in read[0]] == [6, 6, 6, 2, 6, 6, 6, 2, 6]
+    assert all(run == read[0] for run in read[1:])
+
+
+def test_forgetting_the_position_is_caught(fit, monkeypatch):
+    """The deliberately wrong variant: a resume that starts the data over."""
+    from lowmem.data.loader import Position
+
+    _, run = fit(*WINDOWED, folder="whole")
+    fit(*WINDOWED, "max_steps=4", "scheduler.total_steps=9", folder="part")
+    read = checkpoint.Saved.__init__
+
+    def forgetful(self, *arguments):
+        read(self, *arguments)
+        self.position = Position()
+
+    monkeypatch.setattr(checkpoint.Saved, "__init__", forgetful)
+    _, again = fit(*WINDOWED, f"resume={run.parent / 'part'}", folder="again")
+    assert not same(weights_of(run, 9), weights_of(again, 9))
+
+
+def test_resume_as_typed_remembers_what_was_typed(command, tmp_path):
+    assert command("optim=adafactor", "precision=bf16", "max_steps=2")[0] == 0
+    first, second = tmp_path / "run", tmp_path / "second"
+    code, said = command(f"resume={first}", "max_steps=5", f"hydra.run.dir={second}", base=())
+    assert code == 0, said
+    summary = json.loads((second / "summary.json").read_text())
+    assert summary["steps"] == 5 and summary["resumed_from"].endswith("step-00000002.ckpt")
+    assert {"optim=adafactor", "precision=bf16", "max_steps=5"} <= set(summary["overrides"])
+    rows = (second / "metrics.csv").read_text().splitlines()[1:]
+    assert [int(r.split(",")[0]) for r in rows if r.split(",")[3]] == [3, 4, 5]
+
+
+def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):
+    command("max_steps=2")
+    code, said = command(f"resume={tmp_path}/run", "max_steps=2", f"hydra.run.dir={tmp_path}/second")
+    assert code == 1 and "max_steps=4" in said and not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"), [("model.architecture.n_embd=64", "model.architecture"), ("optim=adafactor", "optim=")]
+)
+def test_another_model_or_optimizer_is_a_sentence(command, tmp_path, other, says):
+    command("max_steps=2")
+    code, said = command(f"resume={tmp_path}/run", other, "max_steps=4", f"hydra.run.dir={tmp_path}/second")
+    assert code == 1 and "Traceback" not in said and says in said
+    assert not (tmp_path / "second").exists()
+
+
+def test_an_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch):
+    writer = checkpoint.AtomicCheckpointIO()
+    folder = tmp_path / "checkpoints"
+    writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000001.ckpt")
+
+    def full_disk(_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000002.ckpt")
+    assert checkpoint.find(str(tmp_path)).name == "step-00000001.ckpt"
+
+
+def test_the_newest_complete_checkpoint_is_found_and_a_cut_one_is_not(tmp_path):
+    writer, folder = checkpoint.AtomicCheckpointIO(), tmp_path / "checkpoints"
+    for step in (9, 10, 100):
+        writer.save_checkpoint({"x": torch.ones(1000)}, folder / f"step-{step:08d}.ckpt")
+    newest = folder / "step-00000100.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-200])
+    assert checkpoint.find(str(tmp_path)).name == "step-00000010.ckpt"
+    with pytest.raises(Refused, match="step-00000010"):
+        checkpoint.find(str(newest))
+
+
+def test_the_last_two_checkpoints_are_kept(fit):
+    _, run = fit("save_every=1", "max_steps=5")
+    assert [p.name for p in checkpoint.complete(run / "checkpoints")] == ["step-00000004.ckpt", "step-00000005.ckpt"]

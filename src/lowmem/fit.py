@@ -252,8 +252,8 @@ def export(module: CausalLM, tokens: Tokens, folder: Path) -> None:
 def _send_picture(loggers: Sequence[Logger], file: Path, step: int) -> None:
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            logger.log_image("memory", [str(file)], step=step)
+            logger.log_image("memory/picture", [str(file)], step=step)
         elif isinstance(logger, TensorBoardLogger):
             from matplotlib.image import imread
 
-            logger.experiment.add_image("memory", imread(file), step, dataformats="HWC")
+            logger.experiment.add_image("memory/picture", imread(file), step, dataformats="HWC")

@@ -39,8 +39,9 @@ def _mode() -> str:
         return os.environ["WANDB_MODE"]
     import wandb
 
-    url = wandb.Settings().base_url
-    if not _has_key(url):
+    settings = wandb.setup().settings  # environment, settings files and defaults
+    url = settings.base_url
+    if not (settings.api_key or _key_of_netrc(url)):
         log.info("W&B: no API key, so this run is recorded offline; `wandb sync <run folder>/wandb/*` uploads it.")
     elif not answers(url):
         log.info("W&B: %s does not answer, so this run is recorded offline.", url)
@@ -49,9 +50,8 @@ def _mode() -> str:
     return "offline"
 
 
-def _has_key(url: str) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
+def _key_of_netrc(url: str) -> bool:
+    """`wandb login` keeps the key there."""
     from requests.utils import get_netrc_auth
 
     return get_netrc_auth(url) is not None

@@ -1,0 +1,171 @@
+"""The meter inside real runs: phases, categories, sides, CUDA's columns, and nothing it measures changes."""
+
+import csv
+import math
+
+import pytest
+import torch
+
+from lowmem.memory import meter as meters
+from lowmem.memory.ledger import CATEGORIES, PHASES
+from lowmem.memory.meter import MemoryMeter, curve, is_compiled
+
+LIVE = [f"{category}_bytes" for category in CATEGORIES]
+
+
+def read(run):
+    return list(csv.DictReader((run / "memory.csv").open()))
+
+
+@pytest.fixture
+def rows(fit):
+    _, run = fit("max_steps=25", "val_every=10", "save_every=10", "accumulation=fixed", "accumulation.batches=2")
+    return read(run)
+
+
+def test_every_step_has_its_phases_and_sampled_ones_their_categories(rows):
+    for step in range(1, 26):
+        of_step = {r["phase"]: r for r in rows if int(r["step"]) == step}
+        assert {"forward", "backward", "step"} <= set(of_step)
+        assert ("evaluation" in of_step) == ("save" in of_step) == (step in (10, 20, 25))
+        for phase in ("forward", "backward", "step"):
+            assert bool(of_step[phase]["live_peak_bytes"]) == (step <= 3 or step == 20), (step, phase)
+    assert {r["phase"] for r in rows} == set(PHASES)
+    assert [r["step"] for r in rows if r["phase"] == "load"] == ["0"]
+
+
+def test_categories_add_up_and_are_the_sizes_of_the_objects(rows):
+    for row in rows:
+        if row["live_peak_bytes"]:
+            assert sum(int(row[c]) for c in LIVE) == int(row["live_peak_bytes"])
+    parameters = 43_264
+    first = {r["phase"]: r for r in rows if r["step"] == "1"}
+    steady = {r["phase"]: r for r in rows if r["step"] == "20"}
+    assert int(first["forward"]["optimizer_bytes"]) == 0
+    assert int(steady["forward"]["weights_bytes"]) == 4 * parameters
+    tensors = 28  # of the model; each has a step count of 4 bytes beside its two moments
+    assert int(steady["forward"]["optimizer_bytes"]) == 8 * parameters + 4 * tensors
+    assert int(steady["step"]["gradients_bytes"]) == 4 * parameters
+    assert int(steady["step"]["activations_bytes"]) < 0.05 * int(steady["backward"]["activations_bytes"])
+    assert int(steady["evaluation"]["activations_bytes"]) < int(steady["backward"]["activations_bytes"])
+    assert int(steady["evaluation"]["gradients_bytes"]) == 0
+
+
+def test_resident_memory_is_at_least_what_is_alive(rows):
+    assert all(int(r["rss_peak_bytes"]) >= int(r["live_peak_bytes"] or 0) for r in rows)
+    assert all(int(r["rss_bytes"]) > 100 * 2**20 for r in rows)
+
+
+def test_a_thousand_times_the_tokens_is_seen_in_the_activations(fit):
+    small, _ = fit("seq_len=8", "batch_size=1")
+    large, _ = fit("seq_len=64", "batch_size=8", folder="large")
+    ratio = [r["peak_bytes_by_category"]["activations"] for r in (large, small)]
+    assert ratio[0] > 20 * ratio[1]
+    assert large["peak_bytes_by_category"]["weights"] == small["peak_bytes_by_category"]["weights"]
+
+
+def test_sampling_changes_no_bit(fit, monkeypatch):
+    _, sampled = fit("max_steps=5")
+    monkeypatch.setattr(MemoryMeter, "_track", lambda self: None)
+    _, plain = fit("max_steps=5", folder="plain")
+    one, other = (
+        torch.load(run / "checkpoints" / "step-00000005.ckpt", weights_only=True)["state_dict"]
+        for run in (sampled, plain)
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_compiled_code_still_compiles_and_the_break_down_says_it_is_off(fit, monkeypatch, caplog):
+    from lowmem import model
+
+    compiled, build = [], model.build
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def build_compiled(*arguments, **keywords):
+        network = build(*arguments, **keywords)
+        network.transformer.h[0].mlp.compile(backend=backend)
+        return network
+
+    monkeypatch.setattr(model, "build", build_compiled)
+    with caplog.at_level("INFO", logger="lowmem"):
+        summary, run = fit("val_every=2")
+    assert compiled, "the meter turned torch.compile off"
+    assert "by category is off" in caplog.text
+    assert not any(r["live_peak_bytes"] for r in read(run) if r["phase"] in ("forward", "backward"))
+    assert all(int(r["rss_bytes"]) for r in read(run))
+    assert summary["peak_bytes_by_category"]["activations"] == 0  # what is owned is still known
+    assert summary["peak_bytes_by_category"]["weights"] == 4 * 43_264
+
+
+def test_even_an_active_tracker_leaves_torch_compile_on():
+    from lowmem.memory.tracker import StorageTracker
+
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x * 2 + 1, backend=backend)
+    with StorageTracker({}):
+        function(torch.ones(3))
+    assert compiled
+
+
+def test_is_compiled_finds_both_ways_to_compile():
+    assert not is_compiled(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert is_compiled(torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2))))
+    inside = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    inside[0].compile()
+    assert is_compiled(inside)
+
+
+def test_on_cuda_the_allocators_figures_are_kept_per_phase(fit, monkeypatch):
+    """The path that a GPU takes, on an allocator that is made up: peaks since the last reset, highest of a window."""
+
+    class Allocator:
+        peak, resets = 10**9, 0
+
+        def stats(self, device):
+            self.peak += 100
+            keys = [f"{kind}_bytes.all.{which}" for kind in ("allocated", "reserved") for which in ("current", "peak")]
+            return dict(zip(keys, (10, self.peak, 20, 2 * self.peak), strict=True)) | {
+                "num_alloc_retries": 3,
+                "num_ooms": 1,
+            }
+
+        def reset(self, device):
+            self.resets += 1
+
+    allocator = Allocator()
+    monkeypatch.setattr(meters.torch.cuda, "memory_stats", allocator.stats)
+    monkeypatch.setattr(meters.torch.cuda, "reset_peak_memory_stats", allocator.reset)
+    start = MemoryMeter.on_train_start
+
+    def on_cuda(self, trainer, module):
+        start(self, trainer, module)
+        self._cuda = torch.device("cuda")
+
+    monkeypatch.setattr(MemoryMeter, "on_train_start", on_cuda)
+    summary, run = fit()
+    rows = [r for r in read(run) if r["phase"] != "load"]
+    assert all(int(r["allocated_bytes"]) == 10 and int(r["retries"]) == 3 and int(r["ooms"]) == 1 for r in rows)
+    assert all(int(r["reserved_peak_bytes"]) == 2 * int(r["allocated_peak_bytes"]) for r in rows)
+    assert allocator.resets >= len(rows)
+    assert summary["peak_bytes"]["device"] == max(int(r["allocated_peak_bytes"]) for r in rows)
+
+
+def test_the_curve_names_its_units():
+    window = {
+        "forward": {"rss_bytes": 1, "rss_peak_bytes": 2**30},
+        "step": {"rss_peak_bytes": 2**29, "live_peak_bytes": 2**30},
+    }
+    window["step"] |= dict.fromkeys(LIVE, 2**28)
+    metrics = curve(window)
+    assert metrics["memory/forward_rss_peak_gib"] == 1.0 and metrics["memory/step_live_peak_gib"] == 1.0
+    assert metrics["memory/weights_gib"] == 0.25
+    assert all(name.startswith("memory/") and name.endswith("_gib") for name in metrics)
+    assert all(math.isfinite(value) for value in metrics.values())

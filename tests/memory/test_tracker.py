@@ -1,0 +1,118 @@
+"""The tracker counts what is alive, once, and settles who owned it."""
+
+import pytest
+import torch
+
+from lowmem.memory.ledger import CATEGORIES, Ledger, Owner, gradients, optimizer_state, weights
+from lowmem.memory.tracker import StorageTracker
+
+KIB = 1024
+
+
+def peak(tracker):
+    return max(point.total for point in tracker.timeline())
+
+
+def floats(kib):
+    return torch.zeros(kib * KIB // 4)
+
+
+def test_what_is_alive_together_counts_together():
+    with StorageTracker({}) as tracker:
+        a = floats(4)
+        b = a + 1
+        del a
+        c = b * 2  # b and c: 8; a is gone
+        del b, c
+    totals = [point.total // KIB for point in tracker.timeline()]
+    assert totals == [0, 4, 8, 4, 8, 4, 0]
+
+
+def test_views_in_place_and_out_are_not_new():
+    with StorageTracker({}) as tracker:
+        a = floats(4)
+        a.view(2, -1).t().mul_(2)
+        torch.add(a, a, out=a)
+        kept = a[1:]
+        del a  # the view keeps the storage
+        assert peak(tracker) == 4 * KIB
+        del kept
+    assert list(tracker.timeline())[-1].total == 0
+
+
+def test_what_existed_before_is_the_base_line_and_is_not_counted_again():
+    module = torch.nn.Linear(32, 32, bias=False)
+    ledger = Ledger()
+    ledger.own("weights", lambda: weights(module))
+    with StorageTracker(ledger.storages()) as tracker:
+        module.weight.detach().mul_(2)
+    assert [point.bytes["weights"] for point in tracker.timeline()] == [4 * KIB]
+
+
+def test_a_training_step_settles_gradients_and_state():
+    module = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    ledger = Ledger()
+    ledger.own("weights", lambda: weights(module))
+    ledger.own("gradients", lambda: gradients(module))
+    ledger.own("optimizer", lambda: optimizer_state(optimizer))
+    size = 64 * 64 * 4
+    with StorageTracker(ledger.storages()) as tracker:
+        loss = module(torch.randn(8, 64)).sum()
+        tracker.phase = "backward"
+        loss.backward()
+        tracker.settle(ledger.storages())
+        tracker.phase = "step"
+        optimizer.step()
+        tracker.settle(ledger.storages())
+    last = list(tracker.timeline())[-1]
+    assert last.bytes["weights"] == last.bytes["gradients"] == size
+    assert last.bytes["optimizer"] == 2 * size + 4  # two moments and the step count
+    peaks = tracker.peaks()
+    assert peaks["forward"].bytes["gradients"] == 0
+    assert peaks["backward"].bytes["gradients"] == size  # known only afterwards, filed where it was born
+    assert peaks["step"].bytes["other"] >= size  # the looped step's temporaries
+
+
+def test_the_host_side_does_not_count_on_the_device():
+    host, device = floats(8), floats(4)
+    known = {
+        t.untyped_storage()._cdata: (Owner("optimizer", s, list), t.nbytes)
+        for t, s in ((host, "host"), (device, "device"))
+    }
+    with StorageTracker(known) as tracker:
+        host.add_(1)
+        born = floats(2)
+        tracker.settle({born.untyped_storage()._cdata: (Owner("weights", "host", list), 2 * KIB)})
+    assert peak(tracker) == 4 * KIB
+
+
+def test_tied_weights_and_nested_state_count_once():
+    a = torch.nn.Linear(16, 16, bias=False)
+    b = torch.nn.Linear(16, 16, bias=False)
+    b.weight = a.weight
+    ledger = Ledger()
+    ledger.own("weights", lambda: [*weights(a), *weights(b), a.weight.t()])
+    ledger.own("optimizer", lambda: [floats(3)], side="host")
+    assert ledger.bytes() == dict.fromkeys(CATEGORIES, 0) | {"weights": KIB}
+
+    class Nested:
+        state = {"p": {"block": [floats(1), {"deep": floats(2)}], "step": 3}}  # noqa: RUF012
+
+    assert sum(t.nbytes for t in optimizer_state(Nested)) == 3 * KIB
+
+
+def test_a_dropped_release_is_caught(monkeypatch):
+    """The deliberately wrong variant: a tracker that forgets to hold its weak references never sees a release."""
+
+    class Forgetful(list):
+        def append(self, item):
+            super().append(None)
+
+    tracker = StorageTracker({})
+    tracker._references = Forgetful()
+    with tracker:
+        a = floats(4)
+        del a
+    with pytest.raises(AssertionError):
+        assert list(tracker.timeline())[-1].total == 0

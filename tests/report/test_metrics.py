@@ -1,0 +1,55 @@
+"""The clock counts steps and nothing else; a loss that is no number ends the run in a sentence."""
+
+import time
+
+import pytest
+import torch
+
+from lowmem import loss as losses
+from lowmem.errors import Refused
+from lowmem.report.metrics import Metrics
+
+
+def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
+    from lowmem.checkpoint import AtomicCheckpointIO
+    from lowmem.module import CausalLM
+
+    def slow(function):
+        def wrapped(*arguments, **keywords):
+            time.sleep(0.3)
+            return function(*arguments, **keywords)
+
+        return wrapped
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow(AtomicCheckpointIO.save_checkpoint))
+    monkeypatch.setattr(CausalLM, "on_validation_epoch_start", slow(CausalLM.on_validation_epoch_start))
+    seconds = []
+    close = Metrics.close
+
+    def closing(self):
+        seconds.extend(self.step_seconds)
+        close(self)
+
+    monkeypatch.setattr(Metrics, "close", closing)
+    fit("max_steps=9", "save_every=1", "val_every=2")
+    assert len(seconds) == 6  # nine windows, the first three are warm-up
+    assert max(seconds) < 0.3
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(fit, monkeypatch, tmp_path):
+    full = losses.full
+    monkeypatch.setattr(losses, "full", lambda *a: full(*a) * torch.tensor(float("nan")))
+    with pytest.raises(Refused, match="smaller lr"):
+        fit("log_every=2")
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_logger_none_keeps_evaluations_and_the_last_step(fit, tmp_path):
+    _, run = fit("logger=none", "log_every=4", "max_steps=4", "val_every=2")
+    rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[1:]]
+    assert [(row[0], bool(row[3]), bool(row[4])) for row in rows] == [
+        ("1", True, False),
+        ("2", False, True),
+        ("4", True, False),
+        ("4", False, True),
+    ]

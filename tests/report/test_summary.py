@@ -1,0 +1,30 @@
+"""summary.json is valid JSON, whole or absent; the table shows a number with its unit, or a dash."""
+
+import json
+
+import pytest
+
+from lowmem.report import summary
+
+
+def test_what_was_not_measured_is_null(tmp_path):
+    summary.write(tmp_path / "summary.json", {"loss": float("nan"), "deep": [{"x": float("inf")}], "steps": 3})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "deep": [{"x": None}], "steps": 3}
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    file = tmp_path / "summary.json"
+    summary.write(file, {"steps": 1})
+    with pytest.raises(TypeError):
+        summary.write(file, {"steps": object()})
+    assert json.loads(file.read_text()) == {"steps": 1}
+
+
+def test_the_table(fit):
+    whole, _ = fit("max_steps=1")
+    lines = dict(line.split("  ", 1) for line in summary.table(whole).splitlines() if not line.startswith(" "))
+    assert lines["parameters"].strip() == "43,264"
+    assert lines["seconds per step"].strip() == "-"  # one step is all warm-up
+    assert lines["peak host memory"].strip().startswith("0.")
+    assert "skipped" not in summary.table(whole)
+    assert "2 skipped" in summary.table(whole | {"skipped_steps": 2})

@@ -83,9 +83,10 @@ def build(
     cfg: DictConfig, saved: checkpoint.Saved | None = None
 ) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
     """Data first, weights last: whatever refuses the run does so before the heavy part."""
-    config = model.architecture(**cfg.model)
+    spec = OmegaConf.to_container(cfg.model)
+    config = model.architecture(**spec)
     check_model(cfg.seq_len, model.positions(config), config.vocab_size, 0)
-    own_tokenizer = model.tokenizer(**cfg.model) if cfg.model.pretrained or cfg.model.architecture is None else None
+    own_tokenizer = model.tokenizer(**spec) if spec["pretrained"] or spec["architecture"] is None else None
     vocab_size = min(BPE_VOCABULARY, config.vocab_size)
     tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), vocab_size, own_tokenizer)
     check_model(cfg.seq_len, model.positions(config), config.vocab_size, len(tokens.tokenizer))
@@ -100,7 +101,7 @@ def build(
     if own_tokenizer is None:  # the export must name the end token of the tokenizer it is saved with
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
     resumed = {"pretrained": False} if saved else {}  # the checkpoint brings the weights
-    network = model.build(config, getattr(torch, cfg.weights_dtype), **{**cfg.model, **resumed})
+    network = model.build(config, getattr(torch, cfg.weights_dtype), **{**spec, **resumed})
     instantiate(cfg.gradient_checkpointing)(network)
     loss, optimizer, scheduler = instantiate(cfg.loss), instantiate(cfg.optim), instantiate(cfg.scheduler)
     module = CausalLM(network, loss, optimizer, scheduler, cfg.clip, cfg.clip_value)

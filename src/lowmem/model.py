@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,31 +24,35 @@ from lowmem.errors import Refused
 def architecture(
     name: str, pretrained: bool, trust_remote_code: bool, architecture: Mapping | None = None, **_: object
 ) -> PretrainedConfig:
-    """The model's configuration: the yaml's own, on top of the published one where weights are loaded.
+    """The model's configuration: the yaml's own keys, on top of the published ones where weights are loaded.
 
     Raises:
         Refused: an unreachable model, a folder without weights, a key that the architecture does not have.
     """
+    changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
     if pretrained or architecture is None:
         config = _published(name, pretrained, trust_remote_code)
-    else:
-        config = _from_type(architecture["model_type"])
-    changes = {k: v for k, v in (architecture or {}).items() if k != "model_type"}
-    unknown = [key for key in changes if not hasattr(config, key)]
+        _refuse_unknown(config, changes)
+        config.update(changes)
+        return config
+    _refuse_unknown(_of_type(architecture["model_type"]), changes)
+    return _of_type(architecture["model_type"], **changes)
+
+
+def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
+    if model_type not in CONFIG_MAPPING:
+        raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.")
+    return AutoConfig.for_model(model_type, **keys)
+
+
+def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
+    """transformers keeps any key it is given, so that a typing error would change nothing and say nothing."""
+    unknown = [key for key in keys if not hasattr(config, key)]
     if unknown:
         raise Refused(
             f"model.architecture: {config.model_type} models have no {', '.join(unknown)}. "
-            f"They have: {', '.join(sorted(k for k in config.to_dict() if not k.startswith('_')))}."
+            f"They have: {', '.join(sorted(key for key in config.to_dict() if not key.startswith('_')))}."
         )
-    config.update(changes)
-    return config
-
-
-def _from_type(model_type: str) -> PretrainedConfig:
-    try:
-        return AutoConfig.for_model(model_type)
-    except ValueError:
-        raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.") from None
 
 
 def _published(name: str, pretrained: bool, trust_remote_code: bool) -> PretrainedConfig:

@@ -1,0 +1,77 @@
+"""The one runner of all benchmarks: rows in processes of their own, in alternating rounds, into one JSON and one table.
+
+A row is a command that prints one JSON object as its last line. Rounds alternate (a b c, a b c, ...), so that a machine
+that slows down slows every row down; figures are medians over the rounds, and ratios are medians of the rounds' ratios.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from lowmem.report.summary import versions
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[dict]]:
+    """Args: rows: name -> arguments of `python`. Returns: name -> what each round printed."""
+    found: dict[str, list[dict]] = {name: [] for name in rows}
+    for number in range(1, rounds + 1):
+        for name, arguments in rows.items():
+            found[name].append(row(arguments))
+            print(f"round {number}/{rounds}  {name:<32}{found[name][-1]}", flush=True)
+    return found
+
+
+def row(arguments: Sequence[str]) -> dict:
+    """One process; its last line of output is the result."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=os.environ | {"WANDB_SILENT": "true", "ROW_FOLDER": folder},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def medians(found: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
+    return {name: median(one[key] for one in rounds) for name, rounds in found.items()}
+
+
+def ratio(found: Mapping[str, Sequence[Mapping]], one: str, other: str, key: str) -> float:
+    """Median over the rounds of one / other: both sides of a ratio were measured in the same minute."""
+    return median(a[key] / b[key] for a, b in zip(found[one], found[other], strict=True))
+
+
+def machine() -> dict[str, object]:
+    model = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {"processor": model, "cores": os.cpu_count(), "system": platform.system(), "versions": versions()}
+
+
+def _lines(file: str) -> list[str]:
+    return Path(file).read_text().splitlines() if Path(file).exists() else []
+
+
+def write(name: str, result: Mapping, table: str) -> None:
+    """results/<name>.json and .md."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n")
+    where = machine()
+    about = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
+    head = f"Measured on {where['processor']}, {where['cores']} cores, {where['system']}; {about}."
+    (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{head}\n\n{table}\n")
+    print(table)

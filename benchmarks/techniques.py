@@ -1,0 +1,77 @@
+"""What each technique saves and costs on the default model: the figures of the README's table.
+
+python -m benchmarks.techniques          # about ten minutes on two cores
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.loops import overrides
+from benchmarks.runner import measure, medians, ratio, write
+
+BASE = "(as shipped)"
+ROWS = {
+    BASE: [],
+    "precision=bf16": ["precision=bf16"],
+    "precision=16": ["precision=16"],
+    "optim=adam8bit": ["optim=adam8bit"],
+    "optim=adamw8bit": ["optim=adamw8bit"],
+    "optim=adafactor": ["optim=adafactor"],
+    "accumulation=fixed": ["accumulation=fixed", "accumulation.batches=4", "batch_size=2"],
+    "gradient_checkpointing=every_layer": ["gradient_checkpointing=every_layer"],
+    "loss=chunked": ["loss=chunked", "loss.rows=128"],
+}
+
+
+def row(arguments: list[str]) -> dict:
+    """One run of train.py on `tiny`: peaks in bytes and tokens/s."""
+    import train
+    from lowmem import cli
+
+    folder = os.environ["ROW_FOLDER"]
+    sys.argv = ["train.py", *overrides("32", "tiny", folder)[1:], "logger=none", *arguments]
+    cli.start(train.main)
+    summary = json.loads((Path(folder) / "summary.json").read_text())
+    return {
+        "peak_bytes": summary["peak_bytes"]["device"],
+        "parameters": summary["parameters"],
+        "tokens_per_second": summary["tokens_per_second"],
+        **summary["peak_bytes_by_category"],
+    }
+
+
+def table(found: dict) -> str:
+    peak, speed = medians(found, "peak_bytes"), medians(found, "tokens_per_second")
+    state, activations = medians(found, "optimizer"), medians(found, "activations")
+    parameters = found[BASE][0]["parameters"]
+    lines = [
+        "| override | peak MiB | of shipped | activations MiB | optimizer bytes/parameter | tokens/s | of shipped |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in found:
+        slow = ratio(found, name, BASE, "tokens_per_second")
+        lines.append(
+            f"| {name} | {peak[name] / 2**20:.1f} | {peak[name] / peak[BASE]:.2f} | {activations[name] / 2**20:.1f} "
+            f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--row", nargs="*", help="run one row in this process")
+    options = parser.parse_args()
+    if options.row is not None:
+        print(json.dumps(row(options.row)), flush=True)
+        return
+    rows = {name: ["-m", "benchmarks.techniques", "--row", *arguments] for name, arguments in ROWS.items()}
+    found = measure(rows, options.rounds)
+    write("techniques", {"rounds": found}, table(found))
+
+
+if __name__ == "__main__":
+    main()

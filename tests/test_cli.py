@@ -1,0 +1,45 @@
+"""What people type becomes what Hydra reads."""
+
+import pytest
+import yaml
+
+from lowmem import cli
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("precision=16", "precision='16'"),
+        ("precision=32,16,bf16", "precision='32','16',bf16"),
+        ("precision=bf16", "precision=bf16"),
+        ("precision=17", "precision='17'"),
+        ("precision='16'", "precision='16'"),
+        ("batch_size=16", "batch_size=16"),  # no group: stays a number
+        ("optim.lr=16", "optim.lr=16"),
+        ("model=qwen3-8b", "model=qwen3-8b"),
+        ("seed=1,2,3", "seed=1,2,3"),
+        ("--help", "--help"),
+        ("-m", "-m"),
+    ],
+)
+def test_only_the_choices_of_a_group_are_quoted(typed, read):
+    assert cli.quoted(typed) == read
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    lines = ["precision='16'", "optim=adafactor", "lr=0.1", "resume=older"]
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("what", ["", "checkpoints/step-00000001.ckpt"])
+def test_a_resumed_run_remembers_and_what_is_typed_wins(earlier, what):
+    resume = f"resume={earlier / what}"
+    assert cli.prepare([resume, "lr=0.2"]) == ["precision='16'", "optim=adafactor", resume, "lr=0.2"]
+
+
+def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
+    assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]

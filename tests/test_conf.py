@@ -1,0 +1,114 @@
+"""Every yaml of conf/: it composes, its targets import, its keys bind, and the README has a row for it."""
+
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from conftest import ROOT
+from lowmem import cli
+from lowmem.check import check, targets
+from lowmem.memory.advice import SAVERS, advice
+from lowmem.memory.advice import out_of_memory as out_of_memory_text
+
+CONF = ROOT / "conf"
+CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
+TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
+README = (ROOT / "README.md").read_text()
+
+
+def composed(group, choice):
+    given = {"data": ["data.path=x"], "model": ["model.name=x"]}.get(group, []) if choice in ("text", "hf") else []
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(
+            "config", overrides=[cli.quoted(f"{group}={choice}"), "device=cpu", *given], return_hydra_config=True
+        )
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
+def test_it_composes_and_its_keys_are_those_of_its_class(group, choice):
+    cfg = composed(group, choice)
+    choices = OmegaConf.to_container(cfg.hydra.runtime.choices)
+    assert choices[group] == choice
+    del cfg.hydra
+    check(cfg, choices)
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
+def test_it_opens_with_what_it_is(group, choice):
+    lines = [line for line in (CONF / group / f"{choice}.yaml").read_text().splitlines() if "@package" not in line]
+    assert lines[0].startswith("# ") and len(lines[0]) > 20
+
+
+@pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] in TECHNIQUES])
+def test_a_technique_has_a_row_in_the_readme(group, choice):
+    assert re.search(rf"^\| `{group}={re.escape(choice)}`", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] not in TECHNIQUES])
+def test_every_other_choice_is_named_in_the_readme(group, choice):
+    assert f"`{choice}`" in README
+
+
+def test_every_target_lives_in_the_package_or_a_library():
+    for group, choice in CHOICES:
+        cfg = composed(group, choice)
+        del cfg.hydra
+        for _, node in targets(cfg):
+            assert node["_target_"].split(".")[0] in (
+                "lowmem",
+                "torch",
+                "bitsandbytes",
+                "transformers",
+                "lightning",
+                "hydra",
+            )
+
+
+def test_the_advice_on_memory_follows_the_table_of_the_readme():
+    rows = re.findall(r"^\| `(\w+)=(\w+)`", README, re.MULTILINE)
+    order = [row for row in rows if row in [(g, c) for g, savers in SAVERS.items() for c in savers]]
+    assert order == [(g, c) for g, savers in SAVERS.items() for c in savers]
+
+
+def test_advice_names_only_what_is_not_in_use_and_composes():
+    used = {"precision": "bf16", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
+    tries = advice(used, batch_size=8, seq_len=128)
+    assert tries == [
+        "optim=adam8bit",
+        "batch_size=4 accumulation=fixed accumulation.batches=2",
+        "loss=chunked",
+        "seq_len=64",
+    ]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for line in tries:
+            compose("config", overrides=[cli.quoted(part) for part in line.split()])
+    assert "weights" in out_of_memory_text({"weights": 2**30}, used, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("model", "millions"),
+    [
+        ("tiny", 2.615),
+        ("gpt2", 124.44),
+        ("gpt2-medium", 354.82),
+        ("gpt2-large", 774.03),
+        ("gpt2-xl", 1557.61),
+        ("llama-3.2-1b", 1235.81),
+        ("llama-3.1-8b", 8030.26),
+        ("qwen3-0.6b", 596.05),
+        ("qwen3-8b", 8190.74),
+    ],
+)
+def test_an_architecture_has_the_parameters_of_the_published_model(model, millions):
+    """Built without memory: only shapes. The counts are those of the published checkpoints."""
+    import torch
+
+    from lowmem import model as models
+
+    spec = OmegaConf.to_container(composed("model", model).model) | {"pretrained": False}
+    with torch.device("meta"):
+        network = models.build(models.architecture(**spec), torch.float32, **spec)
+    assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)

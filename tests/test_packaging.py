@@ -1,0 +1,47 @@
+"""The ranges, the exact versions and conda's list agree; what must not be installed is excluded."""
+
+import re
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+RANGES = {
+    r.name: r.specifier for r in map(Requirement, [*PROJECT["dependencies"], *EXTRAS["dev"], *EXTRAS["benchmarks"]])
+}
+
+
+def exact(lines):
+    found = (re.fullmatch(r"(?:- )?([\w.-]+)==([\w.]+)", line.strip()) for line in lines)
+    return {match[1]: match[2] for match in found if match}
+
+
+TESTED = exact((ROOT / "requirements.txt").read_text().splitlines())
+CONDA = exact((ROOT / "environment.yml").read_text().splitlines())
+
+
+def test_conda_users_get_the_tested_versions():
+    assert CONDA == TESTED and TESTED["torch"] == "2.13.0"
+
+
+def test_every_dependency_has_a_tested_version_inside_its_range():
+    assert TESTED.keys() == RANGES.keys()
+    assert all(TESTED[name] in allowed for name, allowed in RANGES.items())
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0", "2.14.0", "2.15.3"])
+def test_torch_from_2_11_to_2_15_is_admitted(version):
+    assert version in RANGES["torch"] and "2.10.0" not in RANGES["torch"] and "2.16.0" not in RANGES["torch"]
+
+
+def test_the_malicious_releases_of_lightning_are_not():
+    assert not {"2.6.2", "2.6.3"} & {v for v in ("2.6.2", "2.6.3", "2.6.4", "2.6.6") if v in RANGES["lightning"]}
+    assert "2.6.6" in RANGES["lightning"]
+
+
+def test_the_licence_is_named_and_there():
+    assert PROJECT["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text()

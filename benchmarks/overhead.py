@@ -15,7 +15,8 @@ BOUNDS = {"32": 0.97, "bf16": 0.95}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--precisions", nargs="+", default=list(BOUNDS), choices=list(BOUNDS))
+    options = parser.parse_args()
     rows = {f"13.9M {p} {loop}": _command(loop, p, "13.9M") for p in ("32", "bf16") for loop in LOOPS}
     rows |= {f"tiny 32 {loop}": _command(loop, "32", "tiny") for loop in ("lowmem", "plain")}
     found = measure(rows, rounds)

@@ -1,7 +1,7 @@
-"""The one runner of all benchmarks: rows in processes of their own, in alternating rounds, into one JSON and one table.
+"""The one runner of all benchmarks: rows in processes of their own, rounds alternating, one JSON and one table.
 
-A row is a command that prints one JSON object as its last line. Rounds alternate (a b c, a b c, ...), so that a machine
-that slows down slows every row down; figures are medians over the rounds, and ratios are medians of the rounds' ratios.
+A row is a command that prints one JSON object as its last line. Rounds alternate in direction (a b c, c b a, ...), so
+that a machine that slows down favours no row; figures are medians over the rounds, ratios medians of their ratios.
 """
 
 import json
@@ -24,7 +24,7 @@ def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[di
     """Args: rows: name -> arguments of `python`. Returns: name -> what each round printed."""
     found: dict[str, list[dict]] = {name: [] for name in rows}
     for number in range(1, rounds + 1):
-        for name, arguments in rows.items():
+        for name, arguments in list(rows.items())[:: 1 if number % 2 else -1]:
             found[name].append(row(arguments))
             print(f"round {number}/{rounds}  {name:<32}{found[name][-1]}", flush=True)
     return found

@@ -29,6 +29,7 @@ ROWS = {
 def row(arguments: list[str]) -> dict:
     """One run of train.py on `tiny`: peaks in bytes and tokens/s."""
     import train
+
     from lowmem import cli
 
     folder = os.environ["ROW_FOLDER"]

@@ -100,7 +100,13 @@ def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("other", "says"), [("model.architecture.n_embd=64", "model.architecture"), ("optim=adafactor", "optim=")]
+    ("other", "says"),
+    [
+        ("model.architecture.n_embd=64", "model.architecture"),
+        ("optim=adafactor", "optim="),
+        ("seed=1", "seed="),
+        ("seq_len=8", "seq_len="),
+    ],
 )
 def test_another_model_or_optimizer_is_a_sentence(command, tmp_path, other, says):
     command("max_steps=2")

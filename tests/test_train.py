@@ -1,11 +1,13 @@
 """`python train.py` as people type it: what it leaves, and how it says no."""
 
 import csv
+import gc
 import json
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_multirun_as_typed_gives_a_folder_per_job(command, tmp_path):
 def test_a_failed_job_of_a_multirun_harms_no_other_and_sets_the_exit_code(command, tmp_path):
     code, said = command("-m", "lr=1e-3,-1,2e-3", "max_steps=1")
     assert code == 1
-    assert "lr=-1" in said and "Traceback" not in said
+    assert "job 1 (" in said and "lr=-1: give a positive" in said and "Traceback" not in said
     assert len(list((tmp_path / "sweep").glob("*/summary.json"))) == 2
 
 
@@ -142,7 +144,8 @@ REFUSED = {
     ("resume={empty}",): ["no complete checkpoint"],
     ("resume={foreign}",): ["no checkpoint of lowmem"],
     ("hydra.run.dir={tiny}/inside",): ["output folder", "hydra.run.dir="],
-    ("model.attention=fast",): ["fast"],
+    ("model.attention=fast",): ["fast", "model.attention=sdpa"],
+    ("+trainer.detect_anomalies=true",): ["detect_anomalies", "detect_anomaly"],
 }
 
 
@@ -167,6 +170,28 @@ def test_debug_shows_the_traceback(command):
     assert code == 1 and "Traceback" in said and "Refused" in said
 
 
+def test_a_disk_that_cannot_be_written_is_a_sentence(command, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    code, said = command(f"cache_dir={tmp_path}/file/cache")
+    assert code == 1 and "Traceback" not in said and f"{tmp_path}/file/cache" in said
+
+
+def test_a_failed_job_lets_go_of_its_tensors(command, monkeypatch):
+    """Hydra keeps a failed job's exception, and its frames would keep the model until the sweep ends."""
+    from lowmem import module
+
+    alive = []
+
+    def fails(self, *_):
+        alive.append(weakref.ref(self.model))
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(module.CausalLM, "training_step", fails)
+    command("-m", "lr=1e-3,2e-3,3e-3")
+    gc.collect()
+    assert len(alive) == 3 and not [model() for model in alive if model() is not None]
+
+
 def test_an_unexpected_error_keeps_its_traceback(command, monkeypatch):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("a bug")
@@ -186,12 +211,13 @@ def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
         return torch.zeros(())
 
     monkeypatch.setattr(loss, "full", too_much)
-    code, said = command()
+    code, said = command("model.architecture.n_embd=256", "batch_size=64")
     assert code == 1 and "Traceback" not in said
     held = {line.split()[0]: float(line.split()[1]) for line in said.splitlines() if line.endswith(" GiB")}
     assert list(held) == ["weights", "gradients", "optimizer", "activations", "other"]
+    assert held["weights"] > 0 and held["activations"] > 0
     tries = said[said.index("Try") :]
-    order = ["precision=bf16", "optim=adam8bit", "batch_size=2", "gradient_checkpointing=every_layer", "loss=chunked"]
+    order = ["precision=bf16", "optim=adam8bit", "batch_size=32", "gradient_checkpointing=every_layer", "loss=chunked"]
     assert sorted(order, key=tries.index) == order
 
 
@@ -205,6 +231,12 @@ def test_help_lists_the_groups_without_importing_anything_heavy():
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "precision: 16, 32, bf16" in out
     assert out.strip().endswith("[]")
+
+
+def test_a_run_leaves_the_signal_handlers_as_they_were(command):
+    before = signal.getsignal(signal.SIGINT)
+    assert command()[0] == 0
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):

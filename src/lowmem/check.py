@@ -92,10 +92,12 @@ def _device(device: str) -> None:
         )
 
 
-def check_model(seq_len: int, positions: int | None, vocab_size: int, tokens: int) -> None:
-    """What only the architecture and the tokenizer can tell."""
+def check_positions(seq_len: int, positions: int | None) -> None:
     if positions is not None and seq_len > positions:
         raise Refused(f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
+
+
+def check_vocabulary(vocab_size: int, tokens: int) -> None:
     if tokens > vocab_size:
         raise Refused(
             f"The tokenizer has {tokens} tokens and the model's vocabulary {vocab_size}. "

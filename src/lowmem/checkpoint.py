@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lowmem.data.loader import Position
+from lowmem.data.loader import Position, WindowLoader
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
 
@@ -76,10 +76,19 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
+        if not _all_finite(trainer.lightning_module):
+            raise Refused(
+                f"A weight is no longer finite at step {trainer.global_step}; nothing was saved. Type a smaller lr, or "
+                "precision=bf16 or 32; resume= goes on from the last checkpoint."
+            )
         with self.paused(), self.metered(trainer):
             trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt")
         for old in complete(self.folder)[:-2]:
             old.unlink()
+
+
+def _all_finite(module: torch.nn.Module) -> bool:
+    return all(bool(p.detach().isfinite().all()) for p in module.parameters())
 
 
 def complete(folder: Path) -> list[Path]:
@@ -117,7 +126,7 @@ class Saved:
     """What a checkpoint holds, read from the mapped file: asked before the model is built, and checked against it.
 
     Raises:
-        Refused: a file of something else, a run that is already done, another model or optimizer.
+        Refused: a file of something else, a run that is already done, another model, optimizer or order of the data.
     """
 
     def __init__(self, path: Path, max_steps: int) -> None:
@@ -126,7 +135,8 @@ class Saved:
             content = AtomicCheckpointIO().load_checkpoint(path)
             ours = content["lowmem"]
             steps = content["global_step"]
-            self.position, self.optimizer = Position(**ours["position"]), ours["optimizer"]
+            self.position, self.order = Position(**ours["position"]), ours["order"]
+            self.optimizer = ours["optimizer"]
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
         except Exception as error:  # torch names a dozen ways in which a file can be another file
             raise Refused(f"resume={path}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
@@ -135,13 +145,18 @@ class Saved:
                 f"resume={path}: {steps} steps are done and max_steps={max_steps}. Type max_steps={2 * steps}."
             )
 
-    def check(self, module: CausalLM) -> None:
+    def check(self, module: CausalLM, train: WindowLoader) -> None:
         for name, tensor in module.state_dict().items():
             if self.shapes.get(name) != tuple(tensor.shape):
                 raise Refused(
                     f"resume={self.path}: {name} is {self.shapes.get(name, 'missing')} there and {tuple(tensor.shape)} "
                     "in this model. Type the model= and model.architecture of that run, or start without resume=."
                 )
+        if self.order != train.order:
+            raise Refused(
+                f"resume={self.path}: that run read its data in another order ({self.order}, here {train.order}), so "
+                "its place cannot be found. Type the data=, seq_len= and seed= of that run."
+            )
         if self.optimizer != module.optimizer_name:
             raise Refused(
                 f"resume={self.path}: {module.optimizer_name} cannot read the state of {self.optimizer}. Type the "

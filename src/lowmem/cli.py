@@ -4,7 +4,6 @@ Nothing heavy is imported at module level: `--help` answers in well under a seco
 """
 
 import gc
-import logging
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,30 +23,22 @@ from lowmem.errors import Refused
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
-log = logging.getLogger(__name__)
 _failures: list[str] = []  # of this command, a line per failed job
-_interrupted = False
 
 
 def start(main: Callable[[], None]) -> None:
     """Run a Hydra main function on sys.argv and leave with its exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()
-    debug = "debug=true" in [argument.lower() for argument in sys.argv]
     try:
         sys.argv[1:] = prepare(sys.argv[1:])
         main()
-    except (Refused, HydraException, OmegaConfBaseException, OSError) as error:
-        if debug:
-            raise
+    except (HydraException, OmegaConfBaseException) as error:
         causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
-        lines = [str(cause) for cause in causes]
-        if isinstance(error, OSError) and not isinstance(error, HydraException):
-            lines = [f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>."]
-        sys.exit("\n".join(lines))
+        sys.exit("\n".join(map(str, causes)))
+    except OSError as error:  # Hydra makes the folder before the job starts
+        sys.exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
-        sys.exit(130)
-    if _interrupted:
         sys.exit(130)
     if _failures:
         sys.exit("\n".join(_failures))
@@ -87,28 +79,46 @@ def run(cfg: DictConfig) -> float:
     A failed job raises nothing: Hydra keeps every exception of a sweep, its traceback keeps the frames, and those keep
     their tensors, until the next job has no memory left. The exit code is set at the end, in `start`.
     """
-    global _interrupted
     hydra = HydraConfig.get()
     output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
         from lowmem.fit import fit
 
         summary = fit(cfg, output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides])
-        _interrupted |= summary["interrupted"]
-        return summary["val_loss"]
     except Exception as error:
-        known = isinstance(error, Refused) and not cfg.debug
-        message = str(error) if known else "".join(traceback.format_exception(error))
-        _failures.append(
-            message if not hydra.job.get("num") else f"job {hydra.job.num} ({' '.join(overrides)}): {message}"
-        )
-        traceback.clear_frames(error.__traceback__)
+        message = _message(error, cfg.debug)
+        _forget(error)
         _withdraw(output_dir)
+        if hydra.mode == RunMode.MULTIRUN:
+            message = f"job {hydra.job.num} ({' '.join(overrides)}) failed: {message}"
+            print(message, file=sys.stderr, flush=True)  # now, and again when all are done
+        _failures.append(message)
         return float("nan")
     finally:
         gc.collect()
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
             sys.modules["torch"].cuda.empty_cache()
+    if summary["interrupted"]:
+        raise KeyboardInterrupt  # ends a sweep too
+    return summary["val_loss"]
+
+
+def _message(error: Exception, debug: bool) -> str:
+    """A sentence for what the user can mend, a traceback for everything else."""
+    if isinstance(error, OSError) and error.filename and not debug:
+        return f"{error.filename}: {error.strerror}. Give a place that can be read and written, with room left."
+    if isinstance(error, Refused) and not debug:
+        return str(error)
+    return "".join(traceback.format_exception(error))
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of the frames, and so of the tensors, that an exception and what led to it hold."""
+    seen: set[int] = set()  # exceptions can lead to each other in a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _withdraw(output_dir: Path) -> None:

@@ -9,7 +9,6 @@ summary = fit(cfg, Path("outputs/notebook"))
 
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ import hydra.utils
 import torch
 from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
+from transformers import PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from lowmem import checkpoint, model
-from lowmem.check import check, check_model
+from lowmem.check import check, check_positions, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
 from lowmem.errors import Refused
@@ -61,19 +62,23 @@ def fit(
     cfg = _resolved(cfg, output_dir)
     seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
-    tokens, train, val, module = build(cfg, checkpoint.Saved(start, cfg.max_steps) if start else None)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    run = _assemble(cfg, output_dir, tokens, module)
+    run = None
     try:
-        run.trainer.fit(module, train, val, ckpt_path=start, weights_only=True)
-        return _report(run, cfg, output_dir, tokens, module, overrides, start)
+        tokens, train, val, module = build(cfg, checkpoint.Saved(start, cfg.max_steps) if start else None)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        run = _assemble(cfg, output_dir, tokens, module)
+        with run.stop.listening():
+            run.trainer.fit(module, train, val, ckpt_path=start, weights_only=True)
+        about = {"overrides": list(overrides), "resumed_from": str(start) if start else None}
+        return _report(run, cfg, output_dir, tokens, module, about)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        advice = out_of_memory(run.meter.by_category(), choices, cfg.batch_size, cfg.seq_len)
-        raise Refused(advice) from error
+        held = run.meter.by_category() if run else {}
+        raise Refused(out_of_memory(held, choices, cfg.batch_size, cfg.seq_len)) from error
     finally:
-        run.close()
+        if run:
+            run.close()
 
 
 # --- build -------------------------------------------------------------------------------------------------------
@@ -85,29 +90,36 @@ def build(
     """Data first, weights last: whatever refuses the run does so before the heavy part."""
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    check_model(cfg.seq_len, model.positions(config), config.vocab_size, 0)
-    own_tokenizer = model.tokenizer(**spec) if spec["pretrained"] or spec["architecture"] is None else None
-    vocab_size = min(BPE_VOCABULARY, config.vocab_size)
-    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), vocab_size, own_tokenizer)
-    check_model(cfg.seq_len, model.positions(config), config.vocab_size, len(tokens.tokenizer))
-    train = WindowLoader(
-        Sequences(tokens.train, cfg.seq_len, "train"),
-        cfg.batch_size,
-        instantiate(cfg.accumulation),
-        cfg.seed,
-        saved.position if saved else START,
-    )
+    check_positions(cfg.seq_len, model.positions(config))
+    tokens = _tokens(cfg, spec, config)
+    start = saved.position if saved else START
+    windows = instantiate(cfg.accumulation)
+    train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
     val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
-    if own_tokenizer is None:  # the export must name the end token of the tokenizer it is saved with
+    if saved:
+        spec["pretrained"] = False  # the checkpoint brings the weights
+    module = _module(cfg, spec, config)
+    if saved:
+        saved.check(module, train)
+    return tokens, train, val, module
+
+
+def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
+    """The corpus in a published model's own tokens, or in those of a BPE trained on the corpus."""
+    published = spec["pretrained"] or spec["architecture"] is None
+    tokenizer = model.tokenizer(**spec) if published else None
+    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), min(BPE_VOCABULARY, config.vocab_size), tokenizer)
+    check_vocabulary(config.vocab_size, len(tokens.tokenizer))
+    if not published:  # the export must name the end token of the tokenizer it is saved with
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
-    resumed = {"pretrained": False} if saved else {}  # the checkpoint brings the weights
-    network = model.build(config, getattr(torch, cfg.weights_dtype), **{**spec, **resumed})
+    return tokens
+
+
+def _module(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> CausalLM:
+    network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     instantiate(cfg.gradient_checkpointing)(network)
     loss, optimizer, scheduler = instantiate(cfg.loss), instantiate(cfg.optim), instantiate(cfg.scheduler)
-    module = CausalLM(network, loss, optimizer, scheduler, cfg.clip, cfg.clip_value)
-    if saved:
-        saved.check(module)
-    return tokens, train, val, module
+    return CausalLM(network, loss, optimizer, scheduler, cfg.clip, cfg.clip_value)
 
 
 def instantiate(node: DictConfig) -> object:
@@ -150,25 +162,25 @@ def _assemble(cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalL
     )
     sample, stop = Sample(tokens.tokenizer, cfg.sample_tokens, cfg.seed), Stop()
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)
+    plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
+    callbacks = [meter, metrics, *instantiate(cfg.callbacks).values(), stop, saves, sample]
     loggers = [logger for logger in instantiate(cfg.logger).values() if logger is not None]
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
-    trainer = Trainer(
-        accelerator="gpu" if cfg.device == "cuda" else "cpu",
-        devices=1,
-        max_steps=cfg.max_steps,
-        max_epochs=-1,  # epochs are the loader's affair
-        val_check_interval=cfg.val_every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=1,  # an evaluation that does not fit fails before the first step, not hours later
-        plugins=[*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()],
-        callbacks=[meter, metrics, *instantiate(cfg.callbacks).values(), stop, saves, sample],
-        logger=loggers or False,
-        default_root_dir=output_dir,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    ours = {
+        "accelerator": "gpu" if cfg.device == "cuda" else "cpu",
+        "devices": 1,
+        "max_steps": cfg.max_steps,
+        "max_epochs": -1,  # epochs are the loader's affair
+        "val_check_interval": cfg.val_every,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 1,  # an evaluation that does not fit fails before the first step, not hours later
+        "default_root_dir": output_dir,
+        "logger": loggers or False,
+        **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    }
+    theirs = {key: value for key, value in cfg.trainer.items() if key not in ("_target_", "plugins")}
+    trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | theirs))
     return Run(trainer, loggers, meter, metrics, sample, stop)
 
 
@@ -186,6 +198,7 @@ def _quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
+    disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
@@ -198,18 +211,27 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _report(
-    run: Run,
-    cfg: DictConfig,
-    output_dir: Path,
-    tokens: Tokens,
-    module: CausalLM,
-    overrides: Sequence[str],
-    start: Path | None,
+    run: Run, cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalLM, about: Mapping[str, object]
 ) -> dict:
-    from lowmem.report.picture import memory_picture  # matplotlib takes half a second
+    """Everything a run leaves besides its curves and checkpoints, and the table on the terminal."""
+    from lowmem.report import picture  # matplotlib takes half a second
 
+    summary = _summary(run, cfg, tokens, module) | about
+    model.export(module.model, tokens.tokenizer, output_dir / "model")
+    title = " ".join(about["overrides"]) or f"{cfg.model.name}, as shipped"
+    picture.memory_picture(output_dir / "memory.png", run.meter.rows, run.meter.timeline, title)
+    picture.send(output_dir / "memory.png", run.loggers, summary["steps"])
+    report.write(output_dir / "summary.json", summary)
+    print(f"\n{report.table(summary)}\n")
+    if run.sample.text:
+        print(f"A sample:\n{run.sample.text}\n")
+    print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
+    return summary
+
+
+def _summary(run: Run, cfg: DictConfig, tokens: Tokens, module: CausalLM) -> dict:
     meter, metrics = run.meter, run.metrics
-    summary = {
+    return {
         "steps": run.trainer.global_step,
         "skipped_steps": module.skipped_steps,
         "tokens": module.tokens,
@@ -224,37 +246,6 @@ def _report(
         "peak_bytes_by_category": meter.by_category(),
         "parameters": sum(p.numel() for p in module.model.parameters()),
         "interrupted": run.stop.interrupted,
-        "resumed_from": str(start) if start else None,
         "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",
-        "overrides": list(overrides),
         "versions": report.versions(),
     }
-    export(module, tokens, output_dir / "model")
-    title = " ".join(overrides) or f"{cfg.model.name}, as shipped"
-    memory_picture(output_dir / "memory.png", meter.rows, meter.timeline, title)
-    _send_picture(run.loggers, output_dir / "memory.png", summary["steps"])
-    report.write(output_dir / "summary.json", summary)
-    print(f"\n{report.table(summary)}\n")
-    if run.sample.text:
-        print(f"A sample:\n{run.sample.text}\n")
-    print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
-    return summary
-
-
-def export(module: CausalLM, tokens: Tokens, folder: Path) -> None:
-    """The model in Hugging Face's format: safetensors, configuration and tokenizer. Whole or not at all."""
-    draft = folder.with_name(f".{folder.name}.writing")
-    module.model.save_pretrained(draft)
-    tokens.tokenizer.save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(draft, folder)
-
-
-def _send_picture(loggers: Sequence[Logger], file: Path, step: int) -> None:
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.log_image("memory/picture", [str(file)], step=step)
-        elif isinstance(logger, TensorBoardLogger):
-            from matplotlib.image import imread
-
-            logger.experiment.add_image("memory/picture", imread(file), step, dataformats="HWC")

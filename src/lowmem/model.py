@@ -4,6 +4,8 @@ Weights come from safetensors files, memory-mapped and copied into the model one
 precision asks for: never two copies in host memory.
 """
 
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -123,6 +125,15 @@ def tokenizer(name: str, trust_remote_code: bool, **_: object) -> PreTrainedToke
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Refused(f"model.name={name}: its tokenizer cannot be read ({reason})") from None
+
+
+def export(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Weights (safetensors), configuration and tokenizer in Hugging Face's format. Whole or not at all."""
+    draft = folder.with_name(f".{folder.name}.writing")
+    network.save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(draft, folder)
 
 
 def positions(config: PretrainedConfig) -> int | None:

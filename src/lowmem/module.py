@@ -98,7 +98,8 @@ class CausalLM(LightningModule):
     # --- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        self._val_loss_sum, self._val_tokens = torch.zeros((), device=self.device), 0
+        self._val_loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)  # a sum over the whole split
+        self._val_tokens = 0
         self.val_loss: float | None = None
 
     def validation_step(self, micro_batch: MicroBatch, _: int) -> None:
@@ -116,6 +117,7 @@ class CausalLM(LightningModule):
             random_states["cuda"] = torch.cuda.get_rng_state(self.device)
         checkpoint["lowmem"] = {
             "position": self.position._asdict(),
+            "order": self.trainer.train_dataloader.order,
             "tokens": self.tokens,
             "skipped_steps": self.skipped_steps,
             "optimizer": self.optimizer_name,

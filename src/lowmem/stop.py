@@ -3,6 +3,8 @@
 import logging
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -14,20 +16,25 @@ class Stop(Callback):
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._previous = None
-
-    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
-            self._previous = signal.signal(signal.SIGINT, self._interrupt)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
         if self.interrupted or trainer.global_step >= trainer.max_steps:
             trainer.should_stop = True
 
-    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around the whole of `Trainer.fit`: Lightning puts back, at its very end, the handlers that it found.
+
+        A handler left behind would swallow the next Ctrl-C and keep this callback, and through it the model, for ever.
+        """
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
+            yield
+            return
+        previous = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
     def _interrupt(self, *_) -> None:
         self.interrupted = True

@@ -54,7 +54,7 @@ def test_a_training_step_settles_gradients_and_state():
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     ledger = Ledger()
     ledger.own("weights", lambda: weights(module))
-    ledger.own("gradients", lambda: gradients(module))
+    ledger.own("gradients", lambda: gradients(module.parameters()))
     ledger.own("optimizer", lambda: optimizer_state(optimizer))
     size = 64 * 64 * 4
     with StorageTracker(ledger.storages()) as tracker:

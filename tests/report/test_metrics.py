@@ -36,12 +36,37 @@ def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
     assert max(seconds) < 0.3
 
 
+def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
+    from lowmem.report import metrics
+
+    shown = []
+
+    class Bar(metrics.tqdm):
+        def __init__(self, **keywords):
+            shown.append(keywords)
+            super().__init__(**(keywords | {"disable": False}))
+
+        def set_postfix_str(self, text):
+            shown.append((self.n, text))
+
+    monkeypatch.setattr(metrics, "tqdm", Bar)
+    fit("max_steps=5")
+    assert shown[0]["total"] == 5 and shown[0]["disable"] is None
+    assert [n for n, _ in shown[1:]] == [1, 2, 3, 4, 5]
+    for word in ("loss ", "tokens/s", "peak ", "GiB"):
+        assert word in shown[-1][1]
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run(fit, monkeypatch, tmp_path):
     full = losses.full
     monkeypatch.setattr(losses, "full", lambda *a: full(*a) * torch.tensor(float("nan")))
     with pytest.raises(Refused, match="smaller lr"):
         fit("log_every=2")
-    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+    calls = iter(range(100))
+    monkeypatch.setattr(losses, "full", lambda *a: full(*a) * (1.0 if next(calls) < 2 else float("nan")))
+    with pytest.raises(Refused, match="nothing was saved"):  # due before the loss is looked at again
+        fit("log_every=100", "save_every=3", folder="saving")
+    assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
 def test_logger_none_keeps_evaluations_and_the_last_step(fit, tmp_path):

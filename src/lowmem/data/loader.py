@@ -102,6 +102,11 @@ class WindowLoader:
         self.seed, self.position = seed, position
         self.rank, self.world_size = rank, world_size
 
+    @property
+    def order(self) -> dict[str, int]:
+        """What the order of the sequences depends on: a position means nothing in another one."""
+        return {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
+
     def __iter__(self) -> Iterator[Window]:
         position = self.position
         while True:

@@ -1,8 +1,9 @@
 """The memory meter: bytes at every phase of every optimizer step, into memory.csv and the logger.
 
-Always: the process's resident memory and its peak, per phase; on CUDA the allocator's figures too. On steps 1-3, every
-`every`-th step and the first batch of an evaluation: live tensor bytes by category, through the tracker. The peak
-counters of the process and of CUDA are global; this meter is their only owner.
+Always, per phase: the process's resident memory and its peak, and what weights, gradients and optimizer hold at the
+end; on CUDA the allocator's figures too. On steps 1-3, every `every`-th step and the first batch of an evaluation: live
+tensor bytes by category, through the tracker. The peak counters of the process and of CUDA are global; this meter is
+their only owner.
 """
 
 import csv
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
 COLUMNS = (
-    *("step", "phase", "rss_bytes", "rss_peak_bytes", "live_peak_bytes"),
+    *("step", "phase", "rss_bytes", "rss_peak_bytes", "held_bytes", "live_peak_bytes"),
     *(f"{category}_bytes" for category in CATEGORIES),
     "host_tensor_bytes",
     *CUDA_COLUMNS,
@@ -52,10 +53,13 @@ class MemoryMeter(Callback):
 
     # --- what Lightning tells -------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        weights = ledger.weights(module)
+        self.ledger.own("weights", lambda: weights)
+        self.ledger.own("gradients", lambda: ledger.gradients(weights))
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._cuda = module.device if module.device.type == "cuda" else None
-        self.ledger.own("weights", lambda: ledger.weights(module))
-        self.ledger.own("gradients", lambda: ledger.gradients(module))
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]))
         self._compiled = is_compiled(module)
         if self._compiled:
@@ -89,7 +93,7 @@ class MemoryMeter(Callback):
         self._close_window(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int, *_) -> None:
-        if batch_idx == 0 and self.ledger.owners:  # not in the sanity check, which comes before the optimizer
+        if batch_idx == 0 and not trainer.sanity_checking:
             self._track()
             self._enter("evaluation")
 
@@ -135,6 +139,7 @@ class MemoryMeter(Callback):
 
     def _read(self, phase: str) -> dict:
         row = {"rss_bytes": process.rss_bytes(), "rss_peak_bytes": process.peak_rss_bytes()}
+        row["held_bytes"] = sum(self.ledger.bytes().values())
         if self._cuda:
             stats = torch.cuda.memory_stats(self._cuda)
             kinds = ("allocated_bytes.all.", "reserved_bytes.all.")
@@ -199,7 +204,13 @@ def curve(window: dict[str, dict]) -> dict[str, float]:
     """A window's rows as metrics: memory/<phase>_<what>_gib, and the categories at the window's own peak."""
     metrics = {}
     for phase, row in window.items():
-        for column in ("rss_peak_bytes", "live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes"):
+        for column in (
+            "rss_peak_bytes",
+            "held_bytes",
+            "live_peak_bytes",
+            "allocated_peak_bytes",
+            "reserved_peak_bytes",
+        ):
             if column in row:
                 metrics[f"memory/{phase}_{column.removesuffix('_bytes')}_gib"] = row[column] / GIB
     sampled = [row for row in window.values() if "live_peak_bytes" in row]

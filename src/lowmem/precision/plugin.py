@@ -9,6 +9,7 @@ Autocast saves half of the activations' bytes and keeps the weights in fp32. Sou
 arXiv 1710.03740.
 """
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowmem.errors import Refused
+
+log = logging.getLogger(__name__)
 
 # Halved from 2**16 this is 26 overflows in a row: no gradient is that large, the loss itself is inf or nan.
 SMALLEST_SCALE = 2.0**-10
@@ -63,6 +66,10 @@ class Float16Autocast(BFloat16Autocast):
 
     def __init__(self, device: str = "cpu", init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         super().__init__(device)
+        if device == "cpu":
+            log.info(
+                "precision=16 on a CPU: most emulate fp16 and take ten times as long; bf16 and 32 run at full speed."
+            )
         self.scaler = torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
 
     def pre_backward(self, tensor: Tensor, module) -> Tensor:

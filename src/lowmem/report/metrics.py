@@ -5,6 +5,7 @@ at every step.
 """
 
 import csv
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,8 +68,9 @@ class Metrics(Callback):
         self._start = self._since = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
-        self._loss_sum += outputs["loss"] * outputs["tokens"]
-        self._loss_tokens += outputs["tokens"]
+        if outputs["stepped"]:  # the loss of a window that overflowed may be infinite, and changed nothing
+            self._loss_sum += outputs["loss"] * outputs["tokens"]
+            self._loss_tokens += outputs["tokens"]
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds_since_start()
         self._count_time(outputs["tokens"])
@@ -88,7 +90,7 @@ class Metrics(Callback):
     def _log_training(self, trainer: Trainer, module: LightningModule) -> None:
         self.train_loss = float(self._loss_sum) / self._loss_tokens
         self._loss_sum, self._loss_tokens = 0.0, 0
-        if not torch.isfinite(torch.tensor(self.train_loss)):
+        if not math.isfinite(self.train_loss):
             raise Refused(
                 f"The loss became {self.train_loss} before step {trainer.global_step}; what follows would be lost. "
                 f"Type a smaller lr (it is {trainer.optimizers[0].param_groups[0]['lr']:g}), or precision=bf16 or 32; "

@@ -1,8 +1,10 @@
 """memory.png: where the bytes were, inside one step and over the run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -27,6 +29,15 @@ def memory_picture(file: Path, rows: list[dict], timeline: list[Point], title: s
     _over_the_run(over, rows)
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def send(file: Path, loggers: Sequence[Logger], step: int) -> None:
+    """The picture, to the loggers that show pictures."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image("memory/picture", [str(file)], step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image("memory/picture", plt.imread(file), step, dataformats="HWC")
 
 
 def _inside_one_step(axes: plt.Axes, timeline: list[Point]) -> None:
@@ -73,6 +84,7 @@ def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
         "reserved_peak_bytes": "reserved by the CUDA allocator",
         "allocated_peak_bytes": "allocated on the CUDA device",
         "live_peak_bytes": "live tensors, device side (sampled)",
+        "held_bytes": "of them weights, gradients, optimizer state",
     }
     for column, label in lines.items():
         by_step: dict[int, float] = {}

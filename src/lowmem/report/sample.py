@@ -4,6 +4,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
+from lowmem.model import positions
+
 PROMPT = "def "
 
 
@@ -20,12 +22,13 @@ class Sample(Callback):
             return
         prompt = self.tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(module.device)  # (1, T)
         module.model.eval()
+        room = (positions(module.model.config) or prompt.shape[1] + self.tokens) - prompt.shape[1]
         with torch.random.fork_rng(), trainer.precision_plugin.forward_context():
             torch.manual_seed(self.seed)
             ids = module.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=self.tokens,
+                max_new_tokens=min(self.tokens, room),
                 do_sample=True,
                 temperature=0.8,
                 pad_token_id=self.tokenizer.eos_token_id,

@@ -25,13 +25,16 @@ def logger(output_dir: str, project: str, name: str | None = None, offline: bool
     if find_spec("wandb") is None:
         log.info("wandb is not installed: the curves are in metrics.csv and memory.csv alone.")
         return None
+    import wandb
     from lightning.pytorch.loggers import WandbLogger
 
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     mode = _mode() if offline is None else ("offline" if offline else "online")
     # `mode` and not `offline=True`: the latter sets an environment variable that outlives this job of a multirun.
-    return WandbLogger(project=project, name=name or folder.name, save_dir=str(folder), mode=mode)
+    # Offline there is no address to show, only forty lines of chatter behind the run's own table.
+    settings = wandb.Settings(quiet=mode == "offline")
+    return WandbLogger(project=project, name=name or folder.name, save_dir=str(folder), mode=mode, settings=settings)
 
 
 def _mode() -> str:

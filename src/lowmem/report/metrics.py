@@ -48,14 +48,14 @@ class Metrics(Callback):
     ) -> None:
         self.log_every, self.peak_gib, self.bits_per_byte = log_every, peak_gib, bits_per_byte
         self.first_step_seconds: float | None = None
-        self.step_seconds: list[float] = []  # of every window but the first few
-        self.steady_tokens = 0  # in those windows
+        self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
+        self._seconds, self._tokens = 0.0, 0  # of the same windows
         self.train_loss = self.val_loss = float("nan")
         self.val_step: int | None = None
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
         self._loss_tokens = 0
-        self._since = self._tokens_since = 0.0
+        self._since = 0.0
         self._out = file.open("w", newline="")
         self._csv = csv.DictWriter(self._out, COLUMNS)
         self._csv.writeheader()
@@ -82,9 +82,11 @@ class Metrics(Callback):
     def _count_time(self, tokens: int) -> None:
         now = time.perf_counter()
         self._windows += 1
-        if self._windows > WARM_UP_STEPS:
-            self.step_seconds.append(now - self._since)
-            self.steady_tokens += tokens
+        if self._windows == WARM_UP_STEPS + 1:  # what was counted until here stands for a shorter run only
+            self.step_seconds, self._seconds, self._tokens = [], 0.0, 0
+        self.step_seconds.append(now - self._since)
+        self._seconds += now - self._since
+        self._tokens += tokens
         self._since = now
 
     def _log_training(self, trainer: Trainer, module: LightningModule) -> None:
@@ -137,7 +139,7 @@ class Metrics(Callback):
         self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:
-        return self.steady_tokens / sum(self.step_seconds) if self.step_seconds else 0.0
+        return self._tokens / self._seconds if self._seconds else 0.0
 
     def seconds_per_step(self) -> float | None:
         return median(self.step_seconds) if self.step_seconds else None

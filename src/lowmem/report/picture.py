@@ -74,7 +74,7 @@ def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
         first.setdefault(point.phase, i)
     for phase, i in first.items():
         axes.axvline(i, color="black", linewidth=0.7, linestyle=":")
-        axes.text(i, 0.02, f" {phase}", fontsize=8, rotation=90, va="bottom", transform=axes.get_xaxis_transform())
+        axes.text(i, 0.99, f" {phase}", fontsize=8, va="top", transform=axes.get_xaxis_transform())
 
 
 def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
@@ -89,7 +89,8 @@ def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
     for column, label in lines.items():
         by_step: dict[int, float] = {}
         for row in rows:
-            if column in row:
+            # An evaluation is sampled on steps whose training is not: it would draw a dip that is none.
+            if column in row and (row["phase"] != "evaluation" or column != "live_peak_bytes"):
                 by_step[row["step"]] = max(by_step.get(row["step"], 0), row[column] / GIB)
         if by_step:
             axes.plot(list(by_step), list(by_step.values()), marker=".", markersize=3, linewidth=1, label=label)

@@ -219,7 +219,7 @@ def _report(
     summary = _summary(run, cfg, tokens, module) | about
     model.export(module.model, tokens.tokenizer, output_dir / "model")
     title = " ".join(about["overrides"]) or f"{cfg.model.name}, as shipped"
-    picture.memory_picture(output_dir / "memory.png", run.meter.rows, run.meter.timeline, title)
+    picture.memory_picture(output_dir / "memory.png", run.meter.rows(), run.meter.timeline, title)
     picture.send(output_dir / "memory.png", run.loggers, summary["steps"])
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowmem.memory.ledger import CATEGORIES, Ledger, Owner, gradients, optimizer_state, weights
-from lowmem.memory.tracker import StorageTracker
+from lowmem.memory.tracker import StorageTracker, highest
 
 KIB = 1024
 
@@ -68,7 +68,7 @@ def test_a_training_step_settles_gradients_and_state():
     last = list(tracker.timeline())[-1]
     assert last.bytes["weights"] == last.bytes["gradients"] == size
     assert last.bytes["optimizer"] == 2 * size + 4  # two moments and the step count
-    peaks = tracker.peaks()
+    peaks = highest(tracker.timeline())
     assert peaks["forward"].bytes["gradients"] == 0
     assert peaks["backward"].bytes["gradients"] == size  # known only afterwards, filed where it was born
     assert peaks["step"].bytes["other"] >= size  # the looped step's temporaries

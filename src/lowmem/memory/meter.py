@@ -18,7 +18,7 @@ from torch import nn
 
 from lowmem.memory import ledger, process
 from lowmem.memory.ledger import CATEGORIES, GIB, Ledger
-from lowmem.memory.tracker import Point, StorageTracker
+from lowmem.memory.tracker import Point, StorageTracker, highest
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ class MemoryMeter(Callback):
         self.peak_bytes = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the highest point of all sampled phases
         self.timeline: list[Point] = []  # of the last sampled training step
-        self.rows: list[dict] = []
         self._out = file.open("w", newline="")
         self._csv = csv.DictWriter(self._out, COLUMNS)
         self._csv.writeheader()
@@ -54,11 +53,12 @@ class MemoryMeter(Callback):
     # --- what Lightning tells -------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        weights = ledger.weights(module)
-        self.ledger.own("weights", lambda: weights)
-        self.ledger.own("gradients", lambda: ledger.gradients(weights))
+        self._weights = ledger.weights(module)
+        self.ledger.own("weights", lambda: self._weights)
+        self.ledger.own("gradients", lambda: ledger.gradients(self._weights))
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._weights = ledger.weights(module)  # moving a module to a card replaces its buffers
         self._cuda = module.device if module.device.type == "cuda" else None
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]))
         self._compiled = is_compiled(module)
@@ -87,9 +87,7 @@ class MemoryMeter(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._settle()
         self._leave()
-        if self._tracker:
-            self.timeline = list(self._tracker.timeline())
-        self._untrack()
+        self.timeline = self._untrack() or self.timeline
         self._close_window(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int, *_) -> None:
@@ -114,6 +112,15 @@ class MemoryMeter(Callback):
         yield
         self._leave()
         self._close_window(trainer)
+
+    def rows(self) -> list[dict]:
+        """What memory.csv holds by now. Read back, not kept: a long run would fill the host with its own records."""
+        self._out.flush()
+        with Path(self._out.name).open() as written:
+            return [
+                {column: value if column == "phase" else int(value) for column, value in row.items() if value}
+                for row in csv.DictReader(written)
+            ]
 
     def close(self) -> None:
         self._out.close()
@@ -155,7 +162,6 @@ class MemoryMeter(Callback):
         for phase, row in self._window.items():
             row = {"step": self._step, "phase": phase} | row
             self._csv.writerow(row)
-            self.rows.append(row)
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
             self.peak_bytes["device"] = max(self.peak_bytes["device"], device)
             self.peak_bytes["host_rss"] = max(self.peak_bytes["host_rss"], row["rss_peak_bytes"])
@@ -178,17 +184,19 @@ class MemoryMeter(Callback):
         if self._tracker:
             self._tracker.settle(self.ledger.storages())
 
-    def _untrack(self, phase: str | None = None) -> None:
-        """Stop tracking and file the peaks; `phase`: of a window that is still open."""
+    def _untrack(self, phase: str | None = None) -> list[Point]:
+        """Stop tracking and file the peaks; `phase`: of a window that is still open. Returns the timeline."""
         if self._tracker is None:
-            return
+            return []
         self._tracker.__exit__(None, None, None)
-        for name, point in self._tracker.peaks().items():
+        points = list(self._tracker.timeline())
+        for name, point in highest(points).items():
             row = self._live_row(point)
             self._window.setdefault(name, self._read(name) if name == phase else {}).update(row)
             if self.peak is None or point.total > self.peak.total:
                 self.peak = point
         self._tracker = None
+        return points
 
     def _live_row(self, point: Point) -> dict:
         by_category = {f"{category}_bytes": size for category, size in point.bytes.items()}

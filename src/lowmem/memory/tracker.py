@@ -87,12 +87,9 @@ class StorageTracker(TorchDispatchMode):
             now[owner.category if owner else default] += size
             yield Point(phase, dict(now))
 
-    def peaks(self) -> dict[str, Point]:
-        """The highest point of each phase."""
-        return highest(self.timeline())
-
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:
+    """The highest point of each phase."""
     best: dict[str, Point] = {}
     for point in points:
         if point.phase not in best or point.total > best[point.phase].total:

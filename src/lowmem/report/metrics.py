@@ -51,7 +51,6 @@ class Metrics(Callback):
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
         self._seconds, self._tokens = 0.0, 0  # of the same windows
         self.train_loss = self.val_loss = float("nan")
-        self.val_step: int | None = None
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
         self._loss_tokens = 0
@@ -114,7 +113,7 @@ class Metrics(Callback):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        self.val_loss, self.val_step = module.val_loss, trainer.global_step
+        self.val_loss = module.val_loss
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
         self._write(trainer, module, metrics)
         tqdm.write(

@@ -70,6 +70,21 @@ def test_a_thousand_times_the_tokens_is_seen_in_the_activations(fit):
     assert large["peak_bytes_by_category"]["weights"] == small["peak_bytes_by_category"]["weights"]
 
 
+def test_buffers_that_a_move_replaced_are_the_ones_that_count(tmp_path):
+    """As `.to(device)` does: parameters stay the same objects, buffers become new ones."""
+    meter = MemoryMeter(tmp_path / "memory.csv")
+    module = torch.nn.BatchNorm1d(1024, affine=False)
+    module.device = torch.device("cpu")
+
+    class FakeTrainer:
+        global_step, loggers, optimizers = 0, (), [torch.optim.SGD([torch.zeros(1)])]
+
+    meter.setup(FakeTrainer, module, "fit")
+    module.running_mean, module.running_var = torch.zeros(2048), torch.zeros(2048)
+    meter.on_train_start(FakeTrainer, module)
+    assert meter.ledger.bytes()["weights"] == 2 * 2048 * 4 + 8  # and the count of batches
+
+
 def test_sampling_changes_no_bit(fit, monkeypatch):
     _, sampled = fit("max_steps=5")
     monkeypatch.setattr(MemoryMeter, "_track", lambda self: None)

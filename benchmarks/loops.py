@@ -81,7 +81,7 @@ def materials(model: str) -> tuple[torch.nn.Module, Iterator[torch.Tensor], Call
     """(network, batches of (B, T + 1) tokens, optimizer of a module, schedule of an optimizer)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lowmem.module import parameter_groups
+    from lowmem.optim.build import parameter_groups
     from lowmem.scheduler import cosine
 
     shape = dict(MODELS[model])

@@ -24,7 +24,7 @@ def weights_after(config, tokens, batch_size, batches, steps, monkeypatch=None, 
     torch.manual_seed(0)
     network = model.build(model.architecture(**cfg.model), torch.float64, **cfg.model)
     module = CausalLM(
-        network, losses.full, fit.instantiate(cfg.optim), fit.instantiate(cfg.scheduler), clip=1.0, clip_value=None
+        network, losses.full, fit.optimizer(cfg), fit.instantiate(cfg.scheduler), clip=1.0, clip_value=None
     )
     train = WindowLoader(Sequences(tokens, 16, "train"), batch_size, fixed(batches), seed=0)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}

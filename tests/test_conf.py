@@ -18,8 +18,17 @@ TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "l
 README = (ROOT / "README.md").read_text()
 
 
+# What a choice leaves for the user to say.
+GIVEN = {
+    "data=text": ["data.path=x"],
+    "model=hf": ["model.name=x"],
+    "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
+    "accumulation=by_step": ["accumulation.sizes={0: 1, 1: 2}"],
+}
+
+
 def composed(group, choice):
-    given = {"data": ["data.path=x"], "model": ["model.name=x"]}.get(group, []) if choice in ("text", "hf") else []
+    given = GIVEN.get(f"{group}={choice}", [])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(
             "config", overrides=[cli.quoted(f"{group}={choice}"), "device=cpu", *given], return_hydra_config=True
@@ -61,6 +70,7 @@ def test_every_target_lives_in_the_package_or_a_library():
                 "lowmem",
                 "torch",
                 "bitsandbytes",
+                "torchao",
                 "transformers",
                 "lightning",
                 "hydra",

@@ -6,19 +6,75 @@ one big batch, also where sequences differ in length and where an epoch ends in 
 (those of one micro-batch exist at a time) and costs nothing but smaller matrix products.
 
 Lightning's own accumulation weights a short last window too little (Lightning #19987) and gives every micro-batch the
-same weight whatever its tokens (#20350).
+same weight whatever its tokens (#20350); its schedules know epochs only (#21583).
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from lowmem.errors import Refused
 
-WindowSize = Callable[[int, int], int]
-"""(epoch, window index since the start of the run) -> micro-batches of that window"""
+
+@dataclass(frozen=True)
+class WindowSize:
+    """Micro-batches of a window; an epoch's last one has what is left.
+
+    Args:
+        sizes: first epoch or window -> micro-batches from there on.
+        by: what the keys of `sizes` count. Windows are optimizer steps, and those that fp16 skipped.
+    """
+
+    sizes: Mapping[int, int]
+    by: Literal["epoch", "window"] = "window"
+
+    def __call__(self, epoch: int, window: int) -> int:
+        now = epoch if self.by == "epoch" else window
+        return self.sizes[max(start for start in self.sizes if start <= now)]
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes.values())
 
 
 def fixed(batches: int) -> WindowSize:
-    """Every window has the same number of micro-batches; an epoch's last one may be shorter."""
-    if batches < 1:
+    """Every window has the same number of micro-batches."""
+    if not _counts(batches):
         raise Refused(f"accumulation.batches={batches}: a window needs at least one micro-batch.")
-    return lambda epoch, window: batches
+    return WindowSize({0: batches})
+
+
+def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
+    """As many micro-batches as make `size` sequences per optimizer step, over all devices."""
+    together = batch_size * devices
+    if not _counts(size) or size % together:
+        near = max(1, round(size / together)) * together
+        raise Refused(
+            f"accumulation.size={size}: {devices} x batch_size={batch_size} sequences at a time do not make it up "
+            f"exactly. Type accumulation.size={near}, or a batch_size that divides it."
+        )
+    return WindowSize({0: size // together})
+
+
+def by_epoch(sizes: Mapping[int, int]) -> WindowSize:
+    """`{0: 1, 3: 4}`: one micro-batch in the first three epochs, four from the fourth on."""
+    return WindowSize(_checked(sizes), "epoch")
+
+
+def by_step(sizes: Mapping[int, int]) -> WindowSize:
+    """`{0: 3, 101: 4}`: three micro-batches until 101 windows are done, then four."""
+    return WindowSize(_checked(sizes), "window")
+
+
+def _checked(sizes: Mapping[int, int]) -> dict[int, int]:
+    sizes = dict(sizes)
+    if 0 not in sizes or not all(_counts(n) and isinstance(at, int) and at >= 0 for at, n in sizes.items()):
+        raise Refused(
+            f"accumulation.sizes={sizes}: give the micro-batches from the start on and from later starts, each at "
+            "least one. Type accumulation.sizes='{0: 3, 101: 4}'."
+        )
+    return sizes
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

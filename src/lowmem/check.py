@@ -16,6 +16,8 @@ from lowmem.errors import Refused
 
 COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "save_every", "log_every")
 DEVICES = ("auto", "cpu", "cuda")
+# Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
+OPTIM_KEYS = ("in_backward", "embedding_bits")
 
 
 def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
@@ -69,7 +71,7 @@ def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
             continue
         names = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for key in node:
-            if not key.startswith("_") and key not in names:
+            if not key.startswith("_") and key not in names and (group != "optim" or key not in OPTIM_KEYS):
                 yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names)}."
 
 

@@ -157,8 +157,8 @@ class Saved:
                 f"resume={self.path}: that run read its data in another order ({self.order}, here {train.order}), so "
                 "its place cannot be found. Type the data=, seq_len= and seed= of that run."
             )
-        if self.optimizer != module.optimizer_name:
+        if self.optimizer != module.make_optimizer.name:
             raise Refused(
-                f"resume={self.path}: {module.optimizer_name} cannot read the state of {self.optimizer}. Type the "
+                f"resume={self.path}: {module.make_optimizer.name} cannot read the state of {self.optimizer}. Type the "
                 "optim= of that run, or start from its exported model: model=hf model.name=<run folder>/model."
             )

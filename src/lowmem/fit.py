@@ -24,13 +24,14 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from lowmem import checkpoint, model
-from lowmem.check import check, check_positions, check_vocabulary
+from lowmem.check import OPTIM_KEYS, check, check_positions, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
 from lowmem.errors import Refused
 from lowmem.memory.advice import out_of_memory
 from lowmem.memory.meter import MemoryMeter
 from lowmem.module import CausalLM
+from lowmem.optim.build import MakeOptimizer
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.sample import Sample
@@ -118,8 +119,16 @@ def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
 def _module(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> CausalLM:
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     instantiate(cfg.gradient_checkpointing)(network)
-    loss, optimizer, scheduler = instantiate(cfg.loss), instantiate(cfg.optim), instantiate(cfg.scheduler)
-    return CausalLM(network, loss, optimizer, scheduler, cfg.clip, cfg.clip_value)
+    return CausalLM(
+        network, instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value
+    )
+
+
+def optimizer(cfg: DictConfig) -> MakeOptimizer:
+    """The group's yaml is the library's class and its arguments, and beside them those that are ours."""
+    ours = {key: cfg.optim[key] for key in ("embedding_bits",) if key in cfg.optim}
+    theirs = {key: value for key, value in cfg.optim.items() if key not in OPTIM_KEYS}
+    return MakeOptimizer(instantiate(OmegaConf.create(theirs)), **ours)
 
 
 def instantiate(node: DictConfig) -> object:

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowmem.data.loader import IGNORED
 from lowmem.errors import Refused
-
-IGNORED = -100
 
 
 def full(model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:

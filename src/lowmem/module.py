@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem.data.loader import MicroBatch, Position, Window
+from lowmem.optim.build import MakeOptimizer
+from lowmem.precision.loss_scale import norm
 
 
 class CausalLM(LightningModule):
@@ -22,7 +24,7 @@ class CausalLM(LightningModule):
     Args:
         model: a Hugging Face causal language model.
         loss: (model, input_ids (B, T), labels (B, T)) -> summed fp32 loss.
-        optimizer: parameter groups -> optimizer.
+        optimizer: model -> optimizer.
         scheduler: optimizer -> schedule, stepped once per optimizer step.
         clip: largest global gradient norm; None: off.
         clip_value: largest absolute gradient element, applied before the norm; None: off.
@@ -32,7 +34,7 @@ class CausalLM(LightningModule):
         self,
         model: nn.Module,
         loss: Callable[[nn.Module, Tensor, Tensor], Tensor],
-        optimizer: Callable[[list[dict]], Optimizer],
+        optimizer: MakeOptimizer,
         scheduler: Callable[[Optimizer], LRScheduler],
         clip: float | None = None,
         clip_value: float | None = None,
@@ -57,11 +59,11 @@ class CausalLM(LightningModule):
             with self.trainer.precision_plugin.forward_context():
                 loss = self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
             loss_sum += loss.detach()
-            self.manual_backward(loss / window.tokens)
+            self.manual_backward(loss / max(1, window.tokens))
         stepped = self._step()
         self.position = window.end
         self.tokens += window.tokens
-        return {"loss": loss_sum / window.tokens, "tokens": window.tokens, "stepped": stepped}
+        return {"loss": loss_sum / max(1, window.tokens), "tokens": window.tokens, "stepped": stepped}
 
     def _step(self) -> bool:
         """One optimizer step, or none where the scaled gradients overflowed."""
@@ -77,23 +79,20 @@ class CausalLM(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip, after every callback has seen the gradients at their true size."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scale = self.trainer.precision_plugin.gradient_scale
         if self.clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.clip_value)
+            nn.utils.clip_grad_value_(parameters, self.clip_value * scale)
         if self.clip is not None:
-            self.gradient_norm = nn.utils.clip_grad_norm_(parameters, self.clip)
+            self.gradient_norm = norm([p.grad for p in parameters]) / scale
+            nn.utils.clip_grads_with_norm_(parameters, self.clip, self.gradient_norm)
 
     def configure_optimizers(self) -> dict:
-        optimizer = self.make_optimizer(parameter_groups(self.model))
+        optimizer = self.make_optimizer(self.model)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
         }
-
-    @property
-    def optimizer_name(self) -> str:
-        """Of the class behind a partial, to tell whose state a checkpoint holds."""
-        return getattr(self.make_optimizer, "func", self.make_optimizer).__qualname__
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
@@ -120,7 +119,7 @@ class CausalLM(LightningModule):
             "order": self.trainer.train_dataloader.order,
             "tokens": self.tokens,
             "skipped_steps": self.skipped_steps,
-            "optimizer": self.optimizer_name,
+            "optimizer": self.make_optimizer.name,
             "random_states": random_states,
         }
 
@@ -137,13 +136,3 @@ class CausalLM(LightningModule):
             torch.set_rng_state(self._random_states["cpu"])
             if self.device.type == "cuda" and "cuda" in self._random_states:
                 torch.cuda.set_rng_state(self._random_states["cuda"], self.device)
-
-
-def parameter_groups(model: nn.Module) -> list[dict]:
-    """Two groups of trainable parameters: matrices, which decay, and norms and biases, which never do."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2]},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

@@ -25,7 +25,7 @@ def trained(config):
         cfg = config(*overrides)
         torch.manual_seed(0)
         network = model.build(model.architecture(**cfg.model), torch.float32, **cfg.model)
-        make = [job.instantiate(cfg[group]) for group in ("loss", "optim", "scheduler")]
+        make = job.instantiate(cfg.loss), job.optimizer(cfg), job.instantiate(cfg.scheduler)
         module = CausalLM(network, *make, cfg.clip, cfg.clip_value)
         ids = torch.randint(0, 300, (40 * 16 + 1,), generator=torch.Generator().manual_seed(1)).numpy()
         train = WindowLoader(Sequences(ids, 16, "train"), 4, fixed(batches), seed=0)
@@ -160,7 +160,7 @@ def test_a_skipped_step_counts_nowhere(trained):
     assert trainer.global_step == 10 and overflow.factors[-1][2] == 10
     assert {state["step"].item() for state in trainer.optimizers[0].state.values()} == {10}
     assert module.tokens == 13 * 4 * 16  # tokens are counted as seen
-    assert trainer.precision_plugin.scaler.get_scale() == 2.0**16 / 2**3
+    assert trainer.precision_plugin.loss_scale.value == 2.0**16 / 2**3
     for (did, step, epoch, lr), (_, earlier, _, lr_before) in zip(overflow.factors[1:], overflow.factors, strict=False):
         assert step == epoch == earlier + did
         assert (lr == lr_before) == (not did)
@@ -188,10 +188,13 @@ def test_an_overflow_at_every_step_ends_in_a_sentence(trained):
 
 
 def test_the_loss_scale_survives_a_checkpoint():
-    one, other = Float16Autocast(init_scale=512.0), Float16Autocast()
-    one.scaler.scale(torch.ones(()))
+    one, other = Float16Autocast(init_scale=512.0, growth_interval=3), Float16Autocast(growth_interval=3)
+    for _ in range(2):
+        one.loss_scale.update([torch.ones(2)])
     other.load_state_dict(one.state_dict())
-    assert other.scaler.get_scale() == 512.0
+    assert other.loss_scale.value == 512.0
+    other.loss_scale.update([torch.ones(2)])  # the third without overflow
+    assert other.loss_scale.value == 1024.0
 
 
 def test_backward_and_step_run_outside_autocast(trained):

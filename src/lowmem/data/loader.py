@@ -18,6 +18,8 @@ from torch import Tensor
 from lowmem.accumulation import WindowSize
 from lowmem.errors import Refused
 
+IGNORED = -100  # a label that is not to be learnt
+
 
 class MicroBatch(NamedTuple):
     """Sequences that go through the model together."""
@@ -27,8 +29,8 @@ class MicroBatch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that count in the loss. Every token of a packed sequence does."""
-        return self.labels.numel()
+        """Tokens that count in the loss."""
+        return int((self.labels != IGNORED).sum())
 
 
 class Position(NamedTuple):
@@ -83,7 +85,7 @@ class WindowLoader:
 
     Args:
         batch_size: sequences per micro-batch and device.
-        window_size: (epoch, window) -> micro-batches of the window; the last of an epoch has what is left.
+        window_size: how many micro-batches a window has; the last of an epoch has what is left.
         rank, world_size: of the `batch_size * world_size` sequences that the devices read together, device `rank`
             takes the rank-th `batch_size`.
     """
@@ -123,10 +125,11 @@ class WindowLoader:
         micro_batches, tokens = [], 0
         for first in range(start.sequence, stop, per_step):
             together = order[first : min(first + per_step, stop)]  # of all devices
-            share = together[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
-            if len(share):
-                micro_batches.append(self.sequences.micro_batch(share))
-            tokens += len(together) * self.sequences.seq_len
+            batch = self.sequences.micro_batch(together)
+            tokens += batch.tokens
+            share = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+            if len(together[share]):
+                micro_batches.append(MicroBatch(batch.input_ids[share], batch.labels[share]))
         if stop < len(order):
             end = Position(start.epoch, stop, start.window + 1)
         else:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
@@ -38,8 +39,9 @@ class Ledger:
         found: dict[int, tuple[Owner, int]] = {}
         for owner in self.owners:
             for tensor in owner.tensors():
-                storage = tensor.untyped_storage()
-                found.setdefault(storage._cdata, (owner, storage.nbytes()))
+                for held in parts(tensor):
+                    storage = held.untyped_storage()
+                    found.setdefault(storage._cdata, (owner, storage.nbytes()))
         return found
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
@@ -49,6 +51,15 @@ class Ledger:
             if owner.side == side:
                 total[owner.category] += size
         return total
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the bytes: a quantised tensor's own storage is a fiction of its full size."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def weights(module: nn.Module) -> list[Tensor]:

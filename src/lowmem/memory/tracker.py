@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.memory.ledger import CATEGORIES, Owner
+from lowmem.memory.ledger import CATEGORIES, Owner, parts
 
 
 class Point(NamedTuple):
@@ -51,7 +51,8 @@ class StorageTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage())
+                for held in parts(leaf):
+                    self._see(held.untyped_storage())
         return out
 
     def _see(self, storage) -> None:

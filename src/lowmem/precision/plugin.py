@@ -1,32 +1,33 @@
-"""Precision plugins: in which dtype the forward pass computes, and how its gradients come back to fp32.
+"""Precision plugins: in which dtype weights are held and products computed, and how gradients become an update.
 
-The module calls three things on whichever plugin is installed: `forward_context()` around the forward pass,
-Lightning's `backward`, and `unscale()` once per window, before anyone looks at the gradients. Lightning's own plugin
-does not unscale for fused optimizers, refuses to clip for them, and counts a step that the loss scaler skipped as a
-step; on a CPU it turns fp16 into bf16. These do none of that.
+The module asks four things of whichever plugin is installed: `forward_context()` around the forward pass, Lightning's
+`backward`, `unscale()` once per window before anyone looks at the gradients, and Lightning's `optimizer_step`.
+Lightning's own plugin does not unscale for fused optimizers, refuses to clip for them, and counts a step that the loss
+scaler skipped as a step; on a CPU it turns fp16 into bf16. These do none of that.
 
-Autocast saves half of the activations' bytes and keeps the weights in fp32. Source: Micikevicius et al. 2018,
-arXiv 1710.03740.
+Autocast (`16`, `bf16`) keeps the weights in fp32 and saves half of the activations' bytes. Source: Micikevicius et al.
+2018, arXiv 1710.03740. Where the weights themselves have 16 bits see `sixteen.py`.
 """
 
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.errors import Refused
+from lowmem.precision.loss_scale import LossScale
 
 log = logging.getLogger(__name__)
-
-# Halved from 2**16 this is 26 overflows in a row: no gradient is that large, the loss itself is inf or nan.
-SMALLEST_SCALE = 2.0**-10
 
 
 class FullPrecision(Precision):
     """fp32 throughout."""
+
+    scales_loss = False  # gradients mean nothing until the whole window's are unscaled
+    gradient_scale = 1.0  # what a gradient of true size 1 is stored as, after `unscale`
 
     def train_step_context(self) -> AbstractContextManager:
         # Lightning wraps the whole training step, backward and optimizer included. The module enters
@@ -36,6 +37,31 @@ class FullPrecision(Precision):
     def unscale(self, optimizer: Optimizer) -> bool:
         """Bring the window's gradients to their true size. False: they overflowed, skip this step."""
         return True
+
+    def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+        """Step a single parameter of a group, and use its gradient up."""
+        step_one(optimizer, group, p)
+        p.grad = None
+
+
+class TensorFloat32(FullPrecision):
+    """fp32 storage; matrix products of a CUDA device read 10 bits of each factor's mantissa and add in fp32."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._before: str | None = None
+        if has_tf32(device):
+            self._before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+        else:
+            log.info("precision=tf32: this device has no TF32 products; it runs in fp32.")
+
+    def teardown(self) -> None:
+        if self._before is not None:  # the setting is the process's, and the next job of a sweep may be fp32
+            torch.set_float32_matmul_precision(self._before)
+
+
+def has_tf32(device: str) -> bool:
+    return device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
 
 
 class BFloat16Autocast(FullPrecision):
@@ -63,32 +89,48 @@ class Float16Autocast(BFloat16Autocast):
     """
 
     dtype = torch.float16
+    scales_loss = True
 
     def __init__(self, device: str = "cpu", init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         super().__init__(device)
-        if device == "cpu":
-            log.info(
-                "precision=16 on a CPU: most emulate fp16 and take ten times as long; bf16 and 32 run at full speed."
-            )
-        self.scaler = torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
+        warn_of_emulation(device)
+        self.loss_scale = LossScale(init_scale, growth_interval)
 
     def pre_backward(self, tensor: Tensor, module) -> Tensor:
-        return super().pre_backward(self.scaler.scale(tensor), module)
+        return super().pre_backward(tensor * self.loss_scale.value, module)
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        scale = self.scaler.get_scale()
-        self.scaler.unscale_(optimizer)
-        self.scaler.update()  # before the step: it depends on the overflow alone
-        overflowed = self.scaler.get_scale() < scale
-        if overflowed and scale < SMALLEST_SCALE:
-            raise Refused(
-                f"precision=16: the gradients overflow fp16 even at a loss scale of {scale:g}. The loss is probably "
-                "not finite: type precision=bf16, or a smaller lr."
-            )
-        return not overflowed
+        scale, grads = self.loss_scale.value, gradients(optimizer)
+        finite = self.loss_scale.update(grads)
+        if finite:
+            torch._foreach_mul_(grads, 1.0 / scale)
+        return finite
 
     def state_dict(self) -> dict:
-        return self.scaler.state_dict()
+        return self.loss_scale.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.scaler.load_state_dict(state_dict)
+        self.loss_scale.load_state_dict(state_dict)
+
+
+def warn_of_emulation(device: str) -> None:
+    if device == "cpu":
+        log.info("fp16 on a CPU: most emulate it and take ten times as long; bf16 and 32 run at full speed.")
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for _, p in with_gradient(optimizer)]
+
+
+def with_gradient(optimizer: Optimizer) -> Iterator[tuple[dict, nn.Parameter]]:
+    """(group, parameter) of every parameter that has a gradient."""
+    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def step_one(optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+    """Any optimizer's step on one parameter: its state is kept by parameter, so a group of one is enough."""
+    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [p]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups

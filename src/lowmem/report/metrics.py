@@ -99,7 +99,7 @@ class Metrics(Callback):
             )
         metrics = {
             "train_loss": self.train_loss,
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),  # torchao keeps a tensor
             "tokens_per_second": self.tokens_per_second(),
             "skipped_steps": module.skipped_steps,
         }

@@ -1,0 +1,55 @@
+"""Dynamic loss scaling: the loss is multiplied before backward, so that fp16 gradients do not vanish below 6e-8.
+
+The scale halves whenever a gradient overflows, and that step is skipped; it doubles after many steps without. Source:
+Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and would unscale their gradients
+in fp16, where what the scale has saved is lost again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import Refused
+
+# Halved from 2**16 this is 26 overflows in a row: no gradient is that large, the loss itself is inf or nan.
+SMALLEST = 2.0**-10
+
+
+class LossScale:
+    """Args: value: the scale at the start; growth_interval: steps without overflow after which it doubles."""
+
+    def __init__(self, value: float, growth_interval: int) -> None:
+        self.value, self.growth_interval = float(value), growth_interval
+        self.steps = 0  # without overflow, since the last change
+
+    def update(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether all gradients are finite; the scale for the next window follows from it.
+
+        Raises:
+            Refused: gradients that overflow at the smallest scale too.
+        """
+        finite = bool(norm(gradients).isfinite())
+        if not finite and self.value < SMALLEST:
+            raise Refused(
+                f"The gradients overflow fp16 even at a loss scale of {self.value:g}. The loss is probably not "
+                "finite: type precision=bf16, or a smaller lr."
+            )
+        self.steps = self.steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.steps == self.growth_interval:
+            self.value, self.steps = self.value * 2, 0
+        return finite
+
+    def state_dict(self) -> dict:
+        return {"value": self.value, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.value, self.steps = state_dict["value"], state_dict["steps"]
+
+
+def norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Global L2 norm in at least fp32, whatever the gradients' dtype: that of scaled fp16 gradients overflows fp16."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

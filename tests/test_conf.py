@@ -78,7 +78,7 @@ def test_every_target_lives_in_the_package_or_a_library():
 
 
 def test_the_advice_on_memory_follows_the_table_of_the_readme():
-    rows = re.findall(r"^\| `(\w+)=(\w+)`", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)=([\w-]+)`", README, re.MULTILINE)
     order = [row for row in rows if row in [(g, c) for g, savers in SAVERS.items() for c in savers]]
     assert order == [(g, c) for g, savers in SAVERS.items() for c in savers]
 

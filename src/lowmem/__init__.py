@@ -2,6 +2,6 @@
 
 import logging
 
-# torchao names, at import, the CUDA kernels that it cannot load: transformers imports it in every run.
-for _name in ("torchao", "torch.utils._pytree"):
+# torchao and bitsandbytes name, at import, the kernels for other machines that they cannot load.
+for _name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowmem import checkpoint
 from lowmem.errors import Refused
+from lowmem.memory import limit
+from lowmem.refusals import refused
 
 COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "save_every", "log_every")
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,8 +28,10 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     if missing:
         raise Refused("\n".join(f"{key} has no value: type {key}=<value>." for key in missing))
     errors = [*_numbers(cfg), *_keys(cfg, choices)]
+    errors = errors or [*refused(cfg)]
     if errors:
         raise Refused("\n".join(errors))
+    limit.parse(cfg.memory.limit)
     if cfg.resume is not None:
         checkpoint.find(cfg.resume)
     _device(cfg.device)
@@ -35,6 +39,8 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
 
 def _numbers(cfg: DictConfig) -> Iterator[str]:
     for key in COUNTS:
+        if key == "batch_size" and cfg[key] == "auto":
+            continue
         if not _is_int(cfg[key]) or cfg[key] < 1:
             yield f"{key}={cfg[key]}: give a whole number of at least 1."
     for key in ("seed", "sample_tokens"):

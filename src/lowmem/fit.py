@@ -23,12 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from lowmem import checkpoint, model
+from lowmem import batch_size, checkpoint, model
 from lowmem.check import OPTIM_KEYS, check, check_positions, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
 from lowmem.errors import Refused
 from lowmem.memory.advice import out_of_memory
+from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
@@ -40,6 +41,10 @@ from lowmem.stop import Stop
 log = logging.getLogger(__name__)
 
 BPE_VOCABULARY = 4096  # at most; never more than the model has
+
+
+class OutOfMemory(Refused):
+    """The run did not fit: what was held, and what to try."""
 
 
 def fit(
@@ -60,7 +65,7 @@ def fit(
     choices = choices or {}
     check(cfg, choices)
     _quiet()
-    cfg = _resolved(cfg, output_dir)
+    cfg = _resolved(batch_size.resolve(cfg), output_dir)
     seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
     run = None
@@ -68,7 +73,7 @@ def fit(
         tokens, train, val, module = build(cfg, checkpoint.Saved(start, cfg.max_steps) if start else None)
         output_dir.mkdir(parents=True, exist_ok=True)
         run = _assemble(cfg, output_dir, tokens, module)
-        with run.stop.listening():
+        with run.stop.listening(), capped(parse(cfg.memory.limit), cfg.device):
             run.trainer.fit(module, train, val, ckpt_path=start, weights_only=True)
         about = {"overrides": list(overrides), "resumed_from": str(start) if start else None}
         return _report(run, cfg, output_dir, tokens, module, about)
@@ -76,7 +81,7 @@ def fit(
         if not _is_out_of_memory(error):
             raise
         held = run.meter.by_category() if run else {}
-        raise Refused(out_of_memory(held, choices, cfg.batch_size, cfg.seq_len)) from error
+        raise OutOfMemory(out_of_memory(held, choices, cfg.batch_size, cfg.seq_len)) from error
     finally:
         if run:
             run.close()
@@ -165,7 +170,8 @@ class Run:
 
 
 def _assemble(cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalLM) -> Run:
-    meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every)
+    limit = parse(cfg.memory.limit) if cfg.device == "cpu" else None
+    meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit)
     metrics = Metrics(
         output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), tokens.bits_per_byte
     )

@@ -1,28 +1,201 @@
-"""Gradient checkpointing: keep a block's input instead of its interior, and compute the interior again in backward.
+"""Gradient checkpointing: keep what enters a segment of blocks instead of its interior, and compute the interior again.
 
-Saves the activations inside the blocks (one boundary of batch x tokens x width per block stays); costs one more
-forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
+One boundary of (batch, tokens, width) per segment stays, and in backward the interior of one segment at a time; it
+costs one more forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
+
+A Hugging Face model calls its blocks one by one, each with arguments of its own, so a segment is opened by a hook of
+its first block and closed by one of its last; in between torch's non-reentrant checkpoint drops what autograd saves.
+Blocks are torch modules of any kind: the outermost `ModuleList` of a model, or an `nn.Sequential`.
 """
 
-import warnings
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from lowmem.errors import Refused
+from lowmem.memory.boundary import Boundary, OnDevice, OnHost
+
+aten = torch.ops.aten
+# Matrix products and attention: the expensive part of a block, about a third of its activations.
+EXPENSIVE = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
 
 
-def none(model: PreTrainedModel) -> None:
+def none(model: nn.Module) -> None:
     """Keep every activation, as models do unless told otherwise."""
 
 
-def every_layer(model: PreTrainedModel) -> None:
-    """Each transformer block keeps its input alone. Active in training mode only."""
-    if not model.supports_gradient_checkpointing:
-        raise Refused(
-            f"gradient_checkpointing=every_layer: {type(model).__name__} does not mark its blocks for it. "
-            "Type gradient_checkpointing=none, and loss=chunked or a smaller batch_size to save memory."
-        )
-    with warnings.catch_warnings():  # its new name, activation_checkpointing_enable, is younger than our range
-        warnings.simplefilter("ignore", FutureWarning)
-        # Non-reentrant: works with frozen inputs, and frees the graph as backward walks it.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def every_layer(model: nn.Module) -> None:
+    """Each block keeps its input alone: n boundaries and the interior of one block."""
+    every_k(model, 1)
+
+
+def every_k(model: nn.Module, k: int) -> None:
+    """Every k-th block keeps its input alone: n / k boundaries and the interior of k blocks."""
+    if k < 1:
+        raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
+    found = blocks(model)
+    for first in range(0, len(found), k):
+        Segment(found[first : first + k])
+
+
+def sqrt(model: nn.Module) -> None:
+    """About sqrt(n) segments of n blocks: sqrt(n) boundaries and the interior of sqrt(n) blocks."""
+    found = blocks(model)
+    segments = max(1, round(math.sqrt(len(found))))
+    cuts = [len(found) * i // segments for i in range(segments + 1)]
+    for first, last in pairwise(cuts):
+        Segment(found[first:last])
+
+
+def selective(model: nn.Module) -> None:
+    """Each block keeps its matrix products and its attention, and computes the cheap rest again."""
+    for block in blocks(model):
+        Segment([block], contexts=partial(create_selective_checkpoint_contexts, list(EXPENSIVE)))
+
+
+def offload(model: nn.Module) -> None:
+    """`every_layer` with the boundaries in host memory: they come back one block ahead of the backward pass."""
+    boundary = OnHost.chain()
+    for block in blocks(model):
+        Segment([block], boundary=boundary)
+
+
+def budget(model: nn.Module, fraction: float, backend: str) -> None:
+    """torch.compile decides what to keep: the fastest choice within a fraction of the activations' bytes.
+
+    Args:
+        fraction: 0 recomputes everything but a block's input, 1 keeps what compiled code would keep.
+        backend: inductor generates code; aot_eager_decomp_partition only decides what to keep.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._functorch import config
+
+    if not 0 <= fraction <= 1:
+        raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
+
+    def within_budget(graph, inputs):
+        with config.patch(activation_memory_budget=fraction):
+            return lookup_backend(backend)(graph, inputs)
+
+    torch.compiler.reset()  # what earlier jobs of a sweep compiled would count against the limit of recompilations
+    for block in blocks(model):  # not the model: all blocks share one compilation
+        block.compile(backend=within_budget)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model calls one after the other.
+
+    Raises:
+        Refused: a model without a list of blocks.
+    """
+    level = [model]
+    while level:  # breadth first: the experts inside a block are a list too
+        for module in level:
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
+                return list(module)
+        level = [child for module in level for child in module.children()]
+    raise Refused(
+        f"gradient_checkpointing: {type(model).__name__} has no list of blocks to keep the inputs of. "
+        "Type gradient_checkpointing=none, and loss=chunked or a smaller batch_size to save memory."
+    )
+
+
+class Segment:
+    """Consecutive blocks of which autograd keeps only what enters the first.
+
+    Args:
+        boundary: holds that input until backward.
+        contexts: () -> contexts of the forward pass and of its repetition.
+    """
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        boundary: Callable[[Tensor], Boundary] = OnDevice,
+        contexts: Callable = lambda: (nullcontext(), nullcontext()),
+    ) -> None:
+        self.blocks, self.boundary, self.contexts = blocks, boundary, contexts
+        self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
+        self._calls: list[Call] = []
+        self._output: Tensor | None = None  # of the block before, to see that the model hands it on untouched
+        self._repeating = False
+        for block in blocks:
+            block.register_forward_pre_hook(self._before, with_kwargs=True)
+            # also after an exception: a hook that stayed would drop the saved tensors of the next job of a sweep
+            block.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._repeating or not block.training or not torch.is_grad_enabled():
+            return
+        entered = _hidden(args, kwargs)
+        if self._pass is not None and entered is not self._output:
+            self._close()  # the model changed the hidden states between two blocks: a segment of its own
+        if self._pass is None:
+            self._calls = []
+            repeat = partial(self._repeat, self.boundary(entered), self._calls)
+            # Random states are kept by block: some models draw numbers between two blocks.
+            self._pass = checkpointed(repeat, preserve_rng_state=False, context_fn=self.contexts)
+            next(self._pass)
+        self._calls.append(Call(block, args, kwargs))
+
+    def _after(self, block: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        if self._pass is None or self._repeating:
+            return
+        self._output = output[0] if isinstance(output, tuple) else output
+        if block is self.blocks[-1] or output is None:  # None: it raised
+            self._close(completed=output is not None)
+
+    def _close(self, completed: bool = True) -> None:
+        closing, self._pass, self._output, self._calls = self._pass, None, None, []
+        if completed:
+            next(closing, None)
+        else:
+            closing.close()
+
+    def _repeat(self, boundary: Boundary, calls: list["Call"]) -> None:
+        self._repeating = True
+        try:
+            hidden = boundary.fetch()
+            with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
+                for call in calls:
+                    hidden = call.again(hidden)
+        finally:
+            self._repeating = False
+
+
+class Call:
+    """How a block was called, but for the hidden states, which are computed again."""
+
+    def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = _hidden(args, kwargs)
+        self.block, self.args = block, args[1:]
+        self.kwargs = kwargs if args else {k: v for k, v in kwargs.items() if k != "hidden_states"}
+        self.by_position = bool(args)
+        self.random_state = torch.get_rng_state()
+        self.cuda_random_state = torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
+
+    def again(self, hidden: Tensor) -> Tensor:
+        torch.set_rng_state(self.random_state)
+        if self.cuda_random_state is not None:
+            torch.cuda.set_rng_state(self.cuda_random_state, hidden.device)
+        entering = {} if self.by_position else {"hidden_states": hidden}
+        output = self.block(*([hidden] if self.by_position else []), *self.args, **self.kwargs, **entering)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def _hidden(args: tuple, kwargs: dict) -> Tensor:
+    """Hugging Face's blocks take the hidden states first, or by this name."""
+    return args[0] if args else kwargs["hidden_states"]

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from lowmem.errors import Refused
+from lowmem.stable_embedding import folded, stabilise
 
 
 def architecture(
@@ -81,6 +82,7 @@ def build(
     pretrained: bool,
     attention: str,
     trust_remote_code: bool,
+    stable_embedding: bool = False,
     **_: object,
 ) -> PreTrainedModel:
     """The model on the host, in training mode, with every parameter in `weights_dtype`.
@@ -94,6 +96,8 @@ def build(
     except (ImportError, ValueError) as error:  # what transformers says of an attention it cannot use
         reason = str(error).strip().splitlines()[0]
         raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.") from None
+    if stable_embedding:
+        stabilise(model)
     wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
     if wrong:
         raise Refused(f"model.name={name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")
@@ -130,7 +134,8 @@ def tokenizer(name: str, trust_remote_code: bool, **_: object) -> PreTrainedToke
 def export(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights (safetensors), configuration and tokenizer in Hugging Face's format. Whole or not at all."""
     draft = folder.with_name(f".{folder.name}.writing")
-    network.save_pretrained(draft)
+    with folded(network):
+        network.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(draft, folder)

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 
 from lowmem.memory.ledger import GIB
 
-# group -> the choices that save memory, strongest last, in the order of the README's table
+# group -> the choices that save memory, in the order of the README's table; the first is what is advised
 SAVERS = {
-    "precision": ("bf16", "16"),
-    "optim": ("adam8bit", "adamw8bit", "adafactor"),
-    "accumulation": ("fixed",),
-    "gradient_checkpointing": ("every_layer",),
+    "precision": ("bf16", "16", "bf16-true", "bf16-sr", "16-true"),
+    "optim": (
+        *("adam8bit", "adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "adamw_fp8", "adamw4bit"),
+        *("lion8bit", "muon", "adafactor", "sgd"),
+    ),
+    "accumulation": ("fixed", "effective_batch", "by_epoch", "by_step"),
+    "gradient_checkpointing": ("every_layer", "every_k", "sqrt", "selective", "budget", "offload"),
     "loss": ("chunked",),
 }
 
@@ -28,7 +31,9 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
     tries = []
     for group, savers in SAVERS.items():
         if group == "accumulation":  # a smaller micro-batch, the same update
-            if batch_size > 1:
+            if batch_size > 1 and choices.get(group) == "effective_batch":
+                tries.append(f"batch_size={batch_size // 2}")
+            elif batch_size > 1:
                 tries.append(f"batch_size={batch_size // 2} accumulation=fixed accumulation.batches=2")
         elif choices.get(group) not in savers:
             tries.append(f"{group}={savers[0]}")

@@ -32,10 +32,15 @@ COLUMNS = (
 
 
 class MemoryMeter(Callback):
-    """Args: every: the live-tensor break-down is taken on steps 1 to `first` and on every `every`-th step."""
+    """Args: every: the live-tensor break-down is taken on steps 1 to `first` and on every `every`-th step.
+    limit: bytes of live device tensors that end the run, counted at every step where the device is the CPU.
+    """
 
-    def __init__(self, file: Path, log_every: int = 10, first: int = 3, every: int = 20) -> None:
-        self.log_every, self.first, self.every = log_every, first, every
+    def __init__(
+        self, file: Path, log_every: int = 10, first: int = 3, every: int = 20, limit: int | None = None
+    ) -> None:
+        self.log_every, self.first, self.every = log_every, first, 1 if limit else every
+        self.limit = limit
         self.ledger = Ledger()
         self.peak_bytes = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the highest point of all sampled phases
@@ -177,7 +182,7 @@ class MemoryMeter(Callback):
 
     def _track(self) -> None:
         if not self._compiled:
-            self._tracker = StorageTracker(self.ledger.storages())
+            self._tracker = StorageTracker(self.ledger.storages(), self.limit)
             self._tracker.__enter__()
 
     def _settle(self) -> None:

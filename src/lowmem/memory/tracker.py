@@ -28,11 +28,29 @@ class Point(NamedTuple):
         return sum(self.bytes.values())
 
 
-class StorageTracker(TorchDispatchMode):
-    """Args: known: the ledger's storages when tracking starts; they are the base line."""
+_active: list["StorageTracker"] = []
 
-    def __init__(self, known: dict[int, tuple[Owner, int]]) -> None:
+
+def on_host(tensor: Tensor) -> None:
+    """Tell whoever is tracking that a tensor stands for one in host memory, also where the device is the CPU."""
+    for tracker in _active:
+        tracker.own(tensor, Owner("activations", "host", lambda: ()))
+
+
+class OverLimit(MemoryError):
+    """The live tensors of the device side exceed what they may."""
+
+
+class StorageTracker(TorchDispatchMode):
+    """Args: known: the ledger's storages when tracking starts, the base line; limit: bytes of the device side.
+
+    Raises:
+        OverLimit: from the operator whose output exceeds the limit.
+    """
+
+    def __init__(self, known: dict[int, tuple[Owner, int]], limit: int | None = None) -> None:
         super().__init__()
+        self.limit = limit
         self.base = dict.fromkeys(CATEGORIES, 0)
         for owner, size in known.values():
             if owner.side == "device":
@@ -42,6 +60,15 @@ class StorageTracker(TorchDispatchMode):
         self._live: dict[int, int] = dict.fromkeys(known, -1)  # storage key -> serial; -1: in the base line
         self._references: list[weakref.ref] = []  # a weak reference that is itself dropped never calls back
         self._owner: dict[int, Owner] = {}  # by serial
+        self.now = sum(self.base.values())  # live bytes of the device side
+
+    def __enter__(self):
+        _active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        _active.remove(self)
+        return super().__exit__(*exception)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -62,19 +89,35 @@ class StorageTracker(TorchDispatchMode):
         serial, size = len(self._references), storage.nbytes()
         self._live[key] = serial
         self.events.append((self.phase, serial, size))
+        self.now += size
 
         def died(_: weakref.ref) -> None:
             self._live.pop(key, None)
             self.events.append((self.phase, serial, -size))
+            self.now -= size if self._side(serial) == "device" else 0
 
         self._references.append(weakref.ref(storage, died))
+        if self.limit is not None and self.now > self.limit:
+            raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")
+
+    def _side(self, serial: int) -> str:
+        owner = self._owner.get(serial)
+        return owner.side if owner else "device"
+
+    def own(self, tensor: Tensor, owner: Owner) -> None:
+        self._see(tensor.untyped_storage())
+        self._own(self._live[tensor.untyped_storage()._cdata], tensor.untyped_storage().nbytes(), owner)
+
+    def _own(self, serial: int, size: int, owner: Owner) -> None:
+        if serial >= 0:
+            if owner.side == "host" and self._side(serial) == "device":
+                self.now -= size
+            self._owner[serial] = owner
 
     def settle(self, known: dict[int, tuple[Owner, int]]) -> None:
         """Tell who owns what now exists: gradients after backward, optimizer state after the step."""
-        for key, (owner, _) in known.items():
-            serial = self._live.get(key, -1)
-            if serial >= 0:
-                self._owner[serial] = owner
+        for key, (owner, size) in known.items():
+            self._own(self._live.get(key, -1), size, owner)
 
     def timeline(self) -> Iterator[Point]:
         """Live bytes after every event, the base line included. Born unowned: an activation, or `other` in the step."""

@@ -17,7 +17,7 @@ TORCHS_RMS = 0.2
 
 
 class Muon(Optimizer):
-    """Args: params: groups with a `role` (matrix, embedding, vector); momentum: of the matrices; betas, eps: AdamW's."""
+    """Args: params: groups with a `role` (matrix, embedding, vector); momentum: of matrices; betas, eps: AdamW's."""
 
     def __init__(
         self,

@@ -1,0 +1,88 @@
+"""batch_size=auto: the largest divisor of the effective batch whose micro-batch fits, found by trying.
+
+Each try is a process of its own that trains two steps and evaluates once under the memory cap, so that what it
+leaves behind, and what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live
+tensors and ends the try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with
+it the update, is the same whatever is found. Lightning's finder matches error strings and saves a whole checkpoint
+first (Lightning #9625, #11295).
+"""
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem.errors import Refused
+
+log = logging.getLogger(__name__)
+
+STEPS = 2  # the optimizer's state exists from the second on
+DOES_NOT_FIT = 3  # exit code of a try
+
+
+def resolve(cfg: DictConfig) -> DictConfig:
+    """The config with a number for batch_size."""
+    if cfg.batch_size != "auto":
+        return cfg
+    size, devices = cfg.accumulation.size, cfg.accumulation.devices
+    found = largest(divisors(size // devices), lambda batch_size: fits(cfg, batch_size))
+    if found is None:
+        raise Refused(
+            f"batch_size=auto: not even one sequence of seq_len={cfg.seq_len} fits. Type a smaller seq_len, "
+            "gradient_checkpointing=every_layer, or loss=chunked."
+        )
+    log.info(f"batch_size=auto: {found}, so {size // (found * devices)} micro-batches per optimizer step.")
+    return OmegaConf.merge(cfg, {"batch_size": found})
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of ascending sizes that fits, by bisection: what fits, fits when smaller."""
+    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return sizes[low - 1] if low else None
+
+
+def fits(cfg: DictConfig, batch_size: int) -> bool:
+    """Args: cfg: with its interpolations, most of which do not depend on batch_size but some do."""
+    with tempfile.TemporaryDirectory() as folder:
+        trial = {"batch_size": batch_size, "max_steps": STEPS, "val_sequences": batch_size, "sample_tokens": 0}
+        trial |= {"output_dir": folder, "logger": {}, "resume": None, "save_every": STEPS + 1}
+        trial = OmegaConf.to_container(OmegaConf.merge(cfg, trial)) | {"logger": {}}
+        done = subprocess.run(
+            [sys.executable, "-m", "lowmem.batch_size"], input=json.dumps(trial), capture_output=True, text=True
+        )
+    if done.returncode not in (0, DOES_NOT_FIT):
+        raise Refused(f"batch_size=auto: the try with batch_size={batch_size} failed:\n{done.stderr.strip()}")
+    log.info(f"batch_size={batch_size} {'fits' if done.returncode == 0 else 'does not fit'}.")
+    return done.returncode == 0
+
+
+def main() -> None:
+    """One try: a config on stdin, the answer as exit code."""
+    from lowmem.fit import OutOfMemory, fit
+
+    cfg = OmegaConf.create(json.loads(sys.stdin.read()))
+    try:
+        fit(cfg, Path(cfg.output_dir))
+    except OutOfMemory:
+        sys.exit(DOES_NOT_FIT)
+    except Refused as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

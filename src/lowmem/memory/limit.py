@@ -1,0 +1,43 @@
+"""memory.limit: train as if the card had that much memory, and stop where it would have run out.
+
+On CUDA the allocator is capped. On a CPU the tracker counts the live tensors of the device side at every operator and
+ends the run when they exceed the limit; scratch memory inside an operator is not counted.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lowmem.errors import Refused
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse(limit: str | int | None) -> int | None:
+    """'12GiB', '900MiB' or a number of bytes -> bytes.
+
+    Raises:
+        Refused: anything else.
+    """
+    if limit is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i)?B?", str(limit))
+    if match is None or float(match[1]) <= 0:
+        raise Refused(f"memory.limit={limit}: give a size such as 12GiB or 900MiB (GiB = 2**30 bytes).")
+    return int(float(match[1]) * _UNITS[f"{match[2] or ''}B"])
+
+
+@contextmanager
+def capped(limit: int | None, device: str) -> Iterator[None]:
+    """Cap CUDA's allocator; on a CPU the meter is given the limit."""
+    if limit is None or device != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    try:
+        yield
+    finally:  # the cap is the process's, and the next job of a sweep may have none
+        torch.cuda.set_per_process_memory_fraction(1.0)

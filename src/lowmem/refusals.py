@@ -1,0 +1,104 @@
+"""Combinations that cannot work, each with the sentence that refuses it and the proof that it had to be refused.
+
+The list is the whole of it: whatever is not here, and not refused by a technique about the model itself, is a
+combination that is tested. `tests/test_refusals.py` runs every proof with the list emptied.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Args: applies: to this config; says: what was asked, why not, what to type; proof: what happens if it is run."""
+
+    applies: Callable[[DictConfig], bool]
+    says: str
+    proof: str
+
+
+def in_backward(cfg: DictConfig) -> bool:
+    return cfg.optim.in_backward
+
+
+def scales_loss(cfg: DictConfig) -> bool:
+    return getattr(get_object(cfg.trainer.plugins.precision._target_), "scales_loss", False)
+
+
+def accumulates(cfg: DictConfig) -> bool:
+    if cfg.batch_size == "auto":  # the search ends at a batch_size that is not known yet
+        return True
+    return instantiate(cfg.accumulation).largest > 1
+
+
+def compiles(cfg: DictConfig) -> bool:
+    """Whether code is generated: with a C++ compiler on a CPU, by Triton on a card."""
+    by_blocks = cfg.gradient_checkpointing.get("backend") == "inductor"
+    return cfg.device != "cuda" and (by_blocks or cfg.optim._target_.startswith("torchao."))
+
+
+REFUSALS = (
+    Refusal(
+        lambda cfg: in_backward(cfg) and cfg.clip is not None,
+        "optim.in_backward=true: clip={clip} needs the norm of all gradients, and each is freed once it has stepped "
+        "its parameter. Type clip=null; clip_value= works.",
+        "clip=1e-6 changes nothing: no gradient is left to be clipped",
+    ),
+    Refusal(
+        lambda cfg: in_backward(cfg) and scales_loss(cfg),
+        "optim.in_backward=true: this precision scales the loss, and whether a step must be skipped is known only when "
+        "every gradient exists. Type precision=bf16, bf16-true, bf16-sr or 32.",
+        "one infinite gradient makes weights infinite, where the scaler would have skipped the step",
+    ),
+    Refusal(
+        lambda cfg: in_backward(cfg) and accumulates(cfg),
+        "optim.in_backward=true: every micro-batch would be an optimizer step, whatever accumulation says. Type "
+        "accumulation=none, or optim.in_backward=false.",
+        "two micro-batches of a window take two steps of the optimizer",
+    ),
+    Refusal(
+        lambda cfg: cfg.model.get("stable_embedding", False) and cfg.model.pretrained,
+        "model.stable_embedding=true: a published model was not trained with a norm after its embedding, which would "
+        "change what all its weights mean. Type model.pretrained=false for a random start, or optim.embedding_bits=32.",
+        "the loss of trained weights rises when they are loaded with the norm",
+    ),
+    Refusal(
+        lambda cfg: cfg.batch_size == "auto" and "size" not in cfg.accumulation,
+        "batch_size=auto: the micro-batch is chosen so that the effective batch stays, and accumulation does not say "
+        "one. Type accumulation=effective_batch accumulation.size=64.",
+        "the update would depend on the memory that happens to be free",
+    ),
+    Refusal(
+        lambda cfg: cfg.batch_size == "auto" and cfg.memory.limit is None and _on_cpu(cfg),
+        "batch_size=auto: on a CPU there is no card whose memory ends a try. Type memory.limit=12GiB for the card that "
+        "you have in mind, or a number for batch_size.",
+        "every try fits, until the kernel ends the process",
+    ),
+    Refusal(
+        lambda cfg: cfg.memory.limit is not None and "backend" in cfg.gradient_checkpointing and _on_cpu(cfg),
+        "memory.limit={limit}: on a CPU tensors are counted operator by operator, and the compiled blocks of this "
+        "gradient_checkpointing allocate where they cannot be seen. Type gradient_checkpointing=every_layer, or "
+        "memory.limit=null.",
+        "a limit that the uncompiled run exceeds ends nothing",
+    ),
+    Refusal(
+        lambda cfg: compiles(cfg) and not any(map(shutil.which, ("c++", "g++", "clang++"))),
+        "This optim or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install one, or type "
+        "optim=adamw8bit gradient_checkpointing=every_layer.",
+        "torch: InvalidCxxCompiler: No working C++ compiler found",
+    ),
+)
+
+
+def refused(cfg: DictConfig) -> Iterator[str]:
+    return (refusal.says.format(clip=cfg.clip, limit=cfg.memory.limit) for refusal in REFUSALS if refusal.applies(cfg))
+
+
+def _on_cpu(cfg: DictConfig) -> bool:
+    import torch
+
+    return cfg.device == "cpu" or (cfg.device == "auto" and not torch.cuda.is_available())

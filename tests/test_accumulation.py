@@ -1,110 +1,213 @@
-"""A window's update is that of one big batch, also in a short window; and the order of the data never changes."""
+"""A window's update is that of one big batch: lengths that differ, masked tokens, a short last window, any schedule."""
 
 import pytest
 import torch
 from torch import nn
 
+import oracle
+import parity
+from lowmem import accumulation
 from lowmem import loss as losses
-from lowmem.accumulation import fixed
-from lowmem.data.loader import MicroBatch, Position, Window
+from lowmem.accumulation import by_epoch, by_step, effective_batch, fixed
+from lowmem.data.loader import MicroBatch, Position, WindowLoader
 from lowmem.errors import Refused
-from tolerances import FP64
+from lowmem.module import CausalLM
+from tolerances import FP64, SGD_FP32
 
-
-def weights_after(config, tokens, batch_size, batches, steps, monkeypatch=None, optim="adamw"):
-    """fp64 weights of a small model after `steps` windows of the real module under the real trainer."""
-    from lightning.pytorch import Trainer
-
-    from lowmem import fit, model
-    from lowmem.data.loader import Sequences, WindowLoader
-    from lowmem.module import CausalLM
-    from lowmem.precision.plugin import FullPrecision
-
-    cfg = config(f"optim={optim}", "lr=1e-3")
-    torch.manual_seed(0)
-    network = model.build(model.architecture(**cfg.model), torch.float64, **cfg.model)
-    module = CausalLM(
-        network, losses.full, fit.optimizer(cfg), fit.instantiate(cfg.scheduler), clip=1.0, clip_value=None
-    )
-    train = WindowLoader(Sequences(tokens, 16, "train"), batch_size, fixed(batches), seed=0)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        plugins=[FullPrecision()],
-        enable_model_summary=False,
-        **quiet,
-    )
-    trainer.fit(module, train)
-    assert trainer.global_step == steps
-    return torch.cat([p.detach().flatten() for p in network.parameters()])
-
-
-@pytest.fixture
-def tokens():
-    # 13 sequences of 16: windows of 4 x 2 leave a window of 5, whose last micro-batch has one sequence
-    import numpy as np
-
-    return np.random.default_rng(0).integers(0, 300, 13 * 16 + 1)
-
-
-def test_accumulation_is_one_big_batch(config, tokens, monkeypatch):
-    """Six windows: three epochs, each with a short last window."""
-    # the reference computes the loss in fp32 in `full`; in fp64 here, or rounding would hide an error
-    monkeypatch.setattr(losses, "full", fp64_loss)
-    big = weights_after(config, tokens, batch_size=8, batches=1, steps=6)
-    small = weights_after(config, tokens, batch_size=2, batches=4, steps=6)
-    assert (big - small).abs().max() < FP64
-
-
-def test_a_short_window_divided_by_the_full_size_is_caught(config, tokens, monkeypatch):
-    """The deliberately wrong variant: what Lightning does."""
-    from lowmem.module import CausalLM
-
-    monkeypatch.setattr(losses, "full", fp64_loss)
-    big = weights_after(config, tokens, batch_size=8, batches=1, steps=6)
-    right = CausalLM.training_step
-
-    def wrong(self, window: Window, index: int):
-        return right(self, window._replace(tokens=8 * 16), index)
-
-    monkeypatch.setattr(CausalLM, "training_step", wrong)
-    assert (weights_after(config, tokens, 2, 4, 6, optim="adamw") - big).abs().max() > 1e3 * FP64
-
-
-def test_a_dropped_micro_batch_is_caught(config, tokens, monkeypatch):
-    from lowmem.module import CausalLM
-
-    monkeypatch.setattr(losses, "full", fp64_loss)
-    big = weights_after(config, tokens, batch_size=8, batches=1, steps=6)
-    right = CausalLM.training_step
-
-    def wrong(self, window: Window, index: int):
-        return right(self, window._replace(micro_batches=window.micro_batches[:-1] or window.micro_batches), index)
-
-    monkeypatch.setattr(CausalLM, "training_step", wrong)
-    assert (weights_after(config, tokens, 2, 4, 6) - big).abs().max() > 1e3 * FP64
+STEPS = 5  # windows of 8 and 1 sequences by turns
 
 
 def fp64_loss(model: nn.Module, input_ids, labels):
+    """`full` computes in fp32; in fp64 rounding cannot hide an error."""
     logits = model(input_ids=input_ids, use_cache=False).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def test_the_logged_loss_is_the_mean_over_tokens(config, fit):
+@pytest.fixture
+def trained(config, monkeypatch):
+    """(sequences per micro-batch, micro-batches, dtype, optim) -> gradients of every step, weights at the end."""
+
+    def run(batch_size, batches, dtype="float64", optim="adamw"):
+        if dtype == "float64":
+            monkeypatch.setattr(losses, "full", fp64_loss)
+        gradients = []
+        step = CausalLM._step
+
+        def recording(self):
+            gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]))
+            return step(self)
+
+        monkeypatch.setattr(CausalLM, "_step", recording)
+        lines = [f"batch_size={batch_size}", "accumulation=fixed", f"accumulation.batches={batches}"]
+        lines += [f"weights_dtype={dtype}", f"optim={optim}", f"max_steps={STEPS}", "optim.weight_decay=0.1"]
+        lines += ["lr=1e-3"] if optim == "adamw" else ["lr=1e-1"]
+        cfg = config(*parity.overrides(), *lines, base=())
+        _, weights = parity.run(cfg, wide=dtype == "float64")
+        monkeypatch.setattr(CausalLM, "_step", step)
+        return gradients, torch.cat([p.flatten() for p in weights.values()])
+
+    return run
+
+
+def furthest(one, other):
+    gradients = max((a - b).abs().max().item() for a, b in zip(one[0], other[0], strict=True))
+    return gradients, (one[1] - other[1]).abs().max().item()
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(4, 2), (2, 4), (1, 8), (3, 3)])
+def test_accumulated_gradients_and_adamw_weights_are_the_big_batchs_in_fp64(trained, batch_size, batches):
+    big = trained(batch_size * batches, 1)
+    gradients, weights = furthest(trained(batch_size, batches), big)
+    assert gradients < FP64 and weights < FP64
+
+
+def test_accumulated_sgd_weights_are_the_big_batchs_in_fp32(trained):
+    _, weights = furthest(trained(2, 4, "float32", "sgd"), trained(8, 1, "float32", "sgd"))
+    assert weights < SGD_FP32
+
+
+def divided_by_the_full_window(self, window, index):
+    return RIGHT(self, window._replace(tokens=8 * 14), index)
+
+
+def last_micro_batch_dropped(self, window, index):
+    return RIGHT(self, window._replace(micro_batches=window.micro_batches[:-1] or window.micro_batches), index)
+
+
+def mean_of_means(self, window, index):
+    """Every micro-batch counts the same, however many of its tokens do (Lightning #20350)."""
+    weights = [window.tokens / (len(window.micro_batches) * batch.tokens) for batch in window.micro_batches]
+    loss, calls = self.loss, iter(weights)
+    self.loss = lambda *batch: loss(*batch) * next(calls)
+    try:
+        return RIGHT(self, window, index)
+    finally:
+        self.loss = loss
+
+
+RIGHT = CausalLM.training_step
+
+
+@pytest.mark.parametrize("wrong", [divided_by_the_full_window, last_micro_batch_dropped, mean_of_means])
+def test_a_wrong_variant_is_caught(trained, wrong, monkeypatch):
+    big, big_fp32 = trained(8, 1), trained(8, 1, "float32", "sgd")
+    monkeypatch.setattr(CausalLM, "training_step", wrong)
+    gradients, weights = furthest(trained(2, 4), big)
+    assert gradients > 1e3 * FP64 and weights > 1e3 * FP64
+    assert furthest(trained(2, 4, "float32", "sgd"), big_fp32)[1] > 10 * SGD_FP32
+
+
+def test_the_logged_loss_is_the_mean_over_tokens(fit):
     whole, _ = fit("batch_size=8", "max_steps=1", "lr=1e-9")
     parts, _ = fit("batch_size=2", "accumulation=fixed", "accumulation.batches=4", "max_steps=1", "lr=1e-9", folder="b")
     assert whole["tokens"] == parts["tokens"]
     assert parts["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
 
 
-def test_a_window_without_micro_batches_is_refused():
-    with pytest.raises(Refused, match="at least one"):
-        fixed(0)
+def test_masked_tokens_count_nowhere(config, monkeypatch):
+    """The logged loss of ragged windows is the mean over the tokens that have a label."""
+    seen = []
+
+    def recording(self, window, index):
+        out = RIGHT(self, window, index)
+        seen.append((out["loss"].item(), out["tokens"]))
+        return out
+
+    monkeypatch.setattr(CausalLM, "training_step", recording)
+    cfg = config(*parity.overrides("accumulation=fixed"), "max_steps=1", "lr=1e-9", base=())
+    parity.run(cfg)
+    labels = parity.Ragged().micro_batch(torch.arange(9).numpy()).labels
+    order = [i for batch in next(iter(loader(fixed(4)))).micro_batches for i in indices(batch)]
+    assert seen[0][1] == (labels[order] != -100).sum() < labels[order].numel()
 
 
-def test_micro_batches_count_their_tokens():
+def loader(size, batch_size=2):
+    return WindowLoader(parity.Ragged(), batch_size, size, seed=0)
+
+
+def indices(batch):
+    every = parity.Ragged().micro_batch(torch.arange(9).numpy()).input_ids
+    return [int((every == row).all(1).nonzero()) for row in batch.input_ids]
+
+
+def sizes(size, windows, batch_size=2):
+    found = []
+    for window, _ in zip(loader(size, batch_size), range(windows), strict=False):
+        found.append([len(batch.labels) for batch in window.micro_batches])
+    return found
+
+
+def test_schedules_change_at_window_boundaries_and_every_window_has_exactly_its_size():
+    # nine sequences an epoch, two at a time: 2 2 2 2 1
+    assert sizes(by_step({0: 1, 3: 2}), 6) == [[2], [2], [2], [2, 1], [2, 2], [2, 2]]
+    assert sizes(by_epoch({0: 2, 1: 3}), 5) == [[2, 2], [2, 2], [1], [2, 2, 2], [2, 1]]
+    assert sizes(by_step({0: 3, 1: 1, 2: 4}), 3, 1) == [[1, 1, 1], [1], [1, 1, 1, 1]]
+
+
+def test_steps_and_learning_rates_are_right_across_a_change(fit):
+    """The schedule counts optimizer steps, whatever their windows hold."""
+    lines = ("scheduler=linear", "max_steps=6", "lr=1e-2", "log_every=1", "batch_size=2")
+    _, plain = fit(*lines, folder="plain")
+    _, changing = fit(*lines, "accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}", folder="changing")
+
+    def column(run, name):
+        header, *rows = (line.split(",") for line in (run / "metrics.csv").read_text().splitlines())
+        return [row[header.index(name)] for row in rows if row[header.index("lr")]]
+
+    assert column(changing, "step") == column(plain, "step") == list("123456")
+    assert column(changing, "lr") == column(plain, "lr")
+    assert [int(t) for t in column(changing, "tokens")] == [16 * n for n in (2, 4, 10, 16, 22, 28)]
+
+
+def test_an_effective_batch_is_counted_from_micro_batch_and_devices():
+    assert effective_batch(64, batch_size=8)(0, 0) == 8
+    assert effective_batch(64, batch_size=8, devices=4)(0, 0) == 2
+    assert effective_batch(64, batch_size=8).largest == 8
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: fixed(0), "at least one"),
+        (lambda: effective_batch(10, 4), "accumulation.size=8"),
+        (lambda: effective_batch(4, 2, devices=8), "accumulation.size=16"),
+        (lambda: by_step({1: 2}), "accumulation.sizes="),
+        (lambda: by_epoch({0: 0}), "at least one"),
+        (lambda: by_epoch({0: 2.5}), "at least one"),
+    ],
+)
+def test_what_makes_no_window_is_a_sentence(make, says):
+    with pytest.raises(Refused, match=says):
+        make()
+
+
+def test_a_size_that_does_not_divide_is_refused_as_typed(command, tmp_path):
+    code, said = command("accumulation=effective_batch", "accumulation.size=10")
+    assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
+
+
+def test_a_schedule_is_typed_as_the_yaml_says(command):
+    code, said = command("accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}")
+    assert code == 0, said
+    code, said = command("accumulation=by_step")
+    assert code == 1 and "accumulation.sizes" in said
+
+
+def test_micro_batches_count_the_tokens_that_have_labels():
     rows = torch.zeros(3, 5, dtype=torch.long)
-    assert MicroBatch(rows, rows).tokens == 15
+    labels = rows.clone()
+    labels[0, :4] = -100
+    assert MicroBatch(rows, rows).tokens == 15 and MicroBatch(rows, labels).tokens == 11
     assert Position().epoch == 0
+
+
+def test_devices_share_a_window_and_know_the_tokens_of_all(config):
+    whole = next(iter(WindowLoader(parity.Ragged(), 4, fixed(2), seed=0)))
+    shares = [next(iter(WindowLoader(parity.Ragged(), 2, fixed(2), seed=0, rank=r, world_size=2))) for r in (0, 1)]
+    assert {share.tokens for share in shares} == {whole.tokens}
+    assert sum(batch.tokens for share in shares for batch in share.micro_batches) == whole.tokens
+
+
+def test_the_oracle_is_not_lowmem():
+    assert not any(name.startswith("lowmem") for name in vars(oracle))
+    assert accumulation.WindowSize({0: 1})(3, 5) == 1

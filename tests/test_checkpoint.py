@@ -21,24 +21,8 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-# 16 tokens a sequence; windows of 2 x 3 sequences, dropout on, so that every random number matters
+# 16 tokens a sequence; windows of 2 x 3 sequences
 WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max_steps=9", "save_every=1000")
-DROPOUT = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
-TECHNIQUES = ["optim=adamw", "optim=adam8bit", "optim=adafactor", "precision=16", "precision=bf16"]
-
-
-@pytest.mark.parametrize("technique", TECHNIQUES)
-def test_stop_and_go_on_gives_the_same_bits_as_not_stopping(fit, technique):
-    whole, run = fit(*WINDOWED, technique, *DROPOUT, folder="whole")
-    for stop in (1, 6):
-        fit(*WINDOWED, technique, *DROPOUT, f"max_steps={stop}", "scheduler.total_steps=9", folder=f"part{stop}")
-        part = run.parent / f"part{stop}"
-        resumed, again = fit(*WINDOWED, technique, *DROPOUT, f"resume={part}", folder=f"again{stop}")
-        one, other = (torch.load(r / "checkpoints" / "step-00000009.ckpt", weights_only=True) for r in (run, again))
-        for key in ("state_dict", "optimizer_states", "lr_schedulers", "lowmem", "global_step"):
-            assert same(one[key], other[key]), key
-        assert same(one.get("Float16Autocast"), other.get("Float16Autocast"))
-        assert resumed["tokens"] == whole["tokens"] and resumed["val_loss"] == whole["val_loss"]
 
 
 def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def network(model_type="gpt2", **changes):
     else:
         shape = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
         shape |= {"num_key_value_heads": 1, "head_dim": 16}
-    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **(shape | changes))
+    config = AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | shape | changes))
     return AutoModelForCausalLM.from_config(config).train()
 
 

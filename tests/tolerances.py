@@ -10,4 +10,35 @@ BF16 = 0.03
 ADAMW_REORDERED = 3e-4
 # fp16 carries 11 bits: 2**-12 = 0.00025 per rounding, the same chain
 FP16 = 0.004
+# What a technique may add to the relative error of the total update after four steps, (of matrices, of vectors), against
+# the fp32 oracle. AdamW divides each gradient by its own size, so that the rounding of small gradients counts as much
+# as that of large ones. Two techniques together may have the sum of both. The wrong variants of tests/test_parity.py
+# are at 0.3 and more on matrices (a short window divided by the full one's tokens, a micro-batch dropped), or at 3 on
+# vectors (decay of norms).
+EXACT = (ADAMW_REORDERED, ADAMW_REORDERED)
+UPDATE = {
+    # roundings of 2**-12 and 2**-9 in every product of the chain
+    "precision=16": (0.04, 0.04),
+    "precision=bf16": (0.15, 0.15),
+    # and weights of 1 are 2**-11 or 2**-8 apart, with steps of 0.01: a rounding is up to 0.02 or 0.2 of a step
+    "precision=16-true": (0.1, 0.1),
+    "precision=bf16-true": (0.2, 0.25),
+    # a random rounding is off by up to a whole spacing, where the nearest is off by half of one
+    "precision=bf16-sr": (0.2, 0.6),
+    # 8-bit state: one of 256 values per element, relative to the largest of its block
+    "optim=adam8bit": (0.03, 0.03),
+    "optim=adamw8bit": (0.03, 0.03),
+    "optim=paged_adamw8bit": (0.03, 0.03),
+    # Lion takes the sign: an element whose momentum is near 0 is right or wrong by twice the step
+    "optim=lion8bit": (0.2, 0.2),
+    # torch's iterations are in bf16, the oracle's in fp64
+    "optim=muon": (0.05, 0.05),
+    # torch.compile's partitioner decomposes operators into others that round differently
+    "gradient_checkpointing=budget": (1e-3, 1e-3),
+}
+# torchao's state on one matrix after 20 steps: 4 bits are 16 values per element (measured 0.20), float8 has a 3-bit
+# mantissa (0.03); losing every second gradient is at 0.4 and more
+LOW_BIT_STATE = {"adamw4bit": 0.25, "adamw_fp8": 0.05}
+# fp32 sums of a window's micro-batches against one sum of the big batch, as weights after plain SGD
+SGD_FP32 = 1e-6
 # Adding noise of these sizes is not wrong; forgetting a factor of two or a tensor is: wrong variants land above 0.05

@@ -31,7 +31,6 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     errors = errors or [*refused(cfg)]
     if errors:
         raise Refused("\n".join(errors))
-    limit.parse(cfg.memory.limit)
     if cfg.resume is not None:
         checkpoint.find(cfg.resume)
     _device(cfg.device)
@@ -51,6 +50,10 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
     for key in ("clip", "clip_value"):
         if cfg[key] is not None and not _is_positive(cfg[key]):
             yield f"{key}={cfg[key]}: give a positive number, or {key}=null to switch it off."
+    try:
+        limit.parse(cfg.memory.limit)
+    except Refused as error:
+        yield str(error)
     if cfg.device not in DEVICES:
         yield f"device={cfg.device}: give one of {', '.join(DEVICES)}."
 

@@ -259,6 +259,7 @@ def _summary(run: Run, cfg: DictConfig, tokens: Tokens, module: CausalLM) -> dic
         "trigram_bits_per_byte": tokens.trigram_bits_per_byte,
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
+        "batch_size": cfg.batch_size,
         "parameters": sum(p.numel() for p in module.model.parameters()),
         "interrupted": run.stop.interrupted,
         "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",

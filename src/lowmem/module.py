@@ -81,6 +81,8 @@ class CausalLM(LightningModule):
         """Clip, after every callback has seen the gradients at their true size."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         scale = self.trainer.precision_plugin.gradient_scale
+        if not parameters:  # each gradient was used up in backward
+            return
         if self.clip_value is not None:
             nn.utils.clip_grad_value_(parameters, self.clip_value * scale)
         if self.clip is not None:

@@ -64,7 +64,7 @@ REFUSALS = (
         lambda cfg: cfg.model.get("stable_embedding", False) and cfg.model.pretrained,
         "model.stable_embedding=true: a published model was not trained with a norm after its embedding, which would "
         "change what all its weights mean. Type model.pretrained=false for a random start, or optim.embedding_bits=32.",
-        "the loss of trained weights rises when they are loaded with the norm",
+        "weights that were trained without the norm compute other logits with it",
     ),
     Refusal(
         lambda cfg: cfg.batch_size == "auto" and "size" not in cfg.accumulation,

@@ -1,0 +1,77 @@
+"""memory.limit ends a run where the card would have; what waits on the host does not count."""
+
+import pytest
+import torch
+
+from lowmem.errors import Refused
+from lowmem.memory import limit
+from lowmem.memory.boundary import OnHost
+from lowmem.memory.tracker import OverLimit, StorageTracker, on_host
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("12GiB", 12 * 2**30), ("1.5 GiB", 3 * 2**29), ("900MiB", 900 * 2**20), (4096, 4096), ("7B", 7), (None, None)],
+)
+def test_sizes_are_read_with_their_units(text, size):
+    assert limit.parse(text) == size
+
+
+@pytest.mark.parametrize("text", ["12GB", "12G", "lots", "-1GiB", "0", ""])
+def test_other_units_are_refused(text):
+    with pytest.raises(Refused, match="GiB"):
+        limit.parse(text)
+
+
+def test_a_bad_size_is_refused_as_typed(command):
+    code, said = command("memory.limit=12GB")
+    assert code == 1 and "12GiB" in said
+
+
+def test_the_operator_that_exceeds_the_limit_raises():
+    with StorageTracker({}, limit=10_000) as tracker:
+        kept = torch.zeros(1000)
+        for _ in range(10):  # freed in time
+            torch.zeros(1000)
+        assert tracker.now == kept.nbytes
+        with pytest.raises(OverLimit, match="10000 allowed"):
+            torch.zeros(2000)
+
+
+def test_what_is_on_the_host_does_not_count():
+    with StorageTracker({}, limit=10_000) as tracker:
+        host = torch.zeros(2000)
+        on_host(host)
+        assert tracker.now == 0
+        torch.zeros(2000)
+        del host
+        assert tracker.now == 0
+        points = list(tracker.timeline())
+    assert max(point.total for point in points) == 8000
+
+
+def test_a_boundary_comes_back_as_it_was_and_starts_the_one_before():
+    make = OnHost.chain()
+    first, second = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
+    one, two = make(first), make(second)
+    assert one.host.data_ptr() != first.data_ptr()
+    back = two.fetch()
+    assert torch.equal(back, second) and back.requires_grad and one.back is not None and two.host is None
+    assert torch.equal(one.fetch(), first)
+
+
+def test_the_run_ends_in_advice_and_not_in_the_kernel(command, tmp_path):
+    code, said = command("memory.limit=300KiB")
+    assert code == 1 and "Out of memory" in said and "activations" in said and "Traceback" not in said
+
+
+def test_the_cap_on_cuda_is_a_share_of_the_card_and_is_lifted(monkeypatch):
+    said = []
+    card = type("Card", (), {"total_memory": 48 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", said.append)
+    with limit.capped(12 * 2**30, "cuda"):
+        assert said == [0.25]
+    assert said == [0.25, 1.0]
+    with limit.capped(12 * 2**30, "cpu"), limit.capped(None, "cuda"):
+        assert len(said) == 2

@@ -1,0 +1,103 @@
+"""The oracle: plain fp32 PyTorch, one big batch per optimizer step, every update rule written out from its paper.
+
+Nothing of lowmem is imported here but the architecture of the model it is handed.
+"""
+
+import copy
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in=torch.float32):
+    """Weights by name after one step per window.
+
+    Args:
+        model: in fp32, at the weights to start from; a copy is trained.
+        read: sequence indices -> input_ids, labels (-100: not learnt).
+        windows: how many sequences each optimizer step reads; an epoch visits every one of `sequences` once.
+        rule: (p, gradient, state, step from 1, lr, decay, role) -> the new p.
+        held_in: the dtype to which weights are rounded after every step.
+    """
+    model = copy.deepcopy(model).train()
+    states = {name: {} for name, _ in model.named_parameters()}
+    order, epoch = [], 0
+    for step, size in enumerate(windows, start=1):
+        if not order:
+            order, epoch = list(np.random.default_rng([0, epoch]).permutation(sequences)), epoch + 1
+        ids, labels = read(order[:size])
+        order = order[size:]
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False).logits
+        kept = labels != -100
+        nn.functional.cross_entropy(logits[kept], labels[kept], reduction="mean").backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        if clip is not None:
+            norm = torch.stack([g.norm() for g in grads.values()]).norm()
+            grads = {name: g * min(1.0, clip / norm.item()) for name, g in grads.items()}
+        now = lr * (1 - (step - 1) / len(windows))  # scheduler=linear without warm-up
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                decay = 0.0 if p.dim() < 2 else weight_decay
+                p.copy_(rule(p, grads[name], states[name], step, now, decay, role(name, p)).to(held_in))
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def role(name, p):
+    return "vector" if p.dim() < 2 else "embedding" if "embed" in name or "lm_head" in name else "matrix"
+
+
+def adamw(p, g, state, step, lr, decay, role):
+    m = state["m"] = BETAS[0] * state.get("m", 0) + (1 - BETAS[0]) * g
+    v = state["v"] = BETAS[1] * state.get("v", 0) + (1 - BETAS[1]) * g * g
+    direction = (m / (1 - BETAS[0] ** step)) / ((v / (1 - BETAS[1] ** step)).sqrt() + EPS)
+    return p - lr * decay * p - lr * direction
+
+
+def sgd(p, g, state, step, lr, decay, role):
+    return p - lr * decay * p - lr * g
+
+
+def lion(p, g, state, step, lr, decay, role):
+    m = state.get("m", torch.zeros_like(g))
+    direction = (0.9 * m + 0.1 * g).sign()
+    state["m"] = 0.99 * m + 0.01 * g
+    return p - lr * decay * p - lr * direction
+
+
+def adafactor(p, g, state, step, lr, decay, role):
+    """Without momentum, without the relative step; update clipped at RMS 1."""
+    beta, square = 1 - step**-0.8, g * g + 1e-30
+    if p.dim() == 2:
+        rows = state["rows"] = beta * state.get("rows", 0) + (1 - beta) * square.mean(1)
+        columns = state["columns"] = beta * state.get("columns", 0) + (1 - beta) * square.mean(0)
+        direction = g / (rows[:, None] * columns[None] / rows.mean()).sqrt()
+    else:
+        v = state["v"] = beta * state.get("v", 0) + (1 - beta) * square
+        direction = g / v.sqrt()
+    direction = direction / max(1.0, direction.square().mean().sqrt().item())
+    return p - lr * decay * p - lr * direction
+
+
+def muon(p, g, state, step, lr, decay, role):
+    """Nesterov momentum, made orthogonal by five quintic steps; the RMS of an orthogonal matrix is 1/sqrt(larger side)."""
+    if role != "matrix":
+        return adamw(p, g, state, step, lr, decay, role)
+    m = state["m"] = 0.95 * state.get("m", 0) + 0.05 * g
+    return p - lr * decay * p - lr * math.sqrt(max(p.shape)) * orthogonal((0.05 * g + 0.95 * m).double()).float()
+
+
+def orthogonal(x):
+    x = x / x.norm()
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+# Which rule an optimizer's yaml claims to be; those that are not named claim to be AdamW.
+RULES = {"lion8bit": lion, "adafactor": adafactor, "sgd": sgd, "muon": muon}

@@ -1,0 +1,144 @@
+"""How the parity tests run lowmem: any configuration, the real module under the real trainer, beside the oracle."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
+
+import oracle
+from lowmem import fit, model
+from lowmem.data.loader import MicroBatch, WindowLoader
+
+SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
+STEPS, LR, DECAY = 4, 1e-2, 2.0
+# Llama: no biases (those of attention keys have no gradient but noise) and RoPE. Matrices of 64 x 64 are the smallest
+# whose state 8-bit optimizers hold in 8 bits.
+MODEL = (
+    "model=llama-3.2-1b",
+    "model.pretrained=false",
+    f"model.architecture.vocab_size={VOCABULARY}",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=128",
+    "model.architecture.num_hidden_layers=3",
+    "model.architecture.num_attention_heads=2",
+    "model.architecture.num_key_value_heads=1",
+    "model.architecture.head_dim=32",
+    "model.architecture.bos_token_id=null",
+    "model.architecture.eos_token_id=null",
+)
+BASE = (
+    *MODEL,
+    f"lr={LR}",
+    f"max_steps={STEPS}",
+    f"seq_len={LENGTH}",
+    "batch_size=8",
+    "scheduler=linear",
+    "scheduler.warmup_steps=0",
+    f"optim.weight_decay={DECAY}",
+    "clip=0.5",
+    "device=cpu",
+    "logger=none",
+)
+# What a choice needs besides its name here.
+WITH = {
+    "precision=16": ["trainer.plugins.precision.init_scale=4096"],
+    "precision=16-true": ["trainer.plugins.precision.init_scale=4096"],
+    "accumulation=fixed": ["batch_size=2"],
+    "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
+    "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4, 1: 2}"],
+    "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4, 2: 2}"],
+    "gradient_checkpointing=budget": ["gradient_checkpointing.backend=aot_eager_decomp_partition"],
+    "loss=chunked": ["loss.rows=7"],
+    "optim.in_backward=true": ["clip=null"],
+    # so that a step is as large as AdamW's, or 16-bit weights would not move
+    "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],
+}
+# Sequences per optimizer step, where it is not eight and what is left.
+WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
+
+
+class Ragged:
+    """Sequences of different lengths: behind its end, and in a masked stretch, a sequence has no labels."""
+
+    seq_len = LENGTH
+
+    def __init__(self):
+        self.tokens = np.random.default_rng(1).integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
+
+    def __len__(self):
+        return SEQUENCES
+
+    def micro_batch(self, indices):
+        rows = torch.from_numpy(self.tokens[indices])
+        labels = rows[:, 1:].clone()
+        for row, index in zip(labels, indices, strict=True):
+            row[LENGTH - int(index) :] = -100
+            row[:2] = -100
+        return MicroBatch(rows[:, :-1], labels)
+
+
+def overrides(*techniques):
+    return [*BASE, *techniques, *(line for t in techniques for line in WITH.get(t, []))]
+
+
+def run(cfg, wide=False):
+    """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are."""
+    spec = OmegaConf.to_container(cfg.model)
+    torch.manual_seed(0)
+    module = fit._module(cfg, spec, model.architecture(**spec))
+    before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
+    windows = WindowLoader(Ragged(), cfg.batch_size, fit.instantiate(cfg.accumulation), seed=0)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=cfg.max_steps,
+        max_epochs=-1,
+        plugins=list(fit.instantiate(cfg.trainer.plugins).values()),
+        callbacks=list(fit.instantiate(cfg.callbacks).values()),
+        **dict.fromkeys(off, False),
+    )
+    trainer.fit(module, windows)
+    assert trainer.global_step == cfg.max_steps and module.skipped_steps == 0
+    after = {name: p.detach() for name, p in module.model.named_parameters()}
+    return before, after if wide else {name: p.float() for name, p in after.items()}
+
+
+def expected(cfg, optim, accumulation):
+    """Weights by name before and after, of the oracle: from the same rounded start, in fp32."""
+    clip = None if cfg.clip is None else float(cfg.clip)
+    windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
+    return _expected(cfg.weights_dtype, optim, windows, clip, float(cfg.lr), float(cfg.optim.weight_decay))
+
+
+@cache
+def _expected(dtype, optim, windows, clip, lr, decay):
+    from hydra import compose, initialize_config_dir
+
+    from conftest import ROOT
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        spec = OmegaConf.to_container(compose("config", overrides=list(MODEL)).model)
+    torch.manual_seed(0)
+    network = model.build(model.architecture(**spec), getattr(torch, dtype), **spec).float()
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+
+    def read(indices):
+        batch = Ragged().micro_batch(np.array(indices))
+        return batch.input_ids, batch.labels
+
+    rule = oracle.RULES.get(optim, oracle.adamw)
+    return before, oracle.train(network, read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, dtype))
+
+
+def errors(start, ours, theirs):
+    """Of the total update, relative: (of all matrices together, of all vectors together)."""
+
+    def relative(names):
+        wrong = torch.cat([(ours[n] - theirs[n]).flatten() for n in names]).norm()
+        right = torch.cat([(theirs[n] - start[n]).flatten() for n in names]).norm()
+        return (wrong / right).item()
+
+    matrices = [name for name in theirs if theirs[name].dim() >= 2]
+    return relative(matrices), relative([name for name in theirs if name not in matrices])

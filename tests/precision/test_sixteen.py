@@ -1,0 +1,146 @@
+"""16-bit weights: their bytes, their updates in fp32, and what becomes of small ones."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from lowmem import fit as job
+from lowmem import model as models
+from lowmem.errors import Refused
+from lowmem.precision import plugin
+from lowmem.precision.loss_scale import LossScale, norm
+from lowmem.precision.sixteen import BFloat16Weights, Float16Weights, stochastically, to_nearest
+
+DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("model_type", ["llama-3.2-1b", "qwen3-0.6b"])
+def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_type):
+    from omegaconf import OmegaConf
+
+    small = ("vocab_size=300", "hidden_size=64", "num_hidden_layers=2", "intermediate_size=64")
+    architecture = [f"model.architecture.{line}" for line in small]
+    cfg = config(f"model={model_type}", "model.pretrained=false", *architecture, f"precision={precision}")
+    spec = OmegaConf.to_container(cfg.model)
+    module = job._module(cfg, spec, models.architecture(**spec))
+    assert {p.dtype for p in module.parameters()} == {DTYPES[precision]}
+    frequencies = dict(module.named_buffers())
+    assert frequencies and {b.dtype for b in frequencies.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, monkeypatch):
+    seen = set()
+    update = BFloat16Weights.update
+
+    def spying(self, optimizer, group, p):
+        seen.add(("gradient", p.grad.dtype))
+        update(self, optimizer, group, p)
+        seen.update(("state", value.dtype) for value in optimizer.state[p].values())
+
+    monkeypatch.setattr(BFloat16Weights, "update", spying)
+    parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
+    assert seen == {("gradient", DTYPES[precision]), ("state", torch.float32)}
+
+
+def one_weight(value, dtype):
+    p = nn.Parameter(torch.full((4096,), value, dtype=dtype))
+    return p, torch.optim.AdamW([p], lr=1e-5, eps=1e-8, weight_decay=0.0)
+
+
+def test_a_zero_gradient_is_no_nan_in_fp16():
+    """Plain fp16 AdamW divides 0 by an eps that is 0 in fp16."""
+    for plain in (True, False):
+        p, optimizer = one_weight(1.0, torch.float16)
+        p.grad = torch.zeros_like(p)
+        if plain:
+            optimizer.step()
+        else:
+            Float16Weights().update(optimizer, optimizer.param_groups[0], p)
+        assert bool(p.isnan().any()) == plain
+
+
+def test_gradients_too_small_for_fp16_still_step():
+    """A true gradient of 1e-8 is stored as 1e-8 x 65536; unscaled in fp16 it would be 0."""
+    for unscaled_first in (False, True):
+        p, optimizer = one_weight(0.01, torch.float16)
+        precision = Float16Weights()
+        precision.gradient_scale = 2.0**16
+        p.grad = torch.full_like(p, 1e-8 * 2**16)
+        if unscaled_first:  # the deliberately wrong variant
+            p.grad.div_(2**16)
+            precision.gradient_scale = 1.0
+        group = optimizer.param_groups[0] | {"lr": 1e-3}
+        precision.update(optimizer, group, p)
+        moved = 0.01 - p.detach().float().mean().item()
+        assert (abs(moved) < 1e-5) if unscaled_first else moved == pytest.approx(1e-3 / 2, rel=0.1)  # g / (g + eps)
+
+
+@pytest.mark.parametrize(("stochastic", "moves"), [(True, True), (False, False)])
+def test_updates_below_the_spacing_of_bf16_count_only_with_stochastic_rounding(stochastic, moves):
+    """20 steps of 1e-5 on weights of 0.01, which are 6e-5 apart: 2e-4 in all."""
+    torch.manual_seed(0)
+    p, optimizer = one_weight(0.01, torch.bfloat16)
+    start = p.detach().float().mean().item()
+    for _ in range(20):
+        p.grad = torch.ones_like(p)
+        BFloat16Weights(stochastic).update(optimizer, optimizer.param_groups[0], p)
+    moved = start - p.detach().float().mean().item()
+    # the mean of 4096 sums of 20 roundings, each off by at most 6e-5: standard error 20**0.5 * 3e-5 / 64 = 2e-6
+    assert (moved == pytest.approx(2e-4, abs=1e-5)) if moves else moved == 0.0
+
+
+def test_stochastic_rounding_is_right_in_the_mean_and_exact_where_it_can_be():
+    torch.manual_seed(0)
+    low, high = torch.tensor([1.0, -1.0]), torch.tensor([1.0078125, -1.0078125])  # neighbours in bf16
+    for share in (0.0, 0.25, 0.9):
+        wide = (low + share * (high - low))[:, None].expand(2, 20_000).contiguous()
+        for rounding in (stochastically, to_nearest):
+            narrow = torch.empty_like(wide, dtype=torch.bfloat16)
+            rounding(wide, narrow)
+            up = (narrow.float() == high[:, None]).float().mean(1)
+            assert ((narrow.float() == high[:, None]) | (narrow.float() == low[:, None])).all()
+            # four standard errors of 20 000 draws: 4 * (0.25 / 20000) ** 0.5 = 0.014
+            right = bool(((up - share).abs() < 0.014).all())
+            assert right == (rounding is stochastically or share == 0.0)
+
+
+def test_stochastic_rounding_keeps_what_is_not_finite():
+    wide = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    narrow = torch.empty(4, dtype=torch.bfloat16)
+    stochastically(wide, narrow)
+    assert narrow[0] == float("inf") and narrow[1] == -float("inf") and narrow[2].isnan() and narrow[3] == 0
+
+
+def test_the_norm_of_scaled_fp16_gradients_does_not_overflow():
+    gradient = torch.full((1000,), 60000.0, dtype=torch.float16)
+    assert gradient.norm().isinf()
+    assert norm([gradient, gradient]).item() == pytest.approx(60000.0 * 2000**0.5, rel=1e-3)
+    assert LossScale(1024.0, 10).update([gradient]) and not LossScale(1024.0, 10).update([gradient * 2])
+
+
+def test_the_loss_scale_ends_in_a_sentence():
+    scale = LossScale(1.0, 10)
+    with pytest.raises(Refused, match="precision=bf16"):
+        for _ in range(100):
+            scale.update([torch.tensor([float("nan")])])
+
+
+def test_tf32_where_there_is_none_says_so_and_runs_in_fp32(caplog):
+    before = torch.get_float32_matmul_precision()
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        plugin.TensorFloat32("cpu")
+    assert "runs in fp32" in caplog.text and torch.get_float32_matmul_precision() == before
+
+
+def test_tf32_is_switched_back_after_the_job(monkeypatch):
+    monkeypatch.setattr(plugin, "has_tf32", lambda device: True)
+    before = torch.get_float32_matmul_precision()
+    precision = plugin.TensorFloat32("cuda")
+    assert torch.get_float32_matmul_precision() == "high" != before
+    precision.teardown()
+    assert torch.get_float32_matmul_precision() == before

@@ -1,0 +1,154 @@
+"""Every refusal is a sentence before anything is built, and its proof shows what would happen without it."""
+
+import pytest
+import torch
+
+import parity
+from lowmem import check, fit, refusals
+from lowmem.errors import Refused
+from lowmem.precision.sixteen import Float16Weights
+
+# One command line per refusal, in the order of the list.
+TYPED = (
+    ["optim.in_backward=true"],
+    ["optim.in_backward=true", "clip=null", "precision=16"],
+    ["optim.in_backward=true", "clip=null", "accumulation=fixed"],
+    ["model.stable_embedding=true", "model.pretrained=true"],
+    ["batch_size=auto", "memory.limit=1GiB"],
+    ["batch_size=auto", "accumulation=effective_batch"],
+    ["memory.limit=1GiB", "gradient_checkpointing=budget"],
+    ["optim=adamw4bit"],
+)
+
+
+def test_every_refusal_has_its_command_line():
+    assert len(TYPED) == len(refusals.REFUSALS)
+    assert all(refusal.proof for refusal in refusals.REFUSALS)
+
+
+@pytest.mark.parametrize("index", range(len(TYPED)))
+def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_path, index, monkeypatch):
+    monkeypatch.setattr(fit, "build", None)  # calling it would be another error
+    if TYPED[index] == ["optim=adamw4bit"]:
+        monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
+    code, said = command(*TYPED[index])
+    assert code == 1 and "ype " in said and "Traceback" not in said
+    template = refusals.REFUSALS[index].says
+    assert template[: template.find("{") if "{" in template else None] in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        ["optim.in_backward=true", "clip=null", "clip_value=0.1", "precision=bf16-sr"],
+        ["optim.in_backward=true", "clip=null", "accumulation=effective_batch", "accumulation.size=4"],
+        ["precision=16-true"],
+        ["model.stable_embedding=true", "optim=adam8bit", "optim.embedding_bits=32"],
+    ],
+)
+def test_what_can_work_is_not_refused(fit, allowed):
+    summary, _ = fit(*allowed)
+    assert summary["steps"] == 4
+
+
+# --- the proofs: each runs what is refused ---------------------------------------------------------------------------
+
+
+def trained(config, *techniques):
+    return parity.run(config(*parity.overrides(), *techniques, base=()))[1]
+
+
+def test_proof_clipping_in_backward_clips_nothing(config):
+    clipped = trained(config, "optim.in_backward=true", "optim=sgd", "clip=1e-6")
+    free = trained(config, "optim.in_backward=true", "optim=sgd", "clip=null")
+    assert all(torch.equal(clipped[name], free[name]) for name in free)
+
+
+def test_proof_loss_scaling_in_backward_lets_an_overflow_through(config, monkeypatch):
+    update = Float16Weights.update
+
+    def overflowing(self, optimizer, group, p):
+        p.grad.fill_(float("inf"))
+        update(self, optimizer, group, p)
+
+    monkeypatch.setattr(Float16Weights, "update", overflowing)
+    weights = trained(config, "optim.in_backward=true", "clip=null", "precision=16-true", "optim=sgd")  # skips nothing
+    assert not any(p.isfinite().all() for p in weights.values())
+
+
+def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monkeypatch):
+    steps = []
+    step = torch.optim.AdamW.step
+
+    def counting(self, closure=None):
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            steps.append([id(p) for group in self.param_groups for p in group["params"]])
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counting)
+    trained(config, "optim.in_backward=true", "clip=null", "accumulation=fixed", "batch_size=4", "max_steps=1")
+    assert steps.count(steps[0]) == 3  # the micro-batches of one window of 9 sequences
+
+
+def test_proof_a_norm_behind_a_trained_embedding_changes_what_it_computes(fit):
+    from transformers import AutoModelForCausalLM
+
+    from lowmem.stable_embedding import stabilise
+
+    _, run = fit("max_steps=150", "lr=1e-2")
+    ids = torch.randint(0, 300, (4, 16))
+    model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    trained_matrix = model.get_input_embeddings().weight
+    before = model(input_ids=ids).logits
+    stabilise(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(trained_matrix)
+    assert (model(input_ids=ids).logits - before).norm() > 0.1 * before.norm()
+
+
+def test_proof_auto_without_an_effective_batch_would_decide_the_update(config):
+    from omegaconf import OmegaConf
+
+    from lowmem import batch_size
+
+    with pytest.raises(Exception, match="size"):  # there is nothing whose divisors could be tried
+        batch_size.resolve(OmegaConf.merge(config(), {"batch_size": "auto"}))
+
+
+def test_proof_auto_on_a_cpu_without_a_limit_has_no_try_that_fails(config, monkeypatch):
+    from lowmem import batch_size
+
+    tried = []
+    monkeypatch.setattr(batch_size, "fits", lambda cfg, size: tried.append(size) or True)
+    cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=4096")
+    assert batch_size.resolve(cfg).batch_size == 4096
+
+
+def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    with pytest.raises(Refused, match="Out of memory"):
+        fit("memory.limit=200KiB")
+    compiled = ["gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition"]
+    assert fit("memory.limit=200KiB", *compiled, folder="compiled")[0]["steps"] == 4
+
+
+@pytest.mark.slow
+def test_proof_without_a_compiler_torch_fails_in_the_first_step(fit, monkeypatch, tmp_path):
+    from torch._inductor import config as inductor
+
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(Exception, match=r"(?i)compiler|no-such-compiler"):
+        fit("optim=adamw_fp8", "model.architecture.n_embd=64")
+
+
+def test_all_refusals_of_a_command_line_are_said_at_once(command):
+    code, said = command("optim.in_backward=true", "accumulation=fixed", "precision=16")
+    assert code == 1 and all(word in said for word in ("clip=null", "accumulation=none", "precision=bf16"))
+
+
+def test_the_check_is_the_same_from_a_notebook(config):
+    with pytest.raises(Refused, match="clip=null"):
+        check.check(config("optim.in_backward=true"), {})

@@ -1,0 +1,124 @@
+"""Stopped anywhere and resumed, a run is the unbroken run bit for bit: every optimizer, every precision, dropout on."""
+
+import pytest
+import torch
+
+from conftest import ROOT
+from lowmem.memory.ledger import parts
+from lowmem.module import CausalLM
+
+QUICK = ("optim=adamw", "optim=adam8bit", "optim=adafactor", "precision=16", "precision=bf16-sr")
+EVERY = [f"{g}={file.stem}" for g in ("optim", "precision") for file in sorted((ROOT / "conf" / g).glob("*.yaml"))]
+EACH = [pytest.param(t, marks=[] if t in QUICK else pytest.mark.slow) for t in EVERY]
+
+# 12 sequences, one per micro-batch, five micro-batches per window: 5, 5 and a short 2; a resume must find them again.
+SEQUENCES, WINDOWS = 12, [5, 5, 2, 5, 5, 2, 5]
+RUN = (
+    *("accumulation=fixed", "accumulation.batches=5", "batch_size=1", f"max_steps={len(WINDOWS)}", "save_every=1"),
+    *("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1", "lr=1e-2", "val_sequences=1"),
+)
+# (windows completed, micro-batches of the next one done) when the process dies
+DEATHS = {
+    "after micro-batch 1": (1, 1),
+    "after micro-batch 1 of the short window": (2, 1),
+    "at the end of an epoch": (3, 0),
+    "after micro-batch 2": (3, 2),
+    "before the last micro-batch": (4, 4),
+    "in the second epoch's short window": (5, 1),
+}
+
+
+class Died(Exception):
+    """As a process dies: without a word to anyone."""
+
+
+@pytest.fixture
+def life(fit, monkeypatch):
+    """(name, technique, resume, death) -> everything a checkpoint holds; `consumed` gets each window's sequences."""
+    from lowmem.data.loader import Sequences
+
+    monkeypatch.setattr(Sequences, "__len__", lambda self: min(self.count, SEQUENCES))
+    backward, step = CausalLM.manual_backward, CausalLM.training_step
+    state = {"windows": 0, "batches": 0, "death": None}
+
+    def mortal_backward(self, loss):
+        if (state["windows"], state["batches"]) == state["death"]:
+            raise Died
+        backward(self, loss)
+        state["batches"] += 1
+
+    def recording_step(self, window, index):
+        out = step(self, window, index)
+        state["consumed"].append([batch.input_ids.tolist() for batch in window.micro_batches])
+        state["windows"], state["batches"] = state["windows"] + 1, 0
+        return out
+
+    monkeypatch.setattr(CausalLM, "manual_backward", mortal_backward)
+    monkeypatch.setattr(CausalLM, "training_step", recording_step)
+
+    def live(name, technique, consumed, resume=None, death=None):
+        state.update(windows=len(consumed), batches=0, death=death, consumed=consumed)
+        lines = [technique, *RUN, *([f"resume={resume}"] if resume else [])]
+        if death is None:
+            return fit(*lines, folder=name)[1]
+        with pytest.raises(Died):
+            fit(*lines, folder=name)
+        return resume.parent / name if resume else None
+
+    return live
+
+
+def last(run):
+    saved = torch.load(run / "checkpoints" / f"step-{len(WINDOWS):08d}.ckpt", weights_only=True)
+    elsewhere = ("loops", "callbacks", "pytorch-lightning_version", "epoch", "hparams_name", "hyper_parameters")
+    return {key: value for key, value in saved.items() if key not in elsewhere}
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and all(map(torch.equal, parts(one), parts(other)))
+    return one == other
+
+
+@pytest.mark.parametrize("technique", EACH)
+def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique):
+    unbroken = []
+    whole = life("whole", technique, unbroken)
+    assert [len(window) for window in unbroken] == WINDOWS
+    consumed, resume = [], None
+    for number, death in enumerate(DEATHS.values()):
+        name = f"life{number}"
+        life(name, technique, consumed, resume, death)
+        resume = tmp_path / name
+        if not list((resume / "checkpoints").glob("*")):  # it died before its first window was complete
+            resume = tmp_path / f"life{number - 1}"
+    again = life("last", technique, consumed, resume)
+    assert consumed == unbroken
+    one, other = last(whole), last(again)
+    assert {"state_dict", "optimizer_states", "lr_schedulers", "lowmem", "global_step"} <= one.keys()
+    if technique in ("precision=16", "precision=16-true"):
+        assert any("Float16" in key for key in one)  # the loss scale
+    for key in one:
+        assert same(one[key], other[key]), key
+
+
+@pytest.mark.parametrize("forgotten", ["random states", "optimizer"])
+def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
+    """The deliberately wrong variants."""
+    from lightning.pytorch.trainer.connectors import checkpoint_connector
+
+    unbroken = []
+    whole = life("whole", "optim=adamw", unbroken)
+    consumed = []
+    life("part", "optim=adamw", consumed, None, (3, 1))
+    if forgotten == "random states":
+        monkeypatch.setattr(CausalLM, "on_train_start", lambda self: self.model.train())
+    else:
+        monkeypatch.setattr(checkpoint_connector._CheckpointConnector, "restore_optimizers", lambda self: None)
+    again = life("again", "optim=adamw", consumed, tmp_path / "part")
+    assert consumed == unbroken
+    assert not same(last(whole)["state_dict"], last(again)["state_dict"])

@@ -1,0 +1,69 @@
+"""How far an optimizer's best `lr` is from AdamW's, on `tiny`: the factors in the comments of conf/optim.
+
+python -m benchmarks.learning_rates      # about half an hour on two cores
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.runner import measure, write
+
+BASE, STEPS = 2e-3, 150  # model.lr of tiny; a third of the shipped run, with its schedule
+FACTORS = {
+    "adamw": (0.5, 1, 2),
+    "adam8bit": (0.5, 1, 2),
+    "adamw8bit": (0.5, 1, 2),
+    "adamw_fp8": (0.5, 1, 2),
+    "adamw4bit": (0.5, 1, 2),
+    "adafactor": (0.5, 1, 2, 4),
+    "muon": (0.1, 0.25, 0.5, 1),
+    "lion8bit": (0.05, 0.1, 0.2, 0.5),
+    "sgd": (50, 150, 500, 1500),
+}
+
+
+def row(optim: str, lr: str) -> dict:
+    import train
+
+    from lowmem import cli
+
+    folder = os.environ["ROW_FOLDER"]
+    arguments = [f"optim={optim}", f"lr={lr}", f"max_steps={STEPS}", "logger=none", "sample_tokens=0"]
+    # decay is lr x weight_decay: the same shrinkage per step, whatever the lr
+    decay = [] if optim == "adam8bit" else [f"optim.weight_decay={0.1 * BASE / float(lr)}"]
+    sys.argv = ["train.py", *arguments, *decay, f"hydra.run.dir={folder}"]
+    cli.start(train.main)
+    summary = json.loads((Path(folder) / "summary.json").read_text())
+    return {"val_loss": summary["val_loss"], "bits_per_byte": summary["bits_per_byte"]}
+
+
+def table(found: dict) -> str:
+    lines = ["| optimizer | validation loss at lr = factor x 2e-3 | best factor |", "|---|---|---|"]
+    for optim, factors in FACTORS.items():
+        losses = {factor: found[f"{optim} x {factor}"][0]["val_loss"] for factor in factors}
+        each = ", ".join(f"{factor}: {loss:.3f}" for factor, loss in losses.items())
+        lines.append(f"| {optim} | {each} | {min(losses, key=losses.get)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", nargs=2, metavar=("OPTIM", "LR"), help="run one row in this process")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(row(*options.row)), flush=True)
+        return
+    rows = {
+        f"{optim} x {factor}": ["-m", "benchmarks.learning_rates", "--row", optim, str(factor * BASE)]
+        for optim, factors in FACTORS.items()
+        for factor in factors
+    }
+    found = measure(rows, rounds=1)
+    write("learning_rates", {"steps": STEPS, "rounds": found}, table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -84,7 +84,7 @@ def adafactor(p, g, state, step, lr, decay, role):
 
 
 def muon(p, g, state, step, lr, decay, role):
-    """Nesterov momentum, made orthogonal by five quintic steps; the RMS of an orthogonal matrix is 1/sqrt(larger side)."""
+    """Nesterov momentum, made orthogonal in five quintic steps. An orthogonal matrix has RMS 1 / sqrt(larger side)."""
     if role != "matrix":
         return adamw(p, g, state, step, lr, decay, role)
     m = state["m"] = 0.95 * state.get("m", 0) + 0.05 * g

@@ -44,9 +44,9 @@ def test_when_nothing_fits_the_sentence_says_what_to_type(config, monkeypatch):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB"))
 
 
-def test_a_try_that_fails_for_another_reason_is_not_taken_for_too_large(config, tmp_path):
+def test_a_try_that_fails_for_another_reason_is_not_taken_for_too_large(config):
     cfg = config(*AUTO, "memory.limit=1GiB", "model.architecture.n_head=7")
-    with pytest.raises(Refused, match="the try with batch_size=.* failed"):
+    with pytest.raises(Refused, match=r"the try with batch_size=\d+ failed"):
         batch_size.resolve(cfg)
 
 

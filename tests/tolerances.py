@@ -10,9 +10,9 @@ BF16 = 0.03
 ADAMW_REORDERED = 3e-4
 # fp16 carries 11 bits: 2**-12 = 0.00025 per rounding, the same chain
 FP16 = 0.004
-# What a technique may add to the relative error of the total update after four steps, (of matrices, of vectors), against
-# the fp32 oracle. AdamW divides each gradient by its own size, so that the rounding of small gradients counts as much
-# as that of large ones. Two techniques together may have the sum of both. The wrong variants of tests/test_parity.py
+# What a technique may add to the relative error of the total update after four steps, (of matrices, of vectors),
+# against the fp32 oracle. AdamW divides each gradient by its own size, so that the rounding of small gradients counts
+# as much as that of large ones. Two techniques together may have the sum of both. The wrong variants of test_parity.py
 # are at 0.3 and more on matrices (a short window divided by the full one's tokens, a micro-batch dropped), or at 3 on
 # vectors (decay of norms).
 EXACT = (ADAMW_REORDERED, ADAMW_REORDERED)

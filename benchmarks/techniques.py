@@ -1,6 +1,6 @@
 """What each technique saves and costs on the default model: the figures of the README's table.
 
-python -m benchmarks.techniques          # about ten minutes on two cores
+python -m benchmarks.techniques          # about half an hour on two cores
 """
 
 import argparse
@@ -11,19 +11,23 @@ from pathlib import Path
 
 from benchmarks.loops import overrides
 from benchmarks.runner import measure, medians, ratio, write
+from lowmem.cli import CONF
 
 BASE = "(as shipped)"
-ROWS = {
-    BASE: [],
-    "precision=bf16": ["precision=bf16"],
-    "precision=16": ["precision=16"],
-    "optim=adam8bit": ["optim=adam8bit"],
-    "optim=adamw8bit": ["optim=adamw8bit"],
-    "optim=adafactor": ["optim=adafactor"],
-    "accumulation=fixed": ["accumulation=fixed", "accumulation.batches=4", "batch_size=2"],
-    "gradient_checkpointing=every_layer": ["gradient_checkpointing=every_layer"],
-    "loss=chunked": ["loss=chunked", "loss.rows=128"],
+GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
+# What a choice needs besides its name here: the same update of eight sequences, a chunk that is one.
+WITH = {
+    "accumulation=fixed": ["batch_size=2"],
+    "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
+    "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4}"],
+    "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4}"],
+    "loss=chunked": ["loss.rows=128"],
+    "optim.in_backward=true": ["clip=null"],
 }
+SHIPPED = ("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full")
+CHOICES = [f"{group}={yaml.stem}" for group in GROUPS for yaml in sorted((CONF / group).glob("*.yaml"))]
+CHOICES = [choice for choice in CHOICES if choice not in SHIPPED] + ["optim.in_backward=true"]
+ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOICES}
 
 
 def row(arguments: list[str]) -> dict:
@@ -38,6 +42,7 @@ def row(arguments: list[str]) -> dict:
     summary = json.loads((Path(folder) / "summary.json").read_text())
     return {
         "peak_bytes": summary["peak_bytes"]["device"],
+        "rss_bytes": summary["peak_bytes"]["host_rss"],
         "parameters": summary["parameters"],
         "tokens_per_second": summary["tokens_per_second"],
         **summary["peak_bytes_by_category"],

@@ -1,0 +1,138 @@
+"""What checkpointing and the chunked loss cost in time: ratios measured side by side.
+
+python -m benchmarks.speed               # about ten minutes on two cores
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.loops import overrides
+from benchmarks.runner import measure, medians, ratio, write
+
+CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload")
+# name -> (model of benchmarks.loops, what is typed)
+ROWS = {
+    **{f"checkpointing {c}": ("13.9M", [f"gradient_checkpointing={c}"]) for c in CHECKPOINTING},
+    "tiny full": ("tiny", ["loss=full"]),
+    "tiny chunked": ("tiny", ["loss=chunked"]),
+    "50k full": ("tiny", ["loss=full", "model.architecture.vocab_size=50257"]),
+    "50k chunked": ("tiny", ["loss=chunked", "loss.rows=128", "model.architecture.vocab_size=50257"]),
+}
+# row, what it is compared with, which figure, and what was asked
+ASKED = (
+    ("checkpointing every_layer", "checkpointing none", "seconds_per_step", "<= 1.40"),
+    ("checkpointing sqrt", "checkpointing none", "seconds_per_step", "<= 1.40"),
+    ("checkpointing sqrt", "checkpointing every_layer", "seconds_per_step", "no more"),
+    ("checkpointing every_k", "checkpointing none", "seconds_per_step", "-"),
+    ("checkpointing selective", "checkpointing none", "seconds_per_step", "-"),
+    ("checkpointing offload", "checkpointing none", "seconds_per_step", "-"),
+    ("tiny chunked", "tiny full", "seconds_per_step", "<= 1.10"),
+    ("50k chunked", "50k full", "seconds_per_step", "<= 0.95"),
+    ("50k chunked", "50k full", "activations", "-"),
+)
+
+
+def row(name: str) -> dict:
+    import train
+
+    from lowmem import cli
+
+    folder = os.environ["ROW_FOLDER"]
+    model, typed = ROWS[name]
+    keys = {line.split("=")[0] for line in typed}
+    shipped = [line for line in overrides("32", model, folder)[1:] if line.split("=")[0] not in keys]
+    sys.argv = ["train.py", *shipped, "logger=none", *typed]
+    cli.start(train.main)
+    summary = json.loads((Path(folder) / "summary.json").read_text())
+    return {"seconds_per_step": summary["seconds_per_step"]} | summary["peak_bytes_by_category"]
+
+
+def loss_alone() -> dict[str, float]:
+    """Head and loss by themselves: 1024 tokens, width 192, 50257 words; bytes besides inputs, weights and gradients."""
+    import time
+    from statistics import median
+    from types import SimpleNamespace
+
+    import torch
+    from torch import nn
+
+    from lowmem import loss as losses
+    from lowmem.memory.ledger import Owner
+    from lowmem.memory.tracker import StorageTracker
+
+    class Head(nn.Module):
+        """What a loss sees of a model whose blocks cost nothing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.config = nn.Linear(192, 50257, bias=False), SimpleNamespace()
+            self.hidden = nn.Parameter(torch.randn(8, 128, 192))
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+        def base_model(self, **_) -> SimpleNamespace:
+            return SimpleNamespace(last_hidden_state=self.hidden * 1.0)
+
+        def forward(self, **_) -> SimpleNamespace:
+            return SimpleNamespace(logits=self.head(self.base_model().last_hidden_state))
+
+    model, labels = Head(), torch.randint(0, 50257, (8, 128))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    outside = [t for p in model.parameters() for t in (p, p.grad)] + [labels]
+    known = {t.untyped_storage()._cdata: (Owner("weights", "host", lambda: ()), t.nbytes) for t in outside}
+    kinds = {"full": losses.full, "chunked": lambda *a: losses.chunked(*a, rows=128)}
+    seconds, peak = {kind: [] for kind in kinds}, {}
+    for _ in range(9):
+        for kind, loss in kinds.items():
+            start = time.perf_counter()
+            loss(model, labels, labels).backward()
+            seconds[kind].append(time.perf_counter() - start)
+    for kind, loss in kinds.items():
+        with StorageTracker(known) as tracker:
+            loss(model, labels, labels).backward()
+        peak[kind] = max(point.total for point in tracker.timeline())
+    gradient = model.head.weight.nbytes  # which both hand to autograd
+    times = median(b / a for a, b in zip(seconds["full"][1:], seconds["chunked"][1:], strict=True))
+    return {
+        "time": times,
+        "bytes": peak["chunked"] / peak["full"],
+        "bytes_beside_the_gradient": (peak["chunked"] - gradient) / (peak["full"] - gradient),
+    }
+
+
+def table(found: dict, alone: dict) -> str:
+    lines = ["| row | against | figure | ratio | asked |", "|---|---|---|---|---|"]
+    lines += [f"| {a} | {b} | {key} | {ratio(found, a, b, key):.2f} | {asked} |" for a, b, key, asked in ASKED]
+    lines += [
+        f"| loss alone, 50k, chunked | full | seconds | {alone['time']:.2f} | <= 0.95 |",
+        f"| loss alone, 50k, chunked | full | peak bytes | {alone['bytes']:.2f} | <= 0.25 |",
+        f"| loss alone, 50k, chunked | full | peak bytes besides the head's gradient "
+        f"| {alone['bytes_beside_the_gradient']:.2f} | - |",
+    ]
+    seconds, activations = medians(found, "seconds_per_step"), medians(found, "activations")
+    lines += ["", "| row | seconds per step | activations at the peak, MiB |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {n} | {seconds[n]:.3f} | {activations[n] / 2**20:.1f} |" for n in found])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--row", help="run one row in this process; 'alone': the loss by itself")
+    options = parser.parse_args()
+    if options.row is not None:
+        print(json.dumps(loss_alone() if options.row == "alone" else row(options.row)), flush=True)
+        return
+    rows = {name: ["-m", "benchmarks.speed", "--row", name] for name in [*ROWS, "alone"]}
+    found = measure(rows, options.rounds)
+    alone = found.pop("alone")
+    middle = sorted(alone, key=lambda one: one["time"])[len(alone) // 2]
+    write("speed", {"rounds": found, "alone": alone}, table(found, middle))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """The README's commands mean what they say."""
 
+import json
+import math
 import re
 import shlex
 
@@ -54,3 +56,32 @@ def test_the_notebook_example_is_what_fit_takes(tmp_path, small, monkeypatch):
     scope = {}
     exec(block, scope)
     assert scope["summary"]["steps"] == 2 and (tmp_path / "run" / "summary.json").exists()
+
+
+def test_the_measured_figures_are_those_of_the_results():
+    """The last column of every technique's row: peak and tokens/s relative to the shipped defaults."""
+    from benchmarks.runner import medians, ratio
+    from benchmarks.techniques import BASE, ROWS
+
+    found = json.loads((ROOT / "benchmarks" / "results" / "techniques.json").read_text())["rounds"]
+    assert found.keys() == ROWS.keys()
+    peak = medians(found, "peak_bytes")
+    for name in list(ROWS)[1:]:
+        row = re.search(rf"^\| `{re.escape(name)}` .* \| ([^|]*) \|$", README, re.MULTILINE)
+        share = peak[name] / peak[BASE]
+        written = f"{'-' if math.isnan(share) else f'{share:.2f}'}, {ratio(found, name, BASE, 'tokens_per_second'):.2f}"
+        assert row[1].rstrip(" ¹²³") == written, name
+
+
+def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():
+    low, high = (int(n.replace(",", "")) for n in re.search(r"from\s+([\d,]+) to ([\d,]+) blocks", README).groups())
+    for interior, depth in ((22, low), (34, high)):
+        assert depth == pytest.approx(interior**2, rel=0.05)
+
+
+def test_every_refusal_names_something_of_the_readme():
+    from lowmem.refusals import REFUSALS
+
+    for refusal in REFUSALS:
+        asked = re.match(r"[\w.]+(?==)", refusal.says)
+        assert asked is None or asked[0].split("=")[0] in README

@@ -145,6 +145,7 @@ REFUSED = {
     ("resume={foreign}",): ["no checkpoint of lowmem"],
     ("hydra.run.dir={tiny}/inside",): ["output folder", "hydra.run.dir="],
     ("model.attention=fast",): ["fast", "model.attention=sdpa"],
+    ("model.attention=flash_attention_2",): ["flash", "model.attention=sdpa"],
     ("+trainer.detect_anomalies=true",): ["detect_anomalies", "detect_anomaly"],
 }
 

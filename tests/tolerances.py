@@ -36,6 +36,8 @@ UPDATE = {
     # torch.compile's partitioner decomposes operators into others that round differently
     "gradient_checkpointing=budget": (1e-3, 1e-3),
 }
+# One gradient through torch.compile's partitioner, relative; and a loss after four steps through generated code
+PARTITIONED, GENERATED = 1e-5, 1e-4
 # torchao's state on one matrix after 20 steps: 4 bits are 16 values per element (measured 0.20), float8 has a 3-bit
 # mantissa (0.03); losing every second gradient is at 0.4 and more
 LOW_BIT_STATE = {"adamw4bit": 0.25, "adamw_fp8": 0.05}

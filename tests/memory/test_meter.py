@@ -118,6 +118,7 @@ def test_compiled_code_still_compiles_and_the_break_down_says_it_is_off(fit, mon
     assert not any(r["live_peak_bytes"] for r in read(run) if r["phase"] in ("forward", "backward"))
     assert all(int(r["rss_bytes"]) for r in read(run))
     assert summary["peak_bytes_by_category"]["activations"] == 0  # what is owned is still known
+    assert summary["peak_bytes"]["device"] is None  # and what is not is not made up
     assert summary["peak_bytes_by_category"]["weights"] == 4 * 43_264
 
 

@@ -10,6 +10,7 @@ import parity
 from lowmem import fit as job
 from lowmem import model as models
 from lowmem.errors import Refused
+from lowmem.module import CausalLM
 from lowmem.precision import plugin
 from lowmem.precision.loss_scale import LossScale, norm
 from lowmem.precision.sixteen import BFloat16Weights, Float16Weights, stochastically, to_nearest
@@ -45,6 +46,23 @@ def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, m
     monkeypatch.setattr(BFloat16Weights, "update", spying)
     parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
     assert seen == {("gradient", DTYPES[precision]), ("state", torch.float32)}
+
+
+@pytest.mark.parametrize("precision", ["32", *DTYPES])
+def test_weights_and_gradients_have_half_of_the_bytes(config, precision, monkeypatch):
+    """Counted on the live objects, after backward."""
+    held = []
+    step = CausalLM._step
+
+    def counting(self):
+        parameters = list(self.model.parameters())
+        held.append((sum(p.nbytes for p in parameters), sum(p.grad.nbytes for p in parameters)))
+        return step(self)
+
+    monkeypatch.setattr(CausalLM, "_step", counting)
+    _, weights = parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
+    each = 4 if precision == "32" else 2
+    assert held[0] == (each * sum(p.numel() for p in weights.values()),) * 2
 
 
 def one_weight(value, dtype):

@@ -42,7 +42,8 @@ class MemoryMeter(Callback):
         self.log_every, self.first, self.every = log_every, first, 1 if limit else every
         self.limit = limit
         self.ledger = Ledger()
-        self.peak_bytes = {"device": 0, "host_rss": 0}
+        # device: None where compiled code allocates unseen on a CPU
+        self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the highest point of all sampled phases
         self.timeline: list[Point] = []  # of the last sampled training step
         self._out = file.open("w", newline="")
@@ -69,6 +70,7 @@ class MemoryMeter(Callback):
         self._compiled = is_compiled(module)
         if self._compiled:
             log.info("Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen.")
+            self.peak_bytes["device"] = 0 if self._cuda else None
         self._step = trainer.global_step
         self._window = {"load": self._read("load")}
         self._close_window(trainer)
@@ -168,7 +170,8 @@ class MemoryMeter(Callback):
             row = {"step": self._step, "phase": phase} | row
             self._csv.writerow(row)
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
-            self.peak_bytes["device"] = max(self.peak_bytes["device"], device)
+            if self.peak_bytes["device"] is not None:
+                self.peak_bytes["device"] = max(self.peak_bytes["device"], device)
             self.peak_bytes["host_rss"] = max(self.peak_bytes["host_rss"], row["rss_peak_bytes"])
         sampled = any("live_peak_bytes" in row for row in self._window.values())
         if sampled or self._step % self.log_every == 0:

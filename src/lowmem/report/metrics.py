@@ -149,6 +149,6 @@ class Metrics(Callback):
         self._out.close()
 
 
-def peak_gib(peak_bytes: dict[str, int]) -> float:
+def peak_gib(peak_bytes: dict[str, int | None]) -> float:
     """What the progress bar shows: the device's peak, or the process's where none was measured yet."""
     return (peak_bytes["device"] or peak_bytes["host_rss"]) / GIB

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowmem.memory.ledger import GIB
 
-PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "hydra-core", "numpy")
+PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
 def versions() -> dict[str, str]:
@@ -45,7 +45,7 @@ def table(summary: Mapping) -> str:
         ("  a byte-trigram model", _number(summary["trigram_bits_per_byte"], ".3f")),
         ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
-        ("peak device memory", f"{peak['device'] / GIB:.3f} GiB"),
+        ("peak device memory", _gib(peak["device"])),
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
         ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
     ]
@@ -55,6 +55,10 @@ def table(summary: Mapping) -> str:
 def _steps(summary: Mapping) -> str:
     skipped = summary["skipped_steps"]
     return f"{summary['steps']:,}" + (f" (and {skipped} skipped by the loss scaler)" if skipped else "")
+
+
+def _gib(size: int | None) -> str:
+    return "not counted: compiled code allocates unseen" if size is None else f"{size / GIB:.3f} GiB"
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -17,6 +17,7 @@ from benchmarks.runner import measure, medians, ratio, write
 
 STEPS = 6
 MODEL = ["model=gpt2", "model.pretrained=false", "seq_len=128", "batch_size=4", "lr=2e-4", "scheduler=constant"]
+GROUPS = ("precision", "optim", "gradient_checkpointing")  # what changes the bytes of a micro-batch
 TOGETHER = ["accumulation=fixed", "accumulation.batches=4", "batch_size=1", "gradient_checkpointing=every_layer"]
 ROWS = {
     "plain": [],
@@ -102,22 +103,14 @@ def state_bytes(optimizer: str, shape: tuple[int, ...]) -> float:
     return 8 * n
 
 
-XL = {
-    "plain": [],
-    "accumulation 4 x 1": [],
-    "checkpointing": ["gradient_checkpointing=every_layer"],
-    "sqrt": ["gradient_checkpointing=sqrt"],
-    "mixed precision": ["precision=bf16"],
-    "16-bit weights": ["precision=bf16-true"],
-    "Adafactor": ["optim=adafactor"],
-    "8-bit Adam": ["optim=adam8bit"],
-    "together": ["gradient_checkpointing=every_layer", "precision=bf16", "optim=adam8bit"],
-}
-
-
 def xl_rows() -> dict[str, dict[str, int]]:
-    """A batch of 4 x 1024 tokens, or 1 x 1024 four times."""
-    return {name: xl(1 if name in ("accumulation 4 x 1", "together") else 4, 1024, *XL[name]) for name in XL}
+    """A batch of 4 x 1024 tokens, or 1 x 1024 four times, which needs the bytes of one."""
+
+    def counted(typed: list[str]) -> dict[str, int]:
+        alone = "batch_size=1" in typed
+        return xl(1 if alone else 4, 1024, *(line for line in typed if line.split("=")[0] in GROUPS))
+
+    return {name: counted(typed) for name, typed in ROWS.items()}
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ SEGMENTED = {
     "selective": checkpointing.selective,
     "offload": checkpointing.offload,
 }
-PARTITIONED = partial(checkpointing.budget, fraction=0.2, backend="aot_eager_decomp_partition")
+partitioned = partial(checkpointing.budget, fraction=0.2, backend="aot_eager_decomp_partition")
 SHAPES = ("gpt2", "llama", "qwen3", "opt", "gpt_neox", "gemma", "gemma2", "gemma3_text", "mistral")
 WIDTH, VOCABULARY = 32, 500
 
@@ -67,7 +67,7 @@ def test_segments_give_the_same_bits_on_any_architecture(model_type, dropout, ba
 def test_the_partitioner_keeps_within_its_budget_and_rounds_a_little_differently(model_type, batch):
     kept = gradients(shaped(model_type), batch)
     model = shaped(model_type)
-    PARTITIONED(model)
+    partitioned(model)
     again = gradients(model, batch)
     everything = torch.cat([g.flatten() for g in kept])
     error = (torch.cat([g.flatten() for g in again]) - everything).norm() / everything.norm()

@@ -144,6 +144,8 @@ REFUSED = {
     ("resume={empty}",): ["no complete checkpoint"],
     ("resume={foreign}",): ["no checkpoint of lowmem"],
     ("hydra.run.dir={tiny}/inside",): ["output folder", "hydra.run.dir="],
+    ("optim=adam8bit", "optim.embedding_bits=16"): ["8 or 32"],
+    ("optim.in_backward=maybe",): ["true or false"],
     ("model.attention=fast",): ["fast", "model.attention=sdpa"],
     ("model.attention=flash_attention_2",): ["flash", "model.attention=sdpa"],
     ("+trainer.detect_anomalies=true",): ["detect_anomalies", "detect_anomaly"],

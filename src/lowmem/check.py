@@ -50,6 +50,11 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
     for key in ("clip", "clip_value"):
         if cfg[key] is not None and not _is_positive(cfg[key]):
             yield f"{key}={cfg[key]}: give a positive number, or {key}=null to switch it off."
+    for key in ("optim.in_backward", "model.stable_embedding"):
+        if not isinstance(OmegaConf.select(cfg, key), bool):
+            yield f"{key}={OmegaConf.select(cfg, key)}: give true or false."
+    if cfg.optim.get("embedding_bits", 8) not in (8, 32):
+        yield f"optim.embedding_bits={cfg.optim.embedding_bits}: the state of embeddings has 8 or 32 bits."
     try:
         limit.parse(cfg.memory.limit)
     except Refused as error:

@@ -94,12 +94,12 @@ def build(
     cfg: DictConfig, saved: checkpoint.Saved | None = None
 ) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
     """Data first, weights last: whatever refuses the run does so before the heavy part."""
+    windows = instantiate(cfg.accumulation)
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
     check_positions(cfg.seq_len, model.positions(config))
     tokens = _tokens(cfg, spec, config)
     start = saved.position if saved else START
-    windows = instantiate(cfg.accumulation)
     train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
     val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
     if saved:

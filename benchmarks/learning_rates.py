@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.runner import measure, write
+from benchmarks.runner import RESULTS, measure, write
 
 BASE, STEPS = 2e-3, 150  # model.lr of tiny; a third of the shipped run, with its schedule
 FACTORS = {
@@ -19,9 +19,9 @@ FACTORS = {
     "adamw_fp8": (0.5, 1, 2),
     "adamw4bit": (0.5, 1, 2),
     "adafactor": (0.5, 1, 2, 4),
-    "muon": (0.1, 0.25, 0.5, 1),
-    "lion8bit": (0.05, 0.1, 0.2, 0.5),
-    "sgd": (50, 150, 500, 1500),
+    "muon": (0.1, 0.25, 0.5, 1, 2),
+    "lion8bit": (0.05, 0.1, 0.2, 0.5, 1),
+    "sgd": (50, 150, 500, 1500, 5000),
 }
 
 
@@ -51,6 +51,7 @@ def table(found: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--add", action="store_true", help="keep the rows that are measured, add those that are not")
     parser.add_argument("--row", nargs=2, metavar=("OPTIM", "LR"), help="run one row in this process")
     options = parser.parse_args()
     if options.row:
@@ -61,7 +62,9 @@ def main() -> None:
         for optim, factors in FACTORS.items()
         for factor in factors
     }
-    found = measure(rows, rounds=1)
+    file = RESULTS / "learning_rates.json"
+    known = json.loads(file.read_text())["rounds"] if options.add else {}
+    found = known | measure({name: row for name, row in rows.items() if name not in known}, rounds=1)
     write("learning_rates", {"steps": STEPS, "rounds": found}, table(found))
 
 

@@ -1,5 +1,6 @@
 """Every yaml of conf/: it composes, its targets import, its keys bind, and the README has a row for it."""
 
+import json
 import re
 
 import pytest
@@ -75,6 +76,18 @@ def test_every_target_lives_in_the_package_or_a_library():
                 "lightning",
                 "hydra",
             )
+
+
+@pytest.mark.parametrize("optim", [choice for group, choice in CHOICES if group == "optim"])
+def test_an_optimizers_comment_names_the_factor_that_was_measured(optim):
+    measured = json.loads((ROOT / "benchmarks" / "results" / "learning_rates.json").read_text())["rounds"]
+    # paging moves the state and computes the same
+    same = {"paged_adamw8bit": "adamw8bit", "paged_adamw32bit": "adamw"}.get(optim, optim)
+    losses = {name.split(" x ")[1]: one[0]["val_loss"] for name, one in measured.items() if name.split()[0] == same}
+    if not losses:
+        pytest.skip("add it to benchmarks/learning_rates.py and run that with --add")
+    yaml = (CONF / "optim" / f"{optim}.yaml").read_text()
+    assert re.search(r"^lr: .* # ([\d.]+) x AdamW's was best on tiny$", yaml, re.M)[1] == min(losses, key=losses.get)
 
 
 def test_the_advice_on_memory_follows_the_table_of_the_readme():

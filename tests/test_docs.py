@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PAGE = (ROOT / "docs" / "add-a-technique.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: ([^\n]+))?\n(.*?)```", PAGE, re.DOTALL)
-PARTS = ("src", "conf", "tests", "docs", "train.py", "README.md", "pyproject.toml", "Makefile", "LICENSE")
+PARTS = ("src", "conf", "tests", "docs", "benchmarks", "train.py", "README.md", "pyproject.toml", "Makefile", "LICENSE")
 
 
 @pytest.fixture(scope="module")

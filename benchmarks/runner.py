@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from statistics import median
 
@@ -46,7 +47,8 @@ def row(arguments: Sequence[str]) -> dict:
 
 
 def medians(found: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
-    return {name: median(one[key] for one in rounds) for name, rounds in found.items()}
+    """nan where a row could not count it."""
+    return {name: median(nan if one[key] is None else one[key] for one in rounds) for name, rounds in found.items()}
 
 
 def ratio(found: Mapping[str, Sequence[Mapping]], one: str, other: str, key: str) -> float:

@@ -41,7 +41,7 @@ def row(arguments: list[str]) -> dict:
     cli.start(train.main)
     summary = json.loads((Path(folder) / "summary.json").read_text())
     return {
-        "peak_bytes": summary["peak_bytes"]["device"] or float("nan"),  # nan: compiled, not counted
+        "peak_bytes": summary["peak_bytes"]["device"],  # None: compiled, not counted
         "rss_bytes": summary["peak_bytes"]["host_rss"],
         "parameters": summary["parameters"],
         "tokens_per_second": summary["tokens_per_second"],
@@ -63,7 +63,7 @@ def table(found: dict) -> str:
             f"| {name} | {peak[name] / 2**20:.1f} | {peak[name] / peak[BASE]:.2f} | {activations[name] / 2**20:.1f} "
             f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines).replace("nan", "-")
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def test_the_measured_figures_are_those_of_the_results():
         row = re.search(rf"^\| `{re.escape(name)}` .* \| ([^|]*) \|$", README, re.MULTILINE)
         share = peak[name] / peak[BASE]
         written = f"{'-' if math.isnan(share) else f'{share:.2f}'}, {ratio(found, name, BASE, 'tokens_per_second'):.2f}"
-        assert row[1].rstrip(" ¹²³") == written, name
+        assert row[1].rstrip(" ¹²³⁴⁵") == written, name
 
 
 def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():

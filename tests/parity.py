@@ -80,7 +80,10 @@ class Ragged:
 
 
 def overrides(*techniques):
-    return [*BASE, *techniques, *(line for t in techniques for line in WITH.get(t, []))]
+    lines = [*BASE, *techniques, *(line for t in techniques for line in WITH.get(t, []))]
+    if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # unclipped, steps that large diverge
+        lines += ["lr=0.1", "optim.weight_decay=0.2"]
+    return lines
 
 
 def run(cfg, wide=False):

@@ -139,8 +139,8 @@ def test_proof_without_a_compiler_torch_fails_in_the_first_step(fit, monkeypatch
 
     monkeypatch.setattr(refusals, "REFUSALS", ())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(Exception, match=r"(?i)compiler|no-such-compiler"):
+    missing = inductor.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with missing, pytest.raises(Exception, match=r"(?i)compiler|no-such-compiler"):
         fit("optim=adamw_fp8", "model.architecture.n_embd=64")
 
 

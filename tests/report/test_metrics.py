@@ -42,7 +42,6 @@ def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
 
 
 def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
-    from lowmem.report import metrics
 
     shown = []
 

@@ -1,5 +1,6 @@
 """docs/add-a-technique.md, followed literally in a copy of the repository."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -37,7 +38,7 @@ def copy(tmp_path_factory):
 
 def run(folder, line, *more):
     words = [sys.executable if word == "python" else word for word in line.split()]
-    environment = {"PYTHONPATH": str(folder / "src"), "PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
     done = subprocess.run([*words, *more], cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -149,6 +149,12 @@ def test_all_refusals_of_a_command_line_are_said_at_once(command):
     assert code == 1 and all(word in said for word in ("clip=null", "accumulation=none", "precision=bf16"))
 
 
+def test_an_accumulation_that_is_refused_itself_is_a_sentence_too(command):
+    lines = ("optim.in_backward=true", "clip=null", "accumulation=effective_batch", "accumulation.size=10")
+    code, said = command(*lines)
+    assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
+
+
 def test_the_check_is_the_same_from_a_notebook(config):
     with pytest.raises(Refused, match="clip=null"):
         check.check(config("optim.in_backward=true"), {})

@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import hydra.utils
 import torch
-from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +26,7 @@ from lowmem.check import OPTIM_KEYS, check, check_positions, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
 from lowmem.errors import Refused
+from lowmem.instantiate import instantiate
 from lowmem.memory.advice import out_of_memory
 from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
@@ -134,16 +133,6 @@ def optimizer(cfg: DictConfig) -> MakeOptimizer:
     ours = {key: cfg.optim[key] for key in ("embedding_bits",) if key in cfg.optim}
     theirs = {key: value for key, value in cfg.optim.items() if key not in OPTIM_KEYS}
     return MakeOptimizer(instantiate(OmegaConf.create(theirs)), **ours)
-
-
-def instantiate(node: DictConfig) -> object:
-    """Hydra's, but what the called class refused comes through as it was said."""
-    try:
-        return hydra.utils.instantiate(node, _convert_="all")  # plain lists: they end up in checkpoints
-    except InstantiationException as error:
-        if isinstance(error.__cause__, Refused):
-            raise error.__cause__ from None
-        raise
 
 
 # --- train -------------------------------------------------------------------------------------------------------

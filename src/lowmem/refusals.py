@@ -8,8 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig
+
+from lowmem.instantiate import instantiate
 
 
 @dataclass(frozen=True)

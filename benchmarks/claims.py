@@ -8,12 +8,9 @@ elements, whose 8-bit state is 32-bit). Bytes at GPT-2 XL's shapes are counted o
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from benchmarks.runner import RESULTS, measure, medians, ratio, write
+from benchmarks.runner import RESULTS, measure, medians, ratio, trained, write
 
 STEPS = 6
 MODEL = ["model=gpt2", "model.pretrained=false", "seq_len=128", "batch_size=4", "lr=2e-4", "scheduler=constant"]
@@ -35,17 +32,10 @@ ROWS = {
 
 def row(name: str) -> dict:
     """One run of train.py: bytes, speed and the loss after the last step."""
-    import train
-
-    from lowmem import cli
-
-    folder = os.environ["ROW_FOLDER"]
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
-    sys.argv = ["train.py", *MODEL, *short, "logger=none", f"hydra.run.dir={folder}"]
     typed = {line.split("=")[0] for line in ROWS[name]}
-    sys.argv = [line for line in sys.argv if line.split("=")[0] not in typed] + ROWS[name]
-    cli.start(train.main)
-    summary = json.loads((Path(folder) / "summary.json").read_text())
+    shared = [line for line in (*MODEL, *short, "logger=none") if line.split("=")[0] not in typed]
+    summary = trained([*shared, *ROWS[name]])
     keys = ("tokens_per_second", "val_loss", "train_loss", "parameters")
     return (
         {key: summary[key] for key in keys}

@@ -5,11 +5,8 @@ python -m benchmarks.learning_rates      # about half an hour on two cores
 
 import argparse
 import json
-import os
-import sys
-from pathlib import Path
 
-from benchmarks.runner import RESULTS, measure, write
+from benchmarks.runner import RESULTS, measure, trained, write
 
 BASE, STEPS = 2e-3, 150  # model.lr of tiny; a third of the shipped run, with its schedule
 FACTORS = {
@@ -26,17 +23,10 @@ FACTORS = {
 
 
 def row(optim: str, lr: str) -> dict:
-    import train
-
-    from lowmem import cli
-
-    folder = os.environ["ROW_FOLDER"]
     arguments = [f"optim={optim}", f"lr={lr}", f"max_steps={STEPS}", "logger=none", "sample_tokens=0"]
     # decay is lr x weight_decay: the same shrinkage per step, whatever the lr
     decay = [] if optim == "adam8bit" else [f"optim.weight_decay={0.1 * BASE / float(lr)}"]
-    sys.argv = ["train.py", *arguments, *decay, f"hydra.run.dir={folder}"]
-    cli.start(train.main)
-    summary = json.loads((Path(folder) / "summary.json").read_text())
+    summary = trained([*arguments, *decay])
     return {"val_loss": summary["val_loss"], "bits_per_byte": summary["bits_per_byte"]}
 
 

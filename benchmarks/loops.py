@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.runner import trained
+
 STEPS, WARM_UP = 23, 3  # the meter's break-down is taken once in the last twenty, as it is in a long run
 MODELS = {
     # 13.9M parameters
@@ -27,7 +29,7 @@ MODELS = {
 BATCH_SIZE, LR, WARM_UP_RATE = 8, 2e-3, 50
 
 
-def overrides(precision: str, model: str, folder: str, steps: int = STEPS) -> list[str]:
+def overrides(precision: str, model: str, steps: int = STEPS) -> list[str]:
     """What makes train.py run this benchmark's model; everything else as shipped."""
     shape = dict(MODELS[model])
     seq_len = shape.pop("T")
@@ -39,22 +41,16 @@ def overrides(precision: str, model: str, folder: str, steps: int = STEPS) -> li
         f"val_every={steps}",
         "val_sequences=8",
         "sample_tokens=0",
-        f"hydra.run.dir={folder}",
     ]
 
 
 def lowmem(precision: str, model: str, metered: bool = True) -> dict:
     """train.py as shipped: meter, metrics, W&B (offline), checkpoint."""
-    import train
-
-    from lowmem import cli, fit
+    from lowmem import fit
 
     if not metered:
         fit.MemoryMeter = silent_meter()
-    folder = os.environ["ROW_FOLDER"]
-    sys.argv = ["train.py", *overrides(precision, model, folder)]
-    cli.start(train.main)
-    summary = json.loads((Path(folder) / "summary.json").read_text())
+    summary = trained(overrides(precision, model))
     speed = summary["tokens_per_second"]
     seconds = BATCH_SIZE * MODELS[model]["T"] / speed  # the mean, as the other loops report it
     return {

@@ -46,6 +46,18 @@ def row(arguments: Sequence[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def trained(arguments: Sequence[str]) -> dict:
+    """train.py as typed, in this process of a row: what its summary.json holds."""
+    import train
+
+    from lowmem import cli
+
+    folder = os.environ["ROW_FOLDER"]
+    sys.argv = ["train.py", *arguments, f"hydra.run.dir={folder}"]
+    cli.start(train.main)
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
 def medians(found: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
     """nan where a row could not count it."""
     return {name: median(nan if one[key] is None else one[key] for one in rounds) for name, rounds in found.items()}

@@ -5,12 +5,9 @@ python -m benchmarks.speed               # about ten minutes on two cores
 
 import argparse
 import json
-import os
-import sys
-from pathlib import Path
 
 from benchmarks.loops import overrides
-from benchmarks.runner import measure, medians, ratio, write
+from benchmarks.runner import measure, medians, ratio, trained, write
 
 CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload")
 # name -> (model of benchmarks.loops, what is typed)
@@ -36,17 +33,10 @@ ASKED = (
 
 
 def row(name: str) -> dict:
-    import train
-
-    from lowmem import cli
-
-    folder = os.environ["ROW_FOLDER"]
     model, typed = ROWS[name]
     keys = {line.split("=")[0] for line in typed}
-    shipped = [line for line in overrides("32", model, folder)[1:] if line.split("=")[0] not in keys]
-    sys.argv = ["train.py", *shipped, "logger=none", *typed]
-    cli.start(train.main)
-    summary = json.loads((Path(folder) / "summary.json").read_text())
+    shipped = [line for line in overrides("32", model)[1:] if line.split("=")[0] not in keys]
+    summary = trained([*shipped, "logger=none", *typed])
     return {"seconds_per_step": summary["seconds_per_step"]} | summary["peak_bytes_by_category"]
 
 

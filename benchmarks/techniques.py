@@ -5,12 +5,9 @@ python -m benchmarks.techniques          # about half an hour on two cores
 
 import argparse
 import json
-import os
-import sys
-from pathlib import Path
 
 from benchmarks.loops import overrides
-from benchmarks.runner import measure, medians, ratio, write
+from benchmarks.runner import measure, medians, ratio, trained, write
 from lowmem.cli import CONF
 
 BASE = "(as shipped)"
@@ -32,14 +29,7 @@ ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOIC
 
 def row(arguments: list[str]) -> dict:
     """One run of train.py on `tiny`: peaks in bytes and tokens/s."""
-    import train
-
-    from lowmem import cli
-
-    folder = os.environ["ROW_FOLDER"]
-    sys.argv = ["train.py", *overrides("32", "tiny", folder)[1:], "logger=none", *arguments]
-    cli.start(train.main)
-    summary = json.loads((Path(folder) / "summary.json").read_text())
+    summary = trained([*overrides("32", "tiny")[1:], "logger=none", *arguments])
     return {
         "peak_bytes": summary["peak_bytes"]["device"],  # None: compiled, not counted
         "rss_bytes": summary["peak_bytes"]["host_rss"],

@@ -7,18 +7,11 @@ import torch
 
 from lowmem import checkpoint
 from lowmem.errors import Refused
+from test_resume import same
 
 
 def weights_of(run, step):
     return torch.load(run / "checkpoints" / f"step-{step:08d}.ckpt", weights_only=True)["state_dict"]
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 # 16 tokens a sequence; windows of 2 x 3 sequences

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.optim.build import MakeOptimizer
-from lowmem.precision.loss_scale import norm
 
 
 class CausalLM(LightningModule):
@@ -49,13 +48,15 @@ class CausalLM(LightningModule):
         self.tokens = 0  # seen, those of skipped steps included
         self.skipped_steps = 0
         self.gradient_norm: Tensor | None = None  # before clipping
+        self.last_micro_batch = False  # whether the one under way is its window's last
         self._random_states: dict[str, Tensor] | None = None
 
     # --- training ------------------------------------------------------------------------------------------------
 
     def training_step(self, window: Window, _: int) -> dict:
         loss_sum = torch.zeros((), device=self.device)
-        for micro_batch in window.micro_batches:
+        for number, micro_batch in enumerate(window.micro_batches, start=1):
+            self.last_micro_batch = number == len(window.micro_batches)
             with self.trainer.precision_plugin.forward_context():
                 loss = self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
             loss_sum += loss.detach()
@@ -79,18 +80,10 @@ class CausalLM(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip, after every callback has seen the gradients at their true size."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scale = self.trainer.precision_plugin.gradient_scale
-        if not parameters:  # each gradient was used up in backward
-            return
-        if self.clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.clip_value * scale)
-        if self.clip is not None:
-            self.gradient_norm = norm([p.grad for p in parameters]) / scale
-            nn.utils.clip_grads_with_norm_(parameters, self.clip, self.gradient_norm)
+        self.gradient_norm = self.trainer.precision_plugin.clip(optimizer, self.clip_value, self.clip)
 
     def configure_optimizers(self) -> dict:
-        optimizer = self.make_optimizer(self.model)
+        optimizer = self.make_optimizer(self.model, self.trainer.precision_plugin.master)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},

@@ -128,10 +128,11 @@ def test_embeddings_keep_32_bit_state_on_demand(config, optim, bits):
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     made.step()
-    embedding, matrix = (made.state[p]["state1"].dtype for p in model.parameters())
-    assert matrix == torch.uint8 and embedding == (torch.float32 if bits == 32 else torch.uint8)
-    # bitsandbytes' own way is a table of the process, which would outlive the job
-    assert not made.mng.pid2config and not made.mng.module_weight_config_triple
+    first = "m" if optim == "adamw8bit" else "state1"
+    embedding, matrix = (made.state[p][first].dtype.itemsize for p in model.parameters())
+    assert matrix == 1 and embedding == bits // 8
+    if optim != "adamw8bit":  # bitsandbytes' own way is a table of the process, which would outlive the job
+        assert not made.mng.pid2config and not made.mng.module_weight_config_triple
 
 
 @pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in COMPILED])
@@ -154,4 +155,4 @@ def test_state_of_16_bit_weights_comes_back_in_32_bits(config, optim, guarded, m
         one.dtype == two.dtype and torch.equal(one, two)
         for one, two in zip(optimizer_state(made), optimizer_state(other), strict=True)
     ]
-    assert all(same) == (guarded or optim in ("adam8bit", "adamw8bit", "lion8bit", "sgd") or optim.startswith("paged"))
+    assert all(same) == (guarded or optim in ("adam8bit", "lion8bit", "sgd") or optim.startswith("paged"))

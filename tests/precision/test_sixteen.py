@@ -138,14 +138,14 @@ def test_the_norm_of_scaled_fp16_gradients_does_not_overflow():
     gradient = torch.full((1000,), 60000.0, dtype=torch.float16)
     assert gradient.norm().isinf()
     assert norm([gradient, gradient]).item() == pytest.approx(60000.0 * 2000**0.5, rel=1e-3)
-    assert LossScale(1024.0, 10).update([gradient]) and not LossScale(1024.0, 10).update([gradient * 2])
+    assert norm([gradient]).isfinite() and not norm([gradient * 2]).isfinite()
 
 
 def test_the_loss_scale_ends_in_a_sentence():
     scale = LossScale(1.0, 10)
     with pytest.raises(Refused, match="precision=bf16"):
         for _ in range(100):
-            scale.update([torch.tensor([float("nan")])])
+            scale.update(False)
 
 
 def test_tf32_where_there_is_none_says_so_and_runs_in_fp32(caplog):

@@ -11,21 +11,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+def itself(p: nn.Parameter) -> nn.Parameter:
+    return p
+
+
 class MakeOptimizer:
-    """model -> optimizer.
+    """(model, master) -> optimizer; `master` tells what is stepped in the place of each of the model's parameters.
 
     Args:
         make: parameter groups -> optimizer, a partial of the class that the yaml names.
-        embedding_bits: of the state of embeddings, in an 8-bit optimizer of bitsandbytes; None: not such an optimizer.
+        embedding_bits: of the state of embeddings, in an 8-bit optimizer; None: not such an optimizer.
     """
 
     def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:
         self.make, self.embedding_bits = make, embedding_bits
 
-    def __call__(self, model: nn.Module) -> Optimizer:
-        optimizer = self.make(parameter_groups(model))
+    def __call__(self, model: nn.Module, master: Callable[[nn.Parameter], nn.Parameter] = itself) -> Optimizer:
+        groups = [group | {"params": list(map(master, group["params"]))} for group in parameter_groups(model)]
         if self.embedding_bits is not None:
-            _hold_embeddings_in(optimizer, self.embedding_bits)
+            groups = [
+                group | {"state_bits": self.embedding_bits if group["role"] == "embedding" else 8} for group in groups
+            ]
+        optimizer = self.make(groups)
+        if hasattr(optimizer, "get_config"):
+            _hold_state_in_the_groups_bits(optimizer)
         _restore_in_saved_dtypes(optimizer)
         return optimizer
 
@@ -55,34 +64,43 @@ def parameter_groups(model: nn.Module) -> list[dict]:
     return [group for group in groups.values() if group["params"]]
 
 
-def _hold_embeddings_in(optimizer: Optimizer, bits: int) -> None:
+def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
     """bitsandbytes' own overrides are kept in a global table by id(parameter), which the next job's may share."""
-    ours = optimizer.get_config
+    theirs = optimizer.get_config
 
     def get_config(gindex: int, pindex: int, group: dict) -> dict:
-        return ours(gindex, pindex, group) | ({"optim_bits": bits} if group["role"] == "embedding" else {})
+        return theirs(gindex, pindex, group) | ({"optim_bits": group["state_bits"]} if "state_bits" in group else {})
 
     optimizer.get_config = get_config
 
 
 def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
-    """torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half their bits.
+    """torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half their bits,
+    and 8-bit codes would for a moment be four times their size.
 
-    (bitsandbytes restores its own state, as it was saved; torchao's issue 3314 is of this kind.)
+    So torch is given the groups alone, and each tensor is copied as it was saved. (bitsandbytes restores its own state,
+    as it was saved; torchao's issue 3314 is of this kind.)
     """
     saved: dict = {}
 
-    def before(_, state_dict: dict) -> None:
+    def before(_, state_dict: dict) -> dict:
         saved.update(state_dict["state"])
+        return state_dict | {"state": {}}
 
     def after(optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         for index, state in saved.items():
-            for key, value in state.items():
-                restored = optimizer.state[parameters[index]]
-                if isinstance(value, Tensor) and restored[key].dtype != value.dtype:
-                    restored[key] = value.to(restored[key].device, copy=True)
+            group, p = owners[index]
+            optimizer.state[p] = {key: _placed(key, value, group, p) for key, value in state.items()}
         saved.clear()
 
     optimizer.register_load_state_dict_pre_hook(before)
     optimizer.register_load_state_dict_post_hook(after)
+
+
+def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
+    """A copy beside its parameter, also where a fused step needs its count there; other counts stay on the host."""
+    if not isinstance(value, Tensor):
+        return value
+    counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value.to("cpu" if counts_on_host else p.device, copy=True)

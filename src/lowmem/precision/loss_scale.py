@@ -23,13 +23,12 @@ class LossScale:
         self.value, self.growth_interval = float(value), growth_interval
         self.steps = 0  # without overflow, since the last change
 
-    def update(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether all gradients are finite; the scale for the next window follows from it.
+    def update(self, finite: bool) -> bool:
+        """The scale for the next window follows from whether all gradients of this one were finite, which is returned.
 
         Raises:
             Refused: gradients that overflow at the smallest scale too.
         """
-        finite = bool(norm(gradients).isfinite())
         if not finite and self.value < SMALLEST:
             raise Refused(
                 f"The gradients overflow fp16 even at a loss scale of {self.value:g}. The loss is probably not "

@@ -1,16 +1,18 @@
 """Precision plugins: in which dtype weights are held and products computed, and how gradients become an update.
 
-The module asks four things of whichever plugin is installed: `forward_context()` around the forward pass, Lightning's
-`backward`, `unscale()` once per window before anyone looks at the gradients, and Lightning's `optimizer_step`.
+The module asks of whichever plugin is installed: which parameters the optimizer steps (`master`), `forward_context()`
+around the forward pass, Lightning's `backward`, `unscale()` once per window before anyone looks at the gradients,
+`clip()`, and Lightning's `optimizer_step`.
 Lightning's own plugin does not unscale for fused optimizers, refuses to clip for them, and counts a step that the loss
 scaler skipped as a step; on a CPU it turns fp16 into bf16. These do none of that.
 
 Autocast (`16`, `bf16`) keeps the weights in fp32 and saves half of the activations' bytes. Source: Micikevicius et al.
-2018, arXiv 1710.03740. Where the weights themselves have 16 bits see `sixteen.py`.
+2018, arXiv 1710.03740. Where the weights themselves have 16 bits see `sixteen.py`; where they have masters on the host,
+`master.py`.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,7 +20,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.precision.loss_scale import LossScale
+from lowmem.memory.ledger import Side
+from lowmem.precision.loss_scale import LossScale, norm
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,25 @@ class FullPrecision(Precision):
 
     scales_loss = False  # gradients mean nothing until the whole window's are unscaled
     gradient_scale = 1.0  # what a gradient of true size 1 is stored as, after `unscale`
+    optimizer_side: Side = "device"  # where the optimizer's state lies
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def master(self, p: nn.Parameter) -> nn.Parameter:
+        """What the optimizer steps in the place of a parameter of the model."""
+        return p
+
+    def host_tensors(self) -> Iterable[Tensor]:
+        """What is held in host memory instead of on the device, beside the optimizer's state."""
+        return ()
+
+    def arrived(self) -> None:
+        """Return when every weight of the model is that of the last step."""
+
+    def widest(self, module: nn.Module) -> AbstractContextManager:
+        """Within it the module's parameters hold the weights at their full precision."""
+        return nullcontext()
 
     def train_step_context(self) -> AbstractContextManager:
         # Lightning wraps the whole training step, backward and optimizer included. The module enters
@@ -37,6 +59,23 @@ class FullPrecision(Precision):
     def unscale(self, optimizer: Optimizer) -> bool:
         """Bring the window's gradients to their true size. False: they overflowed, skip this step."""
         return True
+
+    def clip(self, optimizer: Optimizer, value: float | None, largest: float | None) -> Tensor | None:
+        """Limit each element to +-value, then the global norm to `largest`; None: off.
+
+        Returns:
+            The global norm before it was limited, where it was asked for.
+        """
+        parameters = [p for _, p in with_gradient(optimizer)]
+        if not parameters:  # each gradient was used up in backward
+            return None
+        if value is not None:
+            nn.utils.clip_grad_value_(parameters, value * self.gradient_scale)
+        if largest is None:
+            return None
+        found = norm([p.grad for p in parameters]) / self.gradient_scale
+        nn.utils.clip_grads_with_norm_(parameters, largest, found)
+        return found
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
         """Step a single parameter of a group, and use its gradient up."""
@@ -48,6 +87,7 @@ class TensorFloat32(FullPrecision):
     """fp32 storage; matrix products of a CUDA device read 10 bits of each factor's mantissa and add in fp32."""
 
     def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
         self._before: str | None = None
         if has_tf32(device):
             self._before = torch.get_float32_matmul_precision()
@@ -69,16 +109,13 @@ class BFloat16Autocast(FullPrecision):
 
     dtype = torch.bfloat16
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
-
     def forward_context(self) -> AbstractContextManager:
         # Without the cache: it would hold a 16-bit copy of every weight until the forward pass ends.
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 
-class Float16Autocast(BFloat16Autocast):
-    """Matrix products in fp16, weights in fp32, loss scaled so that small gradients do not vanish.
+class ScaledLoss(FullPrecision):
+    """What every fp16 precision has: the loss is scaled so that small gradients do not vanish.
 
     Args:
         init_scale: loss scale at the start; halved whenever a gradient overflows.
@@ -88,23 +125,17 @@ class Float16Autocast(BFloat16Autocast):
         Refused: in `unscale`, when the gradients overflow at whatever scale.
     """
 
-    dtype = torch.float16
     scales_loss = True
 
     def __init__(self, device: str = "cpu", init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
-        super().__init__(device)
-        warn_of_emulation(device)
+        super().__init__(device=device)
+        if device == "cpu":
+            log.info("fp16 on a CPU: most emulate it and take ten times as long; bf16 and 32 run at full speed.")
         self.loss_scale = LossScale(init_scale, growth_interval)
 
     def pre_backward(self, tensor: Tensor, module) -> Tensor:
-        return super().pre_backward(tensor * self.loss_scale.value, module)
-
-    def unscale(self, optimizer: Optimizer) -> bool:
-        scale, grads = self.loss_scale.value, gradients(optimizer)
-        finite = self.loss_scale.update(grads)
-        if finite:
-            torch._foreach_mul_(grads, 1.0 / scale)
-        return finite
+        self.gradient_scale = self.loss_scale.value  # and remains that of this window while the next one's is decided
+        return super().pre_backward(tensor * self.gradient_scale, module)
 
     def state_dict(self) -> dict:
         return self.loss_scale.state_dict()
@@ -113,9 +144,18 @@ class Float16Autocast(BFloat16Autocast):
         self.loss_scale.load_state_dict(state_dict)
 
 
-def warn_of_emulation(device: str) -> None:
-    if device == "cpu":
-        log.info("fp16 on a CPU: most emulate it and take ten times as long; bf16 and 32 run at full speed.")
+class Float16Autocast(ScaledLoss, BFloat16Autocast):
+    """Matrix products in fp16, weights in fp32. Args, Raises: those of `ScaledLoss`."""
+
+    dtype = torch.float16
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        grads = gradients(optimizer)
+        finite = self.loss_scale.update(bool(norm(grads).isfinite()))
+        if finite:
+            torch._foreach_mul_(grads, 1.0 / self.gradient_scale)
+        self.gradient_scale = 1.0
+        return finite
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -128,9 +168,13 @@ def with_gradient(optimizer: Optimizer) -> Iterator[tuple[dict, nn.Parameter]]:
 
 
 def step_one(optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
-    """Any optimizer's step on one parameter: its state is kept by parameter, so a group of one is enough."""
-    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [p]}]
-    try:
-        optimizer.step()
-    finally:
-        optimizer.param_groups = groups
+    """Any optimizer's step on one parameter: its state is kept by parameter, so a group of one is enough.
+
+    The step is that of a second optimizer which shares the state, so that the groups of the first stay as they are for
+    whoever reads or schedules them meanwhile.
+    """
+    alone = object.__new__(type(optimizer))
+    alone.__dict__ |= {key: value for key, value in optimizer.__dict__.items() if key != "step"}
+    alone.param_groups = [{**group, "params": [p]}]
+    alone.step()
+    optimizer._opt_called = True  # what the schedule's own patch of `step` would have noted

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.precision.loss_scale import LossScale
-from lowmem.precision.plugin import FullPrecision, gradients, step_one, warn_of_emulation, with_gradient
+from lowmem.precision.loss_scale import norm
+from lowmem.precision.plugin import FullPrecision, ScaledLoss, gradients, step_one, with_gradient
 
 
 def to_nearest(wide: Tensor, narrow: Tensor) -> None:
@@ -38,7 +38,8 @@ def stochastically(wide: Tensor, narrow: Tensor) -> None:
 class BFloat16Weights(FullPrecision):
     """Args: stochastic: round the updated weights up or down at random, right in the mean."""
 
-    def __init__(self, stochastic: bool = False) -> None:
+    def __init__(self, stochastic: bool = False, device: str = "cpu") -> None:
+        super().__init__(device)
         self.round: Callable[[Tensor, Tensor], None] = stochastically if stochastic else to_nearest
 
     def optimizer_step(self, optimizer: Optimizer, model, closure, **_) -> None:
@@ -61,29 +62,12 @@ class BFloat16Weights(FullPrecision):
             p.data = narrow
 
 
-class Float16Weights(BFloat16Weights):
+class Float16Weights(ScaledLoss, BFloat16Weights):
     """fp16 weights, with a loss scale. Gradients stay scaled until each is widened for its update: unscaled in fp16,
     those below 6e-8 would vanish.
 
-    Args, Raises: those of `Float16Autocast`.
+    Args, Raises: those of `ScaledLoss`.
     """
 
-    scales_loss = True
-
-    def __init__(self, device: str = "cpu", init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
-        super().__init__()
-        warn_of_emulation(device)
-        self.loss_scale = LossScale(init_scale, growth_interval)
-
-    def pre_backward(self, tensor: Tensor, module) -> Tensor:
-        self.gradient_scale = self.loss_scale.value
-        return super().pre_backward(tensor * self.gradient_scale, module)
-
     def unscale(self, optimizer: Optimizer) -> bool:
-        return self.loss_scale.update(gradients(optimizer))  # `gradient_scale` remains that of this window
-
-    def state_dict(self) -> dict:
-        return self.loss_scale.state_dict()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.loss_scale.load_state_dict(state_dict)
+        return self.loss_scale.update(bool(norm(gradients(optimizer)).isfinite()))

@@ -1,0 +1,191 @@
+"""AdamW with block-wise 8-bit state, made for the host: 2.03 bytes of state per parameter, one pass over memory.
+
+Each block of 256 elements keeps its largest magnitude in fp32 and every element in 8 bits, on a square-root scale: the
+first moment as a signed root of m / max|m|, the second as a root of u / max u with u = sqrt(v). That is arithmetic
+alone (no table of 256 values to search), so a processor's vector units do it. A code of u is never 0: rounded to zero,
+a second moment would turn the next small gradient into a huge step.
+
+On a CPU the step is one C++ function, compiled once; it reads the gradient in 16 or 32 bits, scales and clips it, and
+writes the new weights in 16 bits besides. Without a compiler, and on CUDA, the same arithmetic runs as torch operators.
+Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companding: Ortiz et al. 2025, the FlashOptim optimizers.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.optim.compiled import library
+
+BLOCK = 256
+# The smallest code of u: (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, the smallest m that is not
+# zero. So an element that is tiny in its block steps at most as far as the others.
+LEAST = 2
+SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
+CHUNK = 1 << 16  # elements that torch operators work on at once: their intermediates stay in a core's cache
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Reading(NamedTuple):
+    """How a stored gradient becomes the one that is meant: g x unscale, limited to +-limit, x clip."""
+
+    unscale: float = 1.0
+    limit: float = math.inf
+    clip: float = 1.0
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """In fp32. Factors of 1 change no bit."""
+        wide = gradient.float() if gradient.dtype != torch.float32 else gradient.clone()
+        wide = wide.mul_(self.unscale)
+        if self.limit < math.inf:
+            wide = wide.clamp_(-self.limit, self.limit)
+        return wide.mul_(self.clip)
+
+
+AS_STORED = Reading()
+
+
+class HostAdamW8bit(Optimizer):
+    """Args: params: fp32; weight_decay: decoupled. A group with `state_bits` of 32 keeps its state in fp32."""
+
+    def __init__(
+        self,
+        params,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> float | None:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.step_from(p.grad, group, p)
+        return loss
+
+    @torch.no_grad()
+    def step_from(
+        self,
+        gradient: Tensor,
+        group: dict,
+        p: nn.Parameter,
+        reading: Reading = AS_STORED,
+        rounded: Tensor | None = None,
+    ) -> None:
+        """Step one parameter.
+
+        Args:
+            gradient: of p's shape, in fp32, bf16 or fp16.
+            reading: what the gradient is multiplied with and limited to first.
+            rounded: of p's shape, in bf16 or fp16: receives the new weights.
+        """
+        state = self.state[p]
+        if not state:
+            state |= _zeros(p, group.get("state_bits", 8))
+        state["step"] += 1
+        rule = _rule(group, state["step"])
+        if "m_top" not in state:
+            _full_step(p, reading(gradient), state, rule)
+        elif p.device.type == "cpu" and (native := library(Path(__file__).with_suffix(".cpp"))) is not None:
+            _native_step(native, p, gradient, state, rule, reading, rounded)
+            return
+        else:
+            for part in _chunks(p, gradient, state):
+                _block_step(*part, rule, reading)
+        if rounded is not None:
+            rounded.copy_(p)
+
+
+class Rule(NamedTuple):
+    """What a step needs to know, in the order of the C++ `Rule`."""
+
+    rate: float  # lr over the first moment's bias correction
+    keep: float  # 1 - lr x decay
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    eps: float
+    widened: float  # the second moment's bias correction, as a factor of its root
+
+
+def _rule(group: dict, step: int) -> Rule:
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    rate, widened = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    return Rule(rate, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], widened)
+
+
+def _zeros(p: Tensor, bits: int) -> dict:
+    if bits == 32 or p.numel() < SMALL:
+        return {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+    blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+    return {
+        "step": 0,
+        "m": torch.zeros(p.numel(), dtype=torch.int8, device=p.device),
+        "u": torch.zeros(p.numel(), dtype=torch.uint8, device=p.device),
+        "m_top": blocks,
+        "u_top": blocks.clone(),
+    }
+
+
+def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
+    m, v = state["m"].lerp_(g, rule.rest1), state["v"].mul_(rule.beta2).addcmul_(g, g, value=rule.rest2)
+    p.mul_(rule.keep).addcdiv_(m, v.sqrt().mul_(rule.widened).add_(rule.eps), value=-rule.rate)
+
+
+def _native_step(
+    native: ctypes.CDLL, p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading, rounded: Tensor | None
+) -> None:
+    if not (p.is_contiguous() and (rounded is None or rounded.is_contiguous())):
+        raise ValueError("HostAdamW8bit steps contiguous parameters only: call .contiguous() on them first.")
+    g = g.contiguous()
+
+    def address(tensor: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
+
+    native.adamw8bit(
+        *(address(p), address(g), _DTYPES[g.dtype]),
+        *(address(state[key]) for key in ("m", "u", "m_top", "u_top")),
+        *(address(rounded), _DTYPES[rounded.dtype if rounded is not None else torch.bfloat16]),
+        *(ctypes.c_long(p.numel()), (ctypes.c_float * 11)(*rule, *reading), torch.get_num_threads()),
+    )
+
+
+def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[tuple[Tensor, ...]]:
+    """(p, g, m, u, m_top, u_top) as whole blocks (blocks, 256), and the unfinished last one as (1, n)."""
+    flat = (p.view(-1), g.reshape(-1), state["m"], state["u"])
+    whole = p.numel() // BLOCK * BLOCK
+    chunk = CHUNK if p.device.type == "cpu" else whole
+    for start in range(0, whole, chunk or 1):
+        stop = min(start + chunk, whole)
+        tops = slice(start // BLOCK, stop // BLOCK)
+        yield *(x[start:stop].view(-1, BLOCK) for x in flat), state["m_top"][tops], state["u_top"][tops]
+    if whole < p.numel():
+        yield *(x[None, whole:] for x in flat), state["m_top"][-1:], state["u_top"][-1:]
+
+
+def _block_step(
+    p: Tensor, g: Tensor, m8: Tensor, u8: Tensor, m_top: Tensor, u_top: Tensor, rule: Rule, reading: Reading
+) -> None:
+    g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
+    m = m8.float()
+    m = m.mul_(m.abs()).mul_(m_top[:, None] / 127**2).lerp_(g, rule.rest1)
+    u = u8.float().square_().mul_(u_top[:, None] / 255**2)
+    u = u.square_().mul_(rule.beta2).addcmul_(g, g, value=rule.rest2).sqrt_()
+    p.mul_(rule.keep).addcdiv_(m, (u * rule.widened).add_(rule.eps), value=-rule.rate)
+    size = m.abs()
+    torch.amax(size, 1, out=m_top)
+    torch.amax(u, 1, out=u_top)
+    # a block of zeros is divided by one, not by zero
+    size = size.mul_((127**2 / m_top.where(m_top > 0, 1.0))[:, None]).sqrt_()
+    m8.copy_(size.copysign_(m).round_())
+    u8.copy_(u.mul_((255**2 / u_top.where(u_top > 0, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

@@ -1,0 +1,62 @@
+"""A C++ file of this package as a library of functions: compiled once with whatever compiler there is, and cached.
+
+Only a compiler is needed: no headers of Python or torch, no build system. The file's functions are called through
+ctypes, which lets other Python threads run meanwhile.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=c++17")
+
+
+@functools.cache
+def library(source: Path) -> ctypes.CDLL | None:
+    """None where there is no compiler, or it cannot compile this: said once, the caller has a slower way."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return _without(source, "no C++ compiler is on the PATH")
+    try:
+        return ctypes.CDLL(str(_built(compiler, source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return _without(source, f"{compiler} failed ({said.strip().splitlines()[0]})")
+
+
+def _without(source: Path, why: str) -> None:
+    log.info(f"optim={source.stem}: {why}, so its step runs as torch operators, which takes up to three times as long.")
+
+
+def _built(compiler: str, source: Path) -> Path:
+    """The cached library; its name tells the source, the compiler and the instructions of this processor."""
+    describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    target = subprocess.run(describe, capture_output=True, text=True, check=True).stdout
+    key = hashlib.sha256("".join([source.read_text(), target, *FLAGS]).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmem"
+    found = cache / f"{source.stem}-{key}.so"
+    if not found.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:  # two processes may build at once
+            draft = Path(folder) / found.name
+            _compile(compiler, source, draft)
+            os.replace(draft, found)
+    return found
+
+
+def _compile(compiler: str, source: Path, to: Path) -> None:
+    command = [compiler, *FLAGS, str(source), "-o", str(to)]
+    quiet = {"capture_output": True, "text": True, "check": True}
+    try:
+        subprocess.run([*command, "-fopenmp"], **quiet)
+    except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: one thread then
+        subprocess.run(command, **quiet)

@@ -45,6 +45,7 @@ BASE = (
 WITH = {
     "precision=16": ["trainer.plugins.precision.init_scale=4096"],
     "precision=16-true": ["trainer.plugins.precision.init_scale=4096"],
+    "precision=16-master": ["trainer.plugins.precision.init_scale=4096"],
     "accumulation=fixed": ["batch_size=2"],
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
     "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4, 1: 2}"],

@@ -57,7 +57,7 @@ def test_a_technique_is_the_oracle(config, technique):
 REFUSED_PAIRS = {
     frozenset((other, "optim.in_backward=true"))
     for other in CHOICES
-    if other in ("precision=16", "precision=16-true")
+    if other in ("precision=16", "precision=16-true", "precision=16-master", "precision=bf16-master")
     or (other.startswith("accumulation=") and other != "accumulation=none")
 }
 

@@ -20,6 +20,10 @@ UPDATE = {
     # roundings of 2**-12 and 2**-9 in every product of the chain
     "precision=16": (0.04, 0.04),
     "precision=bf16": (0.15, 0.15),
+    # the weights, too, are rounded for every product, but not where they are stepped (measured: 0.045, 0.074 in fp16;
+    # 0.092, 0.166 in bf16)
+    "precision=16-master": (0.06, 0.1),
+    "precision=bf16-master": (0.15, 0.2),
     # and weights of 1 are 2**-11 or 2**-8 apart, with steps of 0.01: a rounding is up to 0.02 or 0.2 of a step
     "precision=16-true": (0.1, 0.1),
     "precision=bf16-true": (0.2, 0.25),

@@ -31,6 +31,11 @@ def scales_loss(cfg: DictConfig) -> bool:
     return getattr(get_object(cfg.trainer.plugins.precision._target_), "scales_loss", False)
 
 
+def masters(cfg: DictConfig) -> bool:
+    """Whether the optimizer steps on the host."""
+    return get_object(cfg.trainer.plugins.precision._target_).optimizer_side == "host"
+
+
 def accumulates(cfg: DictConfig) -> bool:
     if cfg.batch_size == "auto":  # the search ends at a batch_size that is not known yet
         return True
@@ -61,6 +66,24 @@ REFUSALS = (
         "optim.in_backward=true: every micro-batch would be an optimizer step, whatever accumulation says. Type "
         "accumulation=none, or optim.in_backward=false.",
         "two micro-batches of a window take two steps of the optimizer",
+    ),
+    Refusal(
+        lambda cfg: masters(cfg) and in_backward(cfg),
+        "optim.in_backward=true: with this precision the weights on the device have no optimizer; their masters step on "
+        "the host, with clip=null and bf16-master as soon as each gradient is there. Type optim.in_backward=false.",
+        "masters take no part in backward: the setting changes nothing",
+    ),
+    Refusal(
+        lambda cfg: masters(cfg) and "Paged" in cfg.optim._target_,
+        "This optim moves its state to host memory when the card is full, and with this precision the state is in host "
+        "memory already. Type optim=adamw8bit.",
+        "bitsandbytes does not page the state of parameters that are in host memory",
+    ),
+    Refusal(
+        lambda cfg: masters(cfg) and not (cfg.trainer.get("strategy", "auto") == "auto" and _one(cfg.trainer)),
+        "trainer.strategy, trainer.devices: this precision keeps the masters of one whole model beside one device. Type "
+        "precision=bf16 for several, or leave both out.",
+        "each process would step masters of its own on its own gradients",
     ),
     Refusal(
         lambda cfg: cfg.model.get("stable_embedding", False) and cfg.model.pretrained,
@@ -98,6 +121,10 @@ REFUSALS = (
 
 def refused(cfg: DictConfig) -> Iterator[str]:
     return (refusal.says.format(clip=cfg.clip, limit=cfg.memory.limit) for refusal in REFUSALS if refusal.applies(cfg))
+
+
+def _one(trainer: DictConfig) -> bool:
+    return trainer.get("devices", 1) in (1, "1", "auto", [0]) and trainer.get("num_nodes", 1) == 1
 
 
 def _on_cpu(cfg: DictConfig) -> bool:

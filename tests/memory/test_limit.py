@@ -6,7 +6,7 @@ import torch
 from lowmem.errors import Refused
 from lowmem.memory import limit
 from lowmem.memory.boundary import OnHost
-from lowmem.memory.tracker import OverLimit, StorageTracker, on_host
+from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_operator_that_exceeds_the_limit_raises():
 def test_what_is_on_the_host_does_not_count():
     with StorageTracker({}, limit=10_000) as tracker:
         host = torch.zeros(2000)
-        on_host(host)
+        belongs(host, "activations", "host")
         assert tracker.now == 0
         torch.zeros(2000)
         del host

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem.memory.tracker import on_host
+from lowmem.memory.tracker import belongs
 
 
 class Boundary(Protocol):
@@ -48,7 +48,7 @@ class OnHost:
             with torch.cuda.stream(self.stream):
                 self.host.copy_(tensor.detach(), non_blocking=True)
             tensor.record_stream(self.stream)
-        on_host(self.host)
+        belongs(self.host, "activations", "host")
 
     @classmethod
     def chain(cls) -> Callable[[Tensor], "OnHost"]:

@@ -66,7 +66,9 @@ class MemoryMeter(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._weights = ledger.weights(module)  # moving a module to a card replaces its buffers
         self._cuda = module.device if module.device.type == "cuda" else None
-        self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]))
+        plugin = trainer.precision_plugin
+        self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), plugin.optimizer_side)
+        self.ledger.own("other", plugin.host_tensors, "host")
         self._compiled = is_compiled(module)
         if self._compiled:
             log.info("Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen.")

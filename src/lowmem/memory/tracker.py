@@ -8,13 +8,14 @@ sampled.
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.memory.ledger import CATEGORIES, Owner, parts
+from lowmem.memory.ledger import CATEGORIES, Owner, Side, parts
 
 
 class Point(NamedTuple):
@@ -31,10 +32,23 @@ class Point(NamedTuple):
 _active: list["StorageTracker"] = []
 
 
-def on_host(tensor: Tensor) -> None:
-    """Tell whoever is tracking that a tensor stands for one in host memory, also where the device is the CPU."""
+def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
+    """Tell whoever is tracking what a tensor is, and on which side it would be beside a card."""
     for tracker in _active:
-        tracker.own(tensor, Owner("activations", "host", lambda: ()))
+        tracker.own(tensor, Owner(category, side, tuple))
+
+
+@contextmanager
+def host_side() -> Iterator[None]:
+    """Whatever is born within stands for host memory, also where the device is the CPU."""
+    trackers = list(_active)
+    for tracker in trackers:
+        tracker.working_on_host += 1
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            tracker.working_on_host -= 1
 
 
 class OverLimit(MemoryError):
@@ -50,7 +64,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(self, known: dict[int, tuple[Owner, int]], limit: int | None = None) -> None:
         super().__init__()
-        self.limit = limit
+        self.limit, self.working_on_host = limit, 0
         self.base = dict.fromkeys(CATEGORIES, 0)
         for owner, size in known.values():
             if owner.side == "device":
@@ -97,6 +111,8 @@ class StorageTracker(TorchDispatchMode):
             self.now -= size if self._side(serial) == "device" else 0
 
         self._references.append(weakref.ref(storage, died))
+        if self.working_on_host:
+            self._own(serial, size, Owner("other", "host", tuple))
         if self.limit is not None and self.now > self.limit:
             raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")
 

@@ -1,0 +1,222 @@
+"""16-bit weights on the device, fp32 masters on the host: 2 bytes per parameter on the card, and exact small updates.
+
+The device holds the weights in 16 bits and what the current backward pass needs. The host holds, in fp32, the weights
+that the optimizer steps (the masters), its state, and the window's gradients. Each gradient leaves for the host as soon
+as backward has made it (`master_callback.py`); there it is summed over the micro-batches in fp32, and a window of one
+micro-batch needs no more than its 16 bits. After the last one the host clips, steps each master and rounds it into the
+device's weight. It costs 4 bytes per parameter and step over the bus, and the step runs at the speed of the host.
+
+Masters are the loaded weights themselves, taken before they are rounded, and are kept by parameter, so tied weights
+stay tied. Source: Micikevicius et al. 2018, arXiv 1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for
+keeping them on the host.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.errors import Refused
+from lowmem.memory.ledger import Side
+from lowmem.memory.link import Link, link_to
+from lowmem.memory.tracker import host_side
+from lowmem.optim.adamw8bit import Reading
+from lowmem.precision.plugin import FullPrecision, ScaledLoss, step_one
+
+
+class Master:
+    """One parameter: its 16-bit weight on the device, and what the host holds of it."""
+
+    def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        self.name, self.weight = name, weight
+        self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
+        weight.data = weight.data.to(dtype)
+        self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
+        self.complete = False  # whether `sum` is of this window
+
+    def add(self, start: int, piece: Tensor, lent: bool) -> None:
+        """A piece of a gradient, in order. The first gradient is kept in its 16 bits, the second is added in fp32."""
+        with host_side():
+            if self.sum is None:
+                self.sum = torch.empty(self.wide.numel(), dtype=piece.dtype)
+            elif self.complete and self.sum.dtype != torch.float32:
+                self.sum = self.sum.float()
+            here = self.sum[start : start + piece.numel()]
+            here.add_(piece) if self.complete else here.copy_(piece)
+        self.complete = self.complete or start + piece.numel() == self.sum.numel()
+
+    def use(self, start: int, piece: Tensor, lent: bool) -> None:
+        """`add` for a gradient that is stepped at once: one that stays where it is need not be copied."""
+        if self.sum is None and not lent:
+            self.sum, self.complete = piece, True
+        else:
+            self.add(start, piece, lent)
+
+    def gradient(self) -> Tensor:
+        """Of the window, as it is stored: scaled, in 16 or 32 bits."""
+        return self.sum.view(self.wide.shape)
+
+    def used(self) -> None:
+        """The gradient of one micro-batch is dropped, the buffer of a longer window kept for the next."""
+        self.complete = False
+        if self.sum.dtype != torch.float32:
+            self.sum = None
+
+
+class BFloat16Master(FullPrecision):
+    """bf16 weights on the device; no loss scaling, bf16 has fp32's range."""
+
+    dtype = torch.bfloat16
+    optimizer_side: Side = "host"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.masters: dict[int, Master] = {}  # by id of the weight
+        self.link: Link = link_to(torch.device(device))
+        self.reading = Reading()  # of this window's gradients
+        self.not_finite: str | None = None  # the first parameter whose gradient made the last step impossible
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Lightning calls this once the weights are loaded or restored, and before they move to the device."""
+        for name, p in module.named_parameters():  # a tied parameter once
+            if id(p) not in self.masters:
+                self.masters[id(p)] = Master(name, p, self.dtype)
+        return module
+
+    def master(self, p: nn.Parameter) -> nn.Parameter:
+        return self.masters[id(p)].wide
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        for master in self.masters.values():
+            yield master.wide
+            if master.sum is not None:
+                yield master.sum
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def collect(self, p: nn.Parameter) -> None:
+        """A gradient that backward has just made leaves for the host, and is freed."""
+        master, lent = self.masters[id(p)], self.link.lends
+        self.link.fetch(p.grad, lambda start, piece: master.add(start, piece, lent))
+        p.grad = None
+
+    def collect_and_step(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
+        """The last gradient of a window steps its master as soon as it is on the host.
+
+        Raises:
+            Refused: a gradient that is not finite; masters that were stepped before it cannot be stepped back.
+        """
+        master, lent = self.masters[id(p)], self.link.lends
+        self.link.fetch(p.grad, lambda start, piece: master.use(start, piece, lent))
+        p.grad = None
+        self._update(optimizer, master, Reading(limit=_limit(clip_value)), check=True)
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Whether all gradients are finite; if not, none will be used."""
+        self.link.finish()
+        arrived = [master for master in self.masters.values() if master.complete]
+        self.reading = Reading(1 / self.gradient_scale)
+        with host_side():
+            self._norms = [_norm(master.sum) / self.gradient_scale for master in arrived]
+        infinite = (m.name for m, norm in zip(arrived, self._norms, strict=True) if not norm.isfinite())
+        self.not_finite = next(infinite, None)
+        if self.not_finite is not None:
+            for master in arrived:
+                master.complete = False
+        return self._usable(self.not_finite is None)
+
+    def _usable(self, finite: bool) -> bool:
+        return finite
+
+    def clip(self, optimizer: Optimizer, value: float | None, largest: float | None) -> Tensor | None:
+        arrived = [master for master in self.masters.values() if master.complete]
+        if not arrived:  # each gradient was used up in backward
+            return None
+        self.reading = self.reading._replace(limit=_limit(value))
+        if largest is None:
+            return None
+        with host_side():
+            if value is not None:
+                self._norms = [_norm(self.reading(master.sum)) for master in arrived]
+            found = torch.linalg.vector_norm(torch.stack(self._norms))
+            factor = torch.clamp(largest / (found + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+        self.reading = self.reading._replace(clip=factor.item())
+        return found
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Optimizer, model, closure, **_) -> None:
+        self._wrap_closure(model, optimizer, closure)  # the callbacks look at the gradients, and clipping
+        for master in self.masters.values():  # in the order in which the next forward pass reads their weights
+            if master.complete:
+                self._update(optimizer, master, self.reading)
+
+    def _update(self, optimizer: Optimizer, master: Master, reading: Reading, check: bool = False) -> None:
+        # the group as it is now: the schedule goes on while the host still steps
+        group = next({**g} for g in optimizer.param_groups if any(p is master.wide for p in g["params"]))
+        self.link.update(master.weight, partial(_step, optimizer, group, master, reading, check))
+
+    def arrived(self) -> None:
+        self.link.finish()
+        for master in self.masters.values():
+            self.link.wait(master.weight)
+
+    @contextmanager
+    def widest(self, module: nn.Module) -> Iterator[None]:
+        self.arrived()
+        narrow = {p: p.data for p in module.parameters()}
+        for p in narrow:
+            p.data = self.master(p).data
+        try:
+            yield
+        finally:
+            for p, data in narrow.items():
+                p.data = data
+
+    def teardown(self) -> None:
+        self.link.close()
+
+
+class Float16Master(ScaledLoss, BFloat16Master):
+    """fp16 weights on the device, with a loss scale. Args, Raises: those of `ScaledLoss`."""
+
+    dtype = torch.float16
+
+    def _usable(self, finite: bool) -> bool:
+        return self.loss_scale.update(finite)
+
+
+def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, check: bool, rounded: Tensor) -> None:
+    """On the host: step a master and write its weight, in 16 bits, into `rounded`."""
+    gradient = master.gradient()
+    if check and not _finite(gradient):
+        raise Refused(
+            f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so nothing "
+            "was saved: resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which every "
+            "gradient is looked at before any is used and such a step is skipped."
+        )
+    with host_side(), torch.no_grad():
+        if hasattr(optimizer, "step_from"):  # reads 16 bits and writes 16 bits in its own pass
+            optimizer.step_from(gradient, group, master.wide, reading, rounded)
+        else:
+            master.wide.grad = reading(gradient)
+            step_one(optimizer, group, master.wide)
+            master.wide.grad = None
+            rounded.copy_(master.wide)
+    master.used()
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+
+def _finite(gradient: Tensor) -> bool:
+    """nan and inf reach the smallest or the largest element; 40 times as fast as isfinite().all()."""
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(gradient))
+
+
+def _limit(value: float | None) -> float:
+    return float("inf") if value is None else value

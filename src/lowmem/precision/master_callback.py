@@ -1,0 +1,101 @@
+"""The half of `master.py` that lives in the training loop: hooks on the model, early steps, checkpoints, faults."""
+
+from collections.abc import Iterable
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lowmem.errors import Refused
+from lowmem.memory.tracker import belongs
+
+
+class MasterWeights(Callback):
+    """Sends each gradient to the host as soon as it exists, and makes each layer wait for its own new weights.
+
+    Args:
+        clip, clip_value: the run's; a global norm needs all gradients before the first step.
+        early_step: step each master as soon as the window's last gradient of it is there, where nothing needs all of
+            them (a norm, or a loss scale): the step runs beside backward, and no gradients are held.
+        skips_in_a_row: steps skipped for gradients that are not finite after which the run stops.
+    """
+
+    def __init__(
+        self,
+        clip: float | None = None,
+        clip_value: float | None = None,
+        early_step: bool = True,
+        skips_in_a_row: int = 20,
+    ) -> None:
+        self.clip, self.clip_value, self.early_step = clip, clip_value, early_step
+        self.skips_in_a_row, self.skips = skips_in_a_row, 0
+        self._hooks: list = []
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        self.plugin = trainer.precision_plugin
+        self.early = self.early_step and self.clip is None and not self.plugin.scales_loss
+        strategy = trainer.strategy
+
+        def restore(checkpoint: dict) -> None:
+            """Lightning's own moves the restored state to the device, all of it."""
+            for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
+
+        strategy.load_optimizer_state_dict = restore
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        def left(p: nn.Parameter) -> None:
+            belongs(p.grad, "gradients")
+            if self.early and module.last_micro_batch:
+                self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
+            else:
+                self.plugin.collect(p)
+
+        def wait_for(parameters: Iterable[nn.Parameter]):
+            return lambda *_: [self.plugin.link.wait(p) for p in parameters] and None
+
+        every = list(module.parameters())
+        self._hooks = [p.register_post_accumulate_grad_hook(left) for p in every if p.requires_grad]
+        for part in module.modules():
+            if own := list(part.parameters(recurse=False)):
+                self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
+        # a head is also read without being called: by the chunked loss, after the model below it
+        body = getattr(module.model, "base_model", module.model)
+        self._hooks.append(body.register_forward_hook(wait_for(every)))
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        if self.early and not bool(loss.isfinite()):
+            raise Refused(
+                f"The loss became {loss.item():g} in step {trainer.global_step + 1}, before anything of it was used; "
+                "resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which such a step is "
+                "skipped."
+            )
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- steps that were skipped ----------------------------------------------------------------------------------
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
+        self.skips = 0 if outputs["stepped"] else self.skips + 1
+        if self.skips == self.skips_in_a_row:
+            trainer.should_stop = True  # a checkpoint follows, and then `on_train_end`
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.skips >= self.skips_in_a_row:
+            raise Refused(
+                f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite (the "
+                "first of the model's parameters of which that is so). A checkpoint was saved. Type a smaller lr, or "
+                "precision=bf16-master, which has fp32's range."
+            )
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
+        """The masters under the names of the weights: any other precision can go on with them."""
+        self.plugin.arrived()
+        for name, p in module.named_parameters(remove_duplicate=False):
+            checkpoint["state_dict"][name] = self.plugin.master(p).data

@@ -9,6 +9,7 @@ elements, whose 8-bit state is 32-bit). Bytes at GPT-2 XL's shapes are counted o
 import argparse
 import json
 from collections.abc import Iterator
+from unittest.mock import patch
 
 from benchmarks.runner import RESULTS, measure, medians, ratio, trained, write
 
@@ -48,7 +49,7 @@ def row(name: str) -> dict:
 
 
 def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
-    """Peak bytes by category of one micro-batch at GPT-2 XL's shapes, and the optimizer's state, in bytes."""
+    """Peak bytes of the device by category: one micro-batch at GPT-2 XL's shapes, and the optimizer's state there."""
     import torch
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
@@ -65,19 +66,23 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
     spec = OmegaConf.to_container(cfg.model, resolve=True)
     precision = fit.instantiate(cfg.trainer.plugins.precision)
     with FakeTensorMode():
-        module = fit._module(cfg, spec, model.architecture(**spec))
+        module = precision.convert_module(fit._module(cfg, spec, model.architecture(**spec)))
         ledger, parameters = Ledger(), list(module.parameters())
         ledger.own("weights", lambda: weights(module))
         ledger.own("gradients", lambda: gradients(parameters))
         ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        for p in parameters:  # as on the second micro-batch of a window
-            p.grad = torch.zeros_like(p)
+        masters = precision.optimizer_side == "host"
+        for p in parameters:
+            if masters:
+                p.register_post_accumulate_grad_hook(precision.collect)
+            else:  # as on the second micro-batch of a window
+                p.grad = torch.zeros_like(p)
         with StorageTracker(ledger.storages()) as tracker:
-            with precision.forward_context():
+            with precision.forward_context(), patch("lowmem.loss.every_label_counts", return_value=True):
                 loss = module.loss(module.model, ids, ids)
             loss.backward()
         top = max(tracker.timeline(), key=lambda point: point.total)
-    state = sum(state_bytes(cfg.optim._target_, p.shape) for p in parameters)
+    state = 0 if masters else sum(state_bytes(cfg.optim._target_, p.shape) for p in parameters)
     return top.bytes | {"optimizer": state, "total": top.total + state}
 
 

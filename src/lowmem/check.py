@@ -18,6 +18,7 @@ from lowmem.refusals import refused
 
 COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "save_every", "log_every")
 DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")
 # Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
 OPTIM_KEYS = ("in_backward", "embedding_bits")
 
@@ -59,6 +60,8 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
         limit.parse(cfg.memory.limit)
     except Refused as error:
         yield str(error)
+    if cfg.export_dtype not in (None, *DTYPES):
+        yield f"export_dtype={cfg.export_dtype}: give one of {', '.join(DTYPES)}, or null for that of the weights."
     if cfg.device not in DEVICES:
         yield f"device={cfg.device}: give one of {', '.join(DEVICES)}."
 

@@ -76,6 +76,7 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
+        trainer.precision_plugin.arrived()
         if not _all_finite(trainer.lightning_module):
             raise Refused(
                 f"A weight is no longer finite at step {trainer.global_step}; nothing was saved. Type a smaller lr, or "

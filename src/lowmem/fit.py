@@ -28,6 +28,7 @@ from lowmem.data.tokens import Tokens, tokenize
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.memory.advice import out_of_memory
+from lowmem.memory.host import check_host
 from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
 from lowmem.module import CausalLM
@@ -97,6 +98,7 @@ def build(
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
     check_positions(cfg.seq_len, model.positions(config))
+    check_host(cfg, config, optimizer(cfg))
     tokens = _tokens(cfg, spec, config)
     start = saved.position if saved else START
     train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
@@ -221,7 +223,8 @@ def _report(
     from lowmem.report import picture  # matplotlib takes half a second
 
     summary = _summary(run, cfg, tokens, module) | about
-    model.export(module.model, tokens.tokenizer, output_dir / "model")
+    with run.trainer.precision_plugin.widest(module):
+        model.export(module.model, tokens.tokenizer, output_dir / "model", cfg.export_dtype)
     title = " ".join(about["overrides"]) or f"{cfg.model.name}, as shipped"
     picture.memory_picture(output_dir / "memory.png", run.meter.rows(), run.meter.timeline, title)
     picture.send(output_dir / "memory.png", run.loggers, summary["steps"])

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from lowmem.data.loader import IGNORED
 from lowmem.errors import Refused
 
+SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
+
 
 def full(model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
     logits = model(input_ids=input_ids, use_cache=False).logits  # (B, T, V)
@@ -28,13 +30,18 @@ def chunked(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, rows: int
     head = _linear_head(model)
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, H)
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    counted = labels != IGNORED
-    if not bool(counted.all()):  # positions that do not count never reach the head
+    if not every_label_counts(labels):  # positions that do not count never reach the head
+        counted = labels != IGNORED
         hidden, labels = hidden[counted], labels[counted]
     if torch.is_autocast_enabled(hidden.device.type):  # inside the function autocast no longer acts
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     softcap = getattr(model.config, "final_logit_softcapping", None)
     return _ChunkedCrossEntropy.apply(hidden, head.weight, head.bias, labels, rows, softcap)
+
+
+def every_label_counts(labels: Tensor) -> bool:
+    """The one question about the data: whoever traces shapes alone must answer it instead."""
+    return bool((labels != IGNORED).all())
 
 
 # Attributes with which a model multiplies its logits after the head.
@@ -59,9 +66,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # In the weight's own dtype: a sum over thousands of rows in 16 bits would lose the small ones.
-        d_weight = torch.zeros_like(weight) if needs_weight else None
-        d_bias = torch.zeros_like(bias) if needs_bias else None
+        # In fp32, 4 bytes per element of the head: a sum over thousands of rows in 16 bits would lose the small ones.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in range(0, len(labels), rows):
             rows_hidden, rows_labels = hidden[part : part + rows], labels[part : part + rows]
@@ -82,22 +90,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_weight:
                 _add_product(d_weight, d_rows, rows_hidden)
             if needs_bias:
-                d_bias += d_logits.sum(0).to(bias.dtype)
+                d_bias += d_logits.sum(0)
+            del logits, logp, d_logits, d_rows  # before the next chunk's, not after
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx, d_total):
-        def scaled(gradient):
-            return None if gradient is None else gradient.mul_(d_total)
+        def scaled(gradient, dtype):  # first, so that a loss scale acts before 16 bits do
+            return None if gradient is None else gradient.mul_(d_total).to(dtype)
 
         d_hidden, d_weight, d_bias = ctx.saved_tensors
-        return scaled(d_hidden), scaled(d_weight), scaled(d_bias), None, None, None
+        each = (d_hidden, None if d_hidden is None else d_hidden.dtype), (d_weight, ctx.dtype), (d_bias, ctx.dtype)
+        return *(scaled(*gradient) for gradient in each), None, None, None
 
 
 def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:
     """total (V, H) += d_rows (rows, V) transposed x rows_hidden (rows, H)."""
     if total.dtype == d_rows.dtype:
         total.addmm_(d_rows.T, rows_hidden)
-    else:
-        total.add_(d_rows.T @ rows_hidden)
+        return
+    for part, columns in zip(total.split(SLICE), d_rows.split(SLICE, dim=1), strict=True):
+        part.add_(columns.T @ rows_hidden)

@@ -6,7 +6,8 @@ precision asks for: never two copies in host memory.
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -131,14 +132,32 @@ def tokenizer(name: str, trust_remote_code: bool, **_: object) -> PreTrainedToke
         raise Refused(f"model.name={name}: its tokenizer cannot be read ({reason})") from None
 
 
-def export(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Weights (safetensors), configuration and tokenizer in Hugging Face's format. Whole or not at all."""
+def export(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str | None = None
+) -> None:
+    """Weights (safetensors), configuration and tokenizer in Hugging Face's format. Whole or not at all.
+
+    Args:
+        dtype: of the written weights, such as bfloat16; None: as they are.
+    """
     draft = folder.with_name(f".{folder.name}.writing")
-    with folded(network):
-        network.save_pretrained(draft)
+    with folded(network), _held_in(network, dtype):
+        network.save_pretrained(draft, max_shard_size="1GB")  # a shard is copied whole while it is written
     tokenizer.save_pretrained(draft)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(draft, folder)
+
+
+@contextmanager
+def _held_in(network: PreTrainedModel, dtype: str | None) -> Iterator[None]:
+    held = {p: p.data for p in network.parameters()} if dtype else {}
+    for p, data in held.items():
+        p.data = data.to(getattr(torch, dtype))
+    try:
+        yield
+    finally:
+        for p, data in held.items():
+            p.data = data
 
 
 def positions(config: PretrainedConfig) -> int | None:

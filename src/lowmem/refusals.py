@@ -69,8 +69,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda cfg: masters(cfg) and in_backward(cfg),
-        "optim.in_backward=true: with this precision the weights on the device have no optimizer; their masters step on "
-        "the host, with clip=null and bf16-master as soon as each gradient is there. Type optim.in_backward=false.",
+        "optim.in_backward=true: with this precision the weights on the device have no optimizer; their masters step "
+        "on the host, with clip=null and bf16-master as soon as each gradient is there. Type optim.in_backward=false.",
         "masters take no part in backward: the setting changes nothing",
     ),
     Refusal(
@@ -81,8 +81,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda cfg: masters(cfg) and not (cfg.trainer.get("strategy", "auto") == "auto" and _one(cfg.trainer)),
-        "trainer.strategy, trainer.devices: this precision keeps the masters of one whole model beside one device. Type "
-        "precision=bf16 for several, or leave both out.",
+        "trainer.strategy, trainer.devices: this precision keeps the masters of one whole model beside one device. "
+        "Type precision=bf16 for several, or leave both out.",
         "each process would step masters of its own on its own gradients",
     ),
     Refusal(

@@ -1,6 +1,7 @@
 """16-bit weights on the device, fp32 masters on the host: the bits of the naive loop with two whole models."""
 
-import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -30,10 +31,17 @@ SCHEDULERS, ACCUMULATIONS, CHECKPOINTINGS, LOSSES = (
 )
 
 
-def configured(config, precision, *techniques):
+INIT_SCALE = "trainer.plugins.precision.init_scale={}"
+
+
+def configured(config, precision, optim, clip, accumulation, scheduler, *more):
     """Six steps: windows of four micro-batches and, where an epoch ends, a short one."""
-    lines = parity.overrides(f"precision={precision}", *techniques)
-    return config(*lines, "max_steps=6", "scheduler.warmup_steps=2", base=())
+    named = (f"precision={precision}", f"optim={optim}", f"accumulation={accumulation}")
+    lines = parity.overrides(*named, *more)
+    lines = [line for line in lines if line.split("=")[0] not in ("scheduler", "scheduler.warmup_steps")]
+    return config(
+        *lines, f"scheduler={scheduler}", "scheduler.warmup_steps=2", *CLIPS[clip], "max_steps=6", *more, base=()
+    )
 
 
 def build(cfg):
@@ -49,7 +57,7 @@ def windows(cfg):
 def naive(cfg):
     """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
     wide, narrow = build(cfg), build(cfg).model
-    dtype = torch.float16 if "Float16" in cfg.trainer.plugins.precision._target_.split(".")[-1][:7] else torch.bfloat16
+    dtype = torch.float16 if cfg.trainer.plugins.precision._target_.endswith(".Float16Master") else torch.bfloat16
     for p in narrow.parameters():
         p.data = p.data.to(dtype)
     optimizer = fit.optimizer(cfg)(wide.model)
@@ -109,11 +117,203 @@ def equal(one, other):
 
 # --- bit-equality -----------------------------------------------------------------------------------------------------
 
+QUICK = [("none", "cosine"), ("fixed", "linear"), ("by_epoch", "constant")]
+
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bits_of_the_naive_loop(config, precision, clip, optim):
-    cfg = configured(config, precision, f"optim={optim}", "accumulation=fixed")
-    cfg = config(*parity.overrides(f"precision={precision}", f"optim={optim}", "accumulation=fixed"), *CLIPS[clip], base=())
+    for accumulation, scheduler in QUICK[:: 1 if optim == "adamw" else 2]:
+        cfg = configured(config, precision, optim, clip, accumulation, scheduler)
+        assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(config, precision, clip, optim):
+    for accumulation, scheduler in product(ACCUMULATIONS, SCHEDULERS):
+        cfg = configured(config, precision, optim, clip, accumulation, scheduler)
+        assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
+
+
+@pytest.mark.parametrize("checkpointing", [pytest.param(c, marks=pytest.mark.slow) for c in CHECKPOINTINGS])
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bits_of_the_naive_loop_with_every_checkpointing(config, precision, clip, checkpointing):
+    for optim, loss in product(OPTIMIZERS, LOSSES):
+        more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
+        cfg = configured(config, precision, optim, clip, "fixed", "linear", *more)
+        assert equal(ours(cfg), naive(cfg)), (optim, loss)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_checkpointed_chunked_run_has_the_bits_of_the_naive_loop(config, precision):
+    """The small sibling of the one above."""
+    more = ("gradient_checkpointing=every_layer", "loss=chunked")
+    cfg = configured(config, precision, "adamw8bit", "both", "fixed", "cosine", *more)
     assert equal(ours(cfg), naive(cfg))
+
+
+@pytest.mark.parametrize("clip", ["norm", "off"])
+def test_an_overflow_skips_the_step_and_halves_the_scale_as_the_naive_scaler_does(config, clip):
+    cfg = configured(config, "16-master", "adamw", clip, "fixed", "linear", INIT_SCALE.format(2.0**30))
+    found = ours(cfg)
+    assert found[2] > 3 and equal(found, naive(cfg))
+
+
+def test_stepping_early_changes_no_bit(config):
+    """Also where a window of four micro-batches has summed three of them before the last steps."""
+    for accumulation in ("none", "fixed"):
+        early, late = (
+            ours(
+                configured(
+                    config, "bf16-master", "adamw8bit", "value", accumulation, "linear", f"master.early_step={e}"
+                )
+            )
+            for e in ("true", "false")
+        )
+        assert equal(early, late)
+
+
+def test_tied_weights_stay_tied(config):
+    def both(tied):
+        cfg = configured(
+            config, "bf16-master", "adamw", "norm", "fixed", "linear", f"model.architecture.tie_word_embeddings={tied}"
+        )
+        return ours(cfg), naive(cfg)
+
+    (tied, theirs), (untied, _) = both("true"), both("false")
+    assert len(tied[0]) == len(untied[0]) - 1 and equal(tied, theirs)
+
+
+# --- deliberately wrong variants --------------------------------------------------------------------------------------
+
+
+def masters_from_rounded_weights(monkeypatch):
+    right = BFloat16Master.convert_module
+
+    def wrong(self, module):
+        for p in module.parameters():
+            p.data = p.data.to(self.dtype).float()
+        return right(self, module)
+
+    monkeypatch.setattr(BFloat16Master, "convert_module", wrong)
+
+
+def clipped_before_unscaling(monkeypatch):
+    right = Float16Master.unscale
+
+    def wrong(self, optimizer):
+        finite = right(self, optimizer)
+        self._norms = [norm * self.gradient_scale for norm in self._norms]
+        return finite
+
+    monkeypatch.setattr(Float16Master, "unscale", wrong)
+
+
+def one_gradient_dropped(monkeypatch):
+    right = masters.Master.add
+
+    def wrong(self, start, piece):
+        if not (self.complete and "layers.1.mlp.up" in self.name):  # all but the first of each window
+            right(self, start, piece)
+
+    monkeypatch.setattr(masters.Master, "add", wrong)
+
+
+def summed_in_16_bits(monkeypatch):
+    right = masters.Master.add
+
+    def wrong(self, start, piece):
+        if self.complete:
+            self.sum = self.sum.to(piece.dtype)
+            self.sum[start : start + piece.numel()].add_(piece)
+        else:
+            right(self, start, piece)
+
+    monkeypatch.setattr(masters.Master, "add", wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [masters_from_rounded_weights, clipped_before_unscaling, one_gradient_dropped, summed_in_16_bits]
+)
+def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):
+    cfg = configured(config, "16-master", "adamw", "norm", "fixed", "linear")
+    assert equal(ours(cfg), naive(cfg))
+    wrong(monkeypatch)
+    assert not equal(ours(cfg), naive(cfg))
+
+
+# --- the staged link, as beside a card --------------------------------------------------------------------------------
+
+
+class SlowLane:
+    """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
+
+    def __init__(self):
+        self.copies, self.moved = ThreadPoolExecutor(1), 0
+
+    def staging(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self):
+        return Reached(None)
+
+    def copy(self, to, source, after):
+        self.moved += to.nbytes
+
+        def late():
+            after.synchronize()
+            time.sleep(0.0005)
+            with torch.no_grad():
+                to.copy_(source)
+
+        return Reached(self.copies.submit(late))
+
+    def hold(self, until):
+        until.synchronize()
+
+
+class Reached:
+    def __init__(self, future):
+        self.future = future
+
+    def synchronize(self):
+        if self.future is not None:
+            self.future.result()
+
+
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_the_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):
+    for precision, loss in zip(PRECISIONS, LOSSES, strict=True):
+        cfg = configured(config, precision, optim, clip, "fixed", "linear", f"loss={loss}", "max_steps=3")
+        assert equal(ours(cfg, SlowLane()), naive(cfg))
+
+
+def test_over_the_link_go_two_bytes_per_parameter_and_micro_batch_and_two_back(config):
+    lane, cfg = SlowLane(), configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    parameters = sum(p.numel() for p in ours(cfg, lane)[0])
+    assert lane.moved == 3 * (2 + 2) * parameters
+
+
+def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
+    """The deliberately wrong variant: the next forward pass reads what has not come back yet."""
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    monkeypatch.setattr(StagedLink, "wait", lambda self, weight: None)
+    try:
+        assert not equal(ours(cfg, SlowLane()), naive(cfg))
+    except RuntimeError as error:  # where it came back while backward was still reading the old one
+        assert "modified by an inplace operation" in str(error)
+
+
+def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("on the host")
+
+    monkeypatch.setattr(masters, "_step", broken)
+    with pytest.raises(ZeroDivisionError, match="on the host"):
+        ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())

@@ -152,9 +152,10 @@ class StagedLink(Link):
             self.lane.hold(coming.result())
 
     def finish(self) -> None:
-        done = threading.Event()
-        self._jobs.put(done.set)
-        done.wait()
+        if self._thread.is_alive():
+            done = threading.Event()
+            self._jobs.put(done.set)
+            done.wait()
         self._raise()
 
     def _raise(self) -> None:
@@ -169,8 +170,9 @@ class StagedLink(Link):
                 self._failed = self._failed or error
 
     def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
 
 
 class CudaLane:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from lowmem.errors import Refused
 from lowmem.memory.ledger import Side
-from lowmem.memory.link import Link, link_to
-from lowmem.memory.tracker import host_side
+from lowmem.memory.link import Link, Take, link_to
+from lowmem.memory.tracker import belongs, host_side
 from lowmem.optim.adamw8bit import Reading
 from lowmem.precision.plugin import FullPrecision, ScaledLoss, step_one
 
@@ -37,7 +37,7 @@ class Master:
         self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
         self.complete = False  # whether `sum` is of this window
 
-    def add(self, start: int, piece: Tensor, lent: bool) -> None:
+    def add(self, start: int, piece: Tensor) -> None:
         """A piece of a gradient, in order. The first gradient is kept in its 16 bits, the second is added in fp32."""
         with host_side():
             if self.sum is None:
@@ -48,12 +48,12 @@ class Master:
             here.add_(piece) if self.complete else here.copy_(piece)
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
-    def use(self, start: int, piece: Tensor, lent: bool) -> None:
-        """`add` for a gradient that is stepped at once: one that stays where it is need not be copied."""
-        if self.sum is None and not lent:
+    def use(self, start: int, piece: Tensor) -> None:
+        """`add` for a whole gradient that is stepped at once: it need not be copied."""
+        if self.sum is None:
             self.sum, self.complete = piece, True
         else:
-            self.add(start, piece, lent)
+            self.add(start, piece)
 
     def gradient(self) -> Tensor:
         """Of the window, as it is stored: scaled, in 16 or 32 bits."""
@@ -99,9 +99,7 @@ class BFloat16Master(FullPrecision):
 
     def collect(self, p: nn.Parameter) -> None:
         """A gradient that backward has just made leaves for the host, and is freed."""
-        master, lent = self.masters[id(p)], self.link.lends
-        self.link.fetch(p.grad, lambda start, piece: master.add(start, piece, lent))
-        p.grad = None
+        self._fetch(p, self.masters[id(p)].add)
 
     def collect_and_step(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
         """The last gradient of a window steps its master as soon as it is on the host.
@@ -109,10 +107,14 @@ class BFloat16Master(FullPrecision):
         Raises:
             Refused: a gradient that is not finite; masters that were stepped before it cannot be stepped back.
         """
-        master, lent = self.masters[id(p)], self.link.lends
-        self.link.fetch(p.grad, lambda start, piece: master.use(start, piece, lent))
-        p.grad = None
+        master = self.masters[id(p)]
+        self._fetch(p, master.add if self.link.lends else master.use)
         self._update(optimizer, master, Reading(limit=_limit(clip_value)), check=True)
+
+    def _fetch(self, p: nn.Parameter, take: Take) -> None:
+        belongs(p.grad, "gradients")
+        self.link.fetch(p.grad, take)
+        p.grad = None
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Whether all gradients are finite; if not, none will be used."""
@@ -150,6 +152,7 @@ class BFloat16Master(FullPrecision):
 
     def optimizer_step(self, optimizer: Optimizer, model, closure, **_) -> None:
         self._wrap_closure(model, optimizer, closure)  # the callbacks look at the gradients, and clipping
+        optimizer._opt_called = True  # what the schedule's own patch of `step` would have noted
         for master in self.masters.values():  # in the order in which the next forward pass reads their weights
             if master.complete:
                 self._update(optimizer, master, self.reading)
@@ -194,8 +197,8 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, c
     gradient = master.gradient()
     if check and not _finite(gradient):
         raise Refused(
-            f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so nothing "
-            "was saved: resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which every "
+            f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
+            "nothing is saved: resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which every "
             "gradient is looked at before any is used and such a step is skipped."
         )
     with host_side(), torch.no_grad():

@@ -6,7 +6,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lowmem.errors import Refused
-from lowmem.memory.tracker import belongs
 
 
 class MasterWeights(Callback):
@@ -46,7 +45,6 @@ class MasterWeights(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         def left(p: nn.Parameter) -> None:
-            belongs(p.grad, "gradients")
             if self.early and module.last_micro_batch:
                 self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
             else:
@@ -87,8 +85,8 @@ class MasterWeights(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.skips >= self.skips_in_a_row:
             raise Refused(
-                f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite (the "
-                "first of the model's parameters of which that is so). A checkpoint was saved. Type a smaller lr, or "
+                f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite, "
+                "the first of the model's parameters of which that is so. A checkpoint was saved. Type a smaller lr, or "
                 "precision=bf16-master, which has fp32's range."
             )
 

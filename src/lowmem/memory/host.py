@@ -1,0 +1,70 @@
+"""Does the host have the memory for masters, optimizer state and gradients? Asked before the weights are loaded."""
+
+from pathlib import Path
+
+import psutil
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from lowmem.errors import Refused
+from lowmem.memory.ledger import GIB, optimizer_state, parts
+from lowmem.optim.build import MakeOptimizer
+from lowmem.refusals import accumulates, masters, scales_loss
+
+PROBE = 256  # a matrix of this side has whole blocks of every optimizer that holds its state in blocks
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_host(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> None:
+    """Args: config: the architecture; make: the optimizer's.
+
+    Raises:
+        Refused: with the numbers, for a precision whose optimizer steps on the host.
+    """
+    if not masters(cfg):
+        return
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    needs, free = host_bytes(cfg, parameters, state_bytes_per_parameter(make)), available_bytes()
+    if sum(needs.values()) > free:
+        each = ", ".join(f"{what} {size / GIB:.1f}" for what, size in needs.items() if size)
+        raise Refused(
+            f"The host would have to hold {sum(needs.values()) / GIB:.1f} GiB ({each}) and has {free / GIB:.1f} GiB "
+            "free. Type optim=adamw8bit or adafactor for less state, precision=bf16-master clip=null for no gradients "
+            "without accumulation, or take a smaller model."
+        )
+
+
+def host_bytes(cfg: DictConfig, parameters: int, state: float) -> dict[str, float]:
+    """Bytes by what they hold; state: bytes per parameter."""
+    early = cfg.clip is None and cfg.master.get("early_step", False) and not scales_loss(cfg)
+    gradient = 4 if accumulates(cfg) else 0 if early else 2
+    on_cpu = cfg.device == "cpu"  # the device's weights are in host memory too
+    each = {"masters": 4, "optimizer state": state, "gradients": gradient, "16-bit weights": 2 if on_cpu else 0}
+    return {what: parameters * size for what, size in each.items()}
+
+
+def state_bytes_per_parameter(make: MakeOptimizer) -> float:
+    """Of a large matrix, counted on the state that one step leaves."""
+    probe = nn.Linear(PROBE, PROBE, bias=False)
+    optimizer = make(probe)
+    probe.weight.grad = torch.ones_like(probe.weight)
+    optimizer.step()
+    held = {p.untyped_storage()._cdata: p.nbytes for state in optimizer_state(optimizer) for p in parts(state)}
+    return sum(held.values()) / probe.weight.numel()
+
+
+def available_bytes() -> int:
+    """Free memory of the machine, or of the container where that is less."""
+    free = psutil.virtual_memory().available
+    limit, used = (_read(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def _read(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return None

@@ -232,7 +232,7 @@ def test_help_lists_the_groups_without_importing_anything_heavy():
         "print([m for m in ('torch', 'lightning', 'transformers', 'wandb', 'numpy') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "precision: 16, 16-true, 32, bf16, bf16-sr, bf16-true, tf32" in out
+    assert "precision: 16, 16-master, 16-true, 32, bf16, bf16-master, bf16-sr, bf16-true, tf32" in out
     assert out.strip().endswith("[]")
 
 

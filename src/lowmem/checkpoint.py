@@ -17,7 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lowmem.data.loader import Position, WindowLoader
 from lowmem.errors import Refused
+from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
+from lowmem.precision.loss_scale import finite
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -29,12 +31,10 @@ class AtomicCheckpointIO(CheckpointIO):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.writing")
-        with draft.open("wb") as stream:
-            torch.save(checkpoint, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        torch.save(checkpoint, draft)  # by name: given a stream, it would copy each tensor into bytes first
+        _sync(draft)
         os.replace(draft, path)
-        _sync_folder(path.parent)
+        _sync(path.parent)  # makes the rename itself durable (POSIX)
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         # mmap: tensors are read when they are copied into the model, never all at once beside it.
@@ -44,9 +44,8 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable (POSIX)."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -75,6 +74,9 @@ class Checkpoints(Callback):
         if due or trainer.should_stop:  # at the end, and after Ctrl-C, before the last evaluation
             self.save(trainer)
 
+    def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
+        page_out(checkpoint["state_dict"].values())  # the model has its copies by now
+
     def save(self, trainer: Trainer) -> None:
         trainer.precision_plugin.arrived()
         if not _all_finite(trainer.lightning_module):
@@ -89,7 +91,7 @@ class Checkpoints(Callback):
 
 
 def _all_finite(module: torch.nn.Module) -> bool:
-    return all(bool(p.detach().isfinite().all()) for p in module.parameters())
+    return all(finite(p.detach()) for p in module.parameters())
 
 
 def complete(folder: Path) -> list[Path]:

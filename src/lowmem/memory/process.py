@@ -1,12 +1,16 @@
 """What the operating system says of this process: resident memory now and at its highest."""
 
+import ctypes
 import functools
+import mmap
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+from torch import Tensor
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _KIB = 1024
@@ -37,6 +41,22 @@ def reset_peak_rss() -> None:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return
+
+
+_MADV_PAGEOUT = 21  # Linux 5.4; what has been written to is kept, so a wrong address costs time and nothing else
+
+
+def page_out(tensors: Iterable[Tensor]) -> None:
+    """Tensors of a mapped file have been copied: let go of the pages of the file, or they count as resident until the
+    map is closed (Linux; a no-op elsewhere)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    for tensor in tensors:
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()
+        start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start:
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_PAGEOUT)
 
 
 def seconds_since_start() -> float:

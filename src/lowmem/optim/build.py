@@ -10,6 +10,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem.memory.ledger import parts
+from lowmem.memory.process import page_out
+
 
 def itself(p: nn.Parameter) -> nn.Parameter:
     return p
@@ -92,6 +95,7 @@ def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
         for index, state in saved.items():
             group, p = owners[index]
             optimizer.state[p] = {key: _placed(key, value, group, p) for key, value in state.items()}
+            page_out(part for value in state.values() if isinstance(value, Tensor) for part in parts(value))
         saved.clear()
 
     optimizer.register_load_state_dict_pre_hook(before)

@@ -24,6 +24,7 @@ from lowmem.memory.ledger import Side
 from lowmem.memory.link import Link, Take, link_to
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.optim.adamw8bit import Reading
+from lowmem.precision.loss_scale import finite
 from lowmem.precision.plugin import FullPrecision, ScaledLoss, step_one
 
 
@@ -195,11 +196,11 @@ class Float16Master(ScaledLoss, BFloat16Master):
 def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, check: bool, rounded: Tensor) -> None:
     """On the host: step a master and write its weight, in 16 bits, into `rounded`."""
     gradient = master.gradient()
-    if check and not _finite(gradient):
+    if check and not finite(gradient):
         raise Refused(
             f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
-            "nothing is saved: resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which every "
-            "gradient is looked at before any is used and such a step is skipped."
+            "nothing is saved: resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which "
+            "every gradient is looked at before any is used and such a step is skipped."
         )
     with host_side(), torch.no_grad():
         if hasattr(optimizer, "step_from"):  # reads 16 bits and writes 16 bits in its own pass
@@ -214,11 +215,6 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, c
 
 def _norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=torch.float32)
-
-
-def _finite(gradient: Tensor) -> bool:
-    """nan and inf reach the smallest or the largest element; 40 times as fast as isfinite().all()."""
-    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(gradient))
 
 
 def _limit(value: float | None) -> float:

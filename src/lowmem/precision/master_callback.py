@@ -86,8 +86,8 @@ class MasterWeights(Callback):
         if self.skips >= self.skips_in_a_row:
             raise Refused(
                 f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite, "
-                "the first of the model's parameters of which that is so. A checkpoint was saved. Type a smaller lr, or "
-                "precision=bf16-master, which has fp32's range."
+                "the first of the model's parameters of which that is so. A checkpoint was saved. Type a smaller lr, "
+                "or precision=bf16-master, which has fp32's range."
             )
 
     # --- checkpoints ----------------------------------------------------------------------------------------------

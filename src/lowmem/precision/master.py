@@ -60,10 +60,10 @@ class Master:
         """Of the window, as it is stored: scaled, in 16 or 32 bits."""
         return self.sum.view(self.wide.shape)
 
-    def used(self) -> None:
-        """The gradient of one micro-batch is dropped, the buffer of a longer window kept for the next."""
+    def used(self, early: bool) -> None:
+        """The buffer is kept for the next window; not the gradient of a single micro-batch that was stepped at once."""
         self.complete = False
-        if self.sum.dtype != torch.float32:
+        if early and self.sum.dtype != torch.float32:
             self.sum = None
 
 
@@ -110,7 +110,7 @@ class BFloat16Master(FullPrecision):
         """
         master = self.masters[id(p)]
         self._fetch(p, master.add if self.link.lends else master.use)
-        self._update(optimizer, master, Reading(limit=_limit(clip_value)), check=True)
+        self._update(optimizer, master, Reading(limit=_limit(clip_value)), early=True)
 
     def _fetch(self, p: nn.Parameter, take: Take) -> None:
         belongs(p.grad, "gradients")
@@ -158,10 +158,10 @@ class BFloat16Master(FullPrecision):
             if master.complete:
                 self._update(optimizer, master, self.reading)
 
-    def _update(self, optimizer: Optimizer, master: Master, reading: Reading, check: bool = False) -> None:
+    def _update(self, optimizer: Optimizer, master: Master, reading: Reading, early: bool = False) -> None:
         # the group as it is now: the schedule goes on while the host still steps
         group = next({**g} for g in optimizer.param_groups if any(p is master.wide for p in g["params"]))
-        self.link.update(master.weight, partial(_step, optimizer, group, master, reading, check))
+        self.link.update(master.weight, partial(_step, optimizer, group, master, reading, early))
 
     def arrived(self) -> None:
         self.link.finish()
@@ -193,10 +193,10 @@ class Float16Master(ScaledLoss, BFloat16Master):
         return self.loss_scale.update(finite)
 
 
-def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, check: bool, rounded: Tensor) -> None:
+def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, early: bool, rounded: Tensor) -> None:
     """On the host: step a master and write its weight, in 16 bits, into `rounded`."""
     gradient = master.gradient()
-    if check and not finite(gradient):
+    if early and not finite(gradient):
         raise Refused(
             f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
             "nothing is saved: resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which "
@@ -210,7 +210,7 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, c
             step_one(optimizer, group, master.wide)
             master.wide.grad = None
             rounded.copy_(master.wide)
-    master.used()
+    master.used(early)
 
 
 def _norm(gradient: Tensor) -> Tensor:

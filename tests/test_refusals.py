@@ -13,6 +13,9 @@ TYPED = (
     ["optim.in_backward=true"],
     ["optim.in_backward=true", "clip=null", "precision=16"],
     ["optim.in_backward=true", "clip=null", "accumulation=fixed"],
+    ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
+    ["precision=bf16-master", "optim=paged_adamw8bit"],
+    ["precision=16-master", "+trainer.strategy=ddp"],
     ["model.stable_embedding=true", "model.pretrained=true"],
     ["batch_size=auto", "memory.limit=1GiB"],
     ["batch_size=auto", "accumulation=effective_batch"],
@@ -44,6 +47,8 @@ def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_p
         ["optim.in_backward=true", "clip=null", "clip_value=0.1", "precision=bf16-sr"],
         ["optim.in_backward=true", "clip=null", "accumulation=effective_batch", "accumulation.size=4"],
         ["precision=16-true"],
+        ["precision=16-master", "clip_value=0.1", "accumulation=fixed", "optim=lion8bit"],
+        ["precision=bf16-master", "+trainer.strategy=auto", "+trainer.devices=1", "optim=muon"],
         ["model.stable_embedding=true", "optim=adam8bit", "optim.embedding_bits=32"],
     ],
 )
@@ -89,6 +94,42 @@ def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monke
     monkeypatch.setattr(torch.optim.AdamW, "step", counting)
     trained(config, "optim.in_backward=true", "clip=null", "accumulation=fixed", "batch_size=4", "max_steps=1")
     assert steps.count(steps[0]) == 3  # the micro-batches of one window of 9 sequences
+
+
+def test_proof_masters_take_no_part_in_backward(config, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    lines = ("precision=bf16-master", "clip=null")
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(
+            trained(config, *lines).values(), trained(config, *lines, "optim.in_backward=true").values(), strict=True
+        )
+    )
+
+
+def test_proof_the_state_of_parameters_in_host_memory_is_not_paged(config):
+    made = fit.optimizer(config("optim=paged_adamw8bit"))(torch.nn.Linear(256, 256, bias=False))
+    for p in (p for group in made.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    made.step()
+    assert not any(getattr(t, "is_paged", False) for state in made.state.values() for t in state.values())
+
+
+def test_proof_each_process_would_step_masters_of_its_own(config):
+    """What several devices would have to exchange is used up on its way to the host of one of them."""
+    seen = []
+
+    class Exchange:
+        def __init__(self, p):  # as DDP does it: a hook that reads the gradient when it is complete
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+
+    plugin = fit.instantiate(config("precision=bf16-master").trainer.plugins.precision)
+    layer = plugin.convert_module(torch.nn.Linear(4, 4))
+    for p in layer.parameters():
+        p.register_post_accumulate_grad_hook(plugin.collect)
+        Exchange(p)
+    layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert seen == [None, None]
 
 
 def test_proof_a_norm_behind_a_trained_embedding_changes_what_it_computes(fit):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lowmem.optim.compiled import library
 
+SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
 # The smallest code of u: (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, the smallest m that is not
 # zero. So an element that is tiny in its block steps at most as far as the others.
@@ -95,7 +96,7 @@ class HostAdamW8bit(Optimizer):
         rule = _rule(group, state["step"])
         if "m_top" not in state:
             _full_step(p, reading(gradient), state, rule)
-        elif p.device.type == "cpu" and (native := library(Path(__file__).with_suffix(".cpp"))) is not None:
+        elif p.device.type == "cpu" and (native := library(SOURCE)) is not None:
             _native_step(native, p, gradient, state, rule, reading, rounded)
             return
         else:

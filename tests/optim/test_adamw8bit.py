@@ -1,0 +1,210 @@
+"""AdamW with 8-bit state on the host: its error beside bitsandbytes', its fused pass, its two ways of computing."""
+
+import logging
+
+import bitsandbytes
+import pytest
+import torch
+from torch import nn
+
+from lowmem.optim import adamw8bit, compiled
+from lowmem.optim.adamw8bit import BLOCK, HostAdamW8bit, Reading
+
+KINDS = ("gaussian", "heavy tails", "scales", "sparse", "sparse rows", "constant", "constant in time")
+RULE = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+needs_compiler = pytest.mark.skipif(compiled.library(adamw8bit.SOURCE) is None, reason="no C++ compiler")
+WAYS = [pytest.param("native", marks=needs_compiler), "torch"]
+
+
+@pytest.fixture
+def way(request, monkeypatch):
+    """Which of the two ways of computing a step is taken."""
+    if request.param == "torch":
+        monkeypatch.setattr(adamw8bit, "library", lambda source: None)
+    return request.param
+
+
+def gradients(kind, n, steps):
+    """(n,) per step."""
+    draw = torch.Generator().manual_seed(1)
+    scale = torch.exp(2 * torch.randn(n, generator=draw))  # e**-8 to e**8 within a block
+    still = torch.randn(n, generator=draw)
+    for _ in range(steps):
+        noise = torch.randn(n, generator=draw)
+        yield (
+            1e-3
+            * {
+                "gaussian": noise,
+                "heavy tails": noise / torch.rand(n, generator=draw).clamp(min=1e-4),
+                "scales": noise * scale,
+                "sparse": noise * (torch.rand(n, generator=draw) < 0.02),
+                "sparse rows": noise * (torch.rand(n // BLOCK, generator=draw) < 0.1).repeat_interleave(BLOCK),
+                "constant": torch.ones(n),
+                "constant in time": still,
+            }[kind]
+        )
+
+
+def trained(make, kind, n=1 << 16, steps=20):
+    p = nn.Parameter(torch.zeros(n))
+    optimizer = make([p])
+    for g in gradients(kind, n, steps):
+        p.grad = g
+        optimizer.step()
+    return p.detach()
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_error_after_20_steps_is_no_worse_than_bitsandbytes(kind, way):
+    exact = trained(lambda p: torch.optim.AdamW(p, **RULE), kind)
+    ours = trained(lambda p: HostAdamW8bit(p, **RULE), kind)
+    theirs = trained(lambda p: bitsandbytes.optim.AdamW8bit(p, **RULE), kind)
+    error, allowed = (((found - exact).norm() / exact.norm()).item() for found in (ours, theirs))
+    assert error <= max(allowed, 1e-6), (error, allowed)  # 1e-6: a constant gradient is exact in both, but for fp32
+
+
+def longest_step(steps=200):
+    """In units of lr, of any element; one in a thousand has a gradient 1e6 times as large as others of its block."""
+    torch.manual_seed(0)
+    large = torch.where(torch.rand(1 << 16) < 1e-3, 1.0, 1e-6)
+    p = nn.Parameter(torch.zeros(1 << 16))
+    optimizer, longest = HostAdamW8bit([p], **RULE), 0.0
+    for _ in range(steps):
+        before = p.detach().clone()
+        p.grad = torch.randn(1 << 16) * large
+        optimizer.step()
+        longest = max(longest, (p.detach() - before).abs().max().item() / RULE["lr"])
+    return longest
+
+
+# The longest step of AdamW itself is |m| / sqrt(v) <= (1 - 0.9) / sqrt((1 - 0.95) (1 - 0.9^2 / 0.95)) = 1.2 of lr; a
+# code is off by up to half of its distance from the next, which is all of the smallest one.
+LONGEST = 2.4
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_no_element_explodes_because_its_second_moment_was_rounded_to_zero(way):
+    assert longest_step() < LONGEST
+
+
+def test_codes_of_zero_are_caught(monkeypatch):
+    """The deliberately wrong variant: a second moment may be 0."""
+    monkeypatch.setattr(adamw8bit, "library", lambda source: None)
+    monkeypatch.setattr(adamw8bit, "LEAST", 0)
+    assert longest_step(20) > 100
+
+
+def stepped(n, dtype=torch.float32, rounded=None, reading=adamw8bit.AS_STORED, steps=3, threads=2, scale=1.0):
+    """(weights, state, rounded weights) after some steps from gradients that are stored in `dtype`, times `scale`."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(n))
+    out = None if rounded is None else torch.empty(n, dtype=rounded)
+    optimizer, before = HostAdamW8bit([p], lr=1e-2), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for _ in range(steps):
+        optimizer.step_from((torch.randn(n) * 1e-3 * scale).to(dtype), optimizer.param_groups[0], p, reading, out)
+    torch.set_num_threads(before)
+    return p.detach(), optimizer.state[p], out
+
+
+def same(one, other):
+    return torch.equal(one[0], other[0]) and all(
+        torch.equal(one[1][key], other[1][key]) for key in one[1] if torch.is_tensor(one[1][key])
+    )
+
+
+SIZES = (4096, 4097, 5000, BLOCK * 77 + 255)  # whole blocks, and tails
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", SIZES)
+def test_the_same_bits_for_one_and_two_threads(n):
+    assert same(stepped(n, threads=1), stepped(n, threads=2))
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("n", [100, *SIZES])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fused_pass_has_the_bits_of_its_parts(n, dtype, way):
+    """Reading 16 bits, unscaling, limiting, clipping and rounding, and the same done before and after a plain step."""
+    reading = Reading(2.0**-10, 2e-3, 0.37)
+    fused = stepped(n, dtype, dtype, reading, scale=1024)
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(n))
+    optimizer = HostAdamW8bit([p], lr=1e-2)
+    for _ in range(3):
+        p.grad = (torch.randn(n) * 1e-3 * 1024).to(dtype).float() * 2.0**-10
+        nn.utils.clip_grad_value_([p], 2e-3)
+        p.grad *= 0.37
+        optimizer.step()
+    assert same(fused, (p.detach(), optimizer.state[p]))
+    assert torch.equal(fused[2], p.detach().to(dtype))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_rounded_as_torch_rounds_them(dtype):
+    """Every magnitude: subnormals, halves between neighbours, overflow, what is not finite."""
+    torch.manual_seed(0)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    wide = torch.cat([every, torch.randn(1 << 16) * torch.exp(8 * torch.randn(1 << 16)), every * (1 + 2.0**-9)])
+    wide = torch.cat([wide, torch.tensor([65519.0, 65520.0, 2.0**-25, 2.0**-25 * 1.0001, -0.0, 3e38])])
+    p, out = nn.Parameter(wide.clone()), torch.empty(wide.numel(), dtype=dtype)
+    optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
+    optimizer.step_from(torch.zeros(wide.numel(), dtype=dtype), optimizer.param_groups[0], p, rounded=out)
+    finite = ~wide.isnan()
+    assert torch.equal(out.view(torch.int16)[finite], wide.to(dtype).view(torch.int16)[finite])
+    assert out[~finite].isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_are_read_as_torch_reads_them(dtype):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    sixteen, wide = (nn.Parameter(torch.zeros(every.numel())) for _ in range(2))
+    for p, g in ((sixteen, every), (wide, every.float())):
+        optimizer = HostAdamW8bit([p], lr=1.0)
+        optimizer.step_from(g, optimizer.param_groups[0], p)
+    assert torch.equal(sixteen, wide)
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", SIZES)
+def test_torch_operators_compute_the_same_without_a_compiler(n, monkeypatch, caplog):
+    native = stepped(n, torch.bfloat16, torch.bfloat16, steps=1)
+    compiled.library.cache_clear()
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        plain = stepped(n, torch.bfloat16, torch.bfloat16, steps=1)
+    compiled.library.cache_clear()
+    assert "no C++ compiler is on the PATH" in caplog.text and "torch operators" in caplog.text
+    # fused multiply-adds round once where operators round twice: 6e-8 of a weight of up to 5, and a code that lies
+    # between two may become either
+    torch.testing.assert_close(native[0], plain[0], rtol=0, atol=1e-6)
+    assert all((native[1][key].int() - plain[1][key].int()).abs().max() <= 1 for key in ("m", "u"))
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):
+    source = tmp_path / "broken.cpp"
+    source.write_text("this is not C++")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        found = compiled.library(source)
+    assert found is None
+    if compiled.library(adamw8bit.SOURCE) is not None:
+        assert "failed (" in caplog.text and "broken" in caplog.text
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_cached_by_source_compiler_and_processor(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
+    first = compiled._built(compiler, adamw8bit.SOURCE)
+    monkeypatch.setattr(compiled, "_compile", None)  # calling it would be an error
+    assert compiled._built(compiler, adamw8bit.SOURCE) == first and first.is_file()
+    other = tmp_path / "adamw8bit.cpp"
+    other.write_text(adamw8bit.SOURCE.read_text() + "//\n")
+    with pytest.raises(TypeError):
+        compiled._built(compiler, other)

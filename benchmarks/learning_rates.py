@@ -13,6 +13,7 @@ FACTORS = {
     "adamw": (0.5, 1, 2),
     "adam8bit": (0.5, 1, 2),
     "adamw8bit": (0.5, 1, 2),
+    "paged_adamw8bit": (0.5, 1, 2),  # bitsandbytes' AdamW8bit
     "adamw_fp8": (0.5, 1, 2),
     "adamw4bit": (0.5, 1, 2),
     "adafactor": (0.5, 1, 2, 4),

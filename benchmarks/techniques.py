@@ -5,9 +5,10 @@ python -m benchmarks.techniques          # about half an hour on two cores
 
 import argparse
 import json
+from statistics import median
 
 from benchmarks.loops import overrides
-from benchmarks.runner import measure, medians, ratio, trained, write
+from benchmarks.runner import RESULTS, measure, medians, trained, write
 from lowmem.cli import CONF
 
 BASE = "(as shipped)"
@@ -39,6 +40,14 @@ def row(arguments: list[str]) -> dict:
     }
 
 
+def of_shipped(found: dict, name: str) -> float:
+    """Speed beside the shipped run of the same rounds."""
+    return median(
+        one["tokens_per_second"] / one.get("shipped_tokens_per_second", shipped["tokens_per_second"])
+        for one, shipped in zip(found[name], found[BASE], strict=True)
+    )
+
+
 def table(found: dict) -> str:
     peak, speed = medians(found, "peak_bytes"), medians(found, "tokens_per_second")
     state, activations = medians(found, "optimizer"), medians(found, "activations")
@@ -48,7 +57,7 @@ def table(found: dict) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name in found:
-        slow = ratio(found, name, BASE, "tokens_per_second")
+        slow = of_shipped(found, name)
         lines.append(
             f"| {name} | {peak[name] / 2**20:.1f} | {peak[name] / peak[BASE]:.2f} | {activations[name] / 2**20:.1f} "
             f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} |"
@@ -59,13 +68,24 @@ def table(found: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--add", nargs="*", help="measure these rows and the shipped one; keep the others")
     parser.add_argument("--row", nargs="*", help="run one row in this process")
     options = parser.parse_args()
     if options.row is not None:
         print(json.dumps(row(options.row)), flush=True)
         return
     rows = {name: ["-m", "benchmarks.techniques", "--row", *arguments] for name, arguments in ROWS.items()}
+    if options.add:
+        rows = {name: row for name, row in rows.items() if name in (BASE, *options.add)}
     found = measure(rows, options.rounds)
+    if options.add:
+        known = json.loads((RESULTS / "techniques.json").read_text())["rounds"]
+        for name in options.add:
+            known[name] = [
+                one | {"shipped_tokens_per_second": shipped["tokens_per_second"]}
+                for one, shipped in zip(found[name], found[BASE], strict=True)
+            ]
+        found = {name: known[name] for name in ROWS}
     write("techniques", {"rounds": found}, table(found))
 
 

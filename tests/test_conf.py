@@ -82,7 +82,7 @@ def test_every_target_lives_in_the_package_or_a_library():
 def test_an_optimizers_comment_names_the_factor_that_was_measured(optim):
     measured = json.loads((ROOT / "benchmarks" / "results" / "learning_rates.json").read_text())["rounds"]
     # paging moves the state and computes the same
-    same = {"paged_adamw8bit": "adamw8bit", "paged_adamw32bit": "adamw"}.get(optim, optim)
+    same = {"paged_adamw32bit": "adamw"}.get(optim, optim)
     losses = {name.split(" x ")[1]: one[0]["val_loss"] for name, one in measured.items() if name.split()[0] == same}
     if not losses:
         pytest.skip("add it to benchmarks/learning_rates.py and run that with --add")

@@ -1,0 +1,190 @@
+"""GPT-2 XL (1558M parameters) with masters on the host: bytes on the card, and real steps on a machine without one.
+
+python -m benchmarks.gpt2_xl             # about 20 minutes on two cores, 20 GiB of memory, 20 GiB of disk
+
+On the card: the peak of one micro-batch of experiment=gpt2_xl_12gb by category, on fake tensors (a shape, no memory).
+On a CPU: a random start, 1 x 256 tokens, bf16 masters and 8-bit Adam; each row is a process of its own whose resident
+memory is watched from outside, construction, saving and export inside. With a CUDA device the recipe itself runs too,
+under a cap of 12 and of 6 GiB.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from benchmarks.claims import xl
+from benchmarks.runner import RESULTS, ROOT, measure, medians, write
+
+GIB = 2**30
+MODEL = [
+    "model=gpt2-xl",
+    "model.pretrained=false",
+    *(f"model.architecture.{d}_pdrop=0.0" for d in ("resid", "embd", "attn")),
+]
+SHORT = ["seq_len=256", "batch_size=1", "scheduler=constant", "lr=5e-5", "max_steps=10", "log_every=1", "logger=csv"]
+QUIET = ["val_every=1000", "val_sequences=4", "sample_tokens=0", "save_every=1000"]
+RECIPE = ["precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=chunked"]
+ROWS = {
+    "without clipping": [*RECIPE, "clip=null"],
+    "global-norm clipping": RECIPE,
+}
+ALONE = "forward and backward alone"
+CAPS = ("12GiB", "6GiB")
+
+
+def watched(arguments: list[str]) -> tuple[dict, list[dict], list[dict], int]:
+    """train.py in a process of its own: (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes)."""
+    folder = Path(os.environ["ROW_FOLDER"])
+    with (folder / "said").open("w") as said:
+        command = [sys.executable, "train.py", *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        highest = 0
+        while process.poll() is None:
+            try:
+                highest = max(highest, psutil.Process(process.pid).memory_info().rss)
+            except psutil.Error:
+                break
+            time.sleep(0.02)
+    if process.wait():
+        raise SystemExit((folder / "said").read_text()[-3000:])
+    run = Path(next(a for a in arguments if a.startswith("hydra.run.dir=")).split("=", 1)[1])
+    tables = [list(csv.DictReader((run / name).open())) for name in ("memory.csv", "metrics.csv")]
+    return json.loads((run / "summary.json").read_text()), *tables, highest
+
+
+def row(name: str) -> dict:
+    """A run with its save and export, and its resumption."""
+    folder = Path(os.environ["ROW_FOLDER"])
+    first, again = folder / "first", folder / "again"
+    summary, memory, metrics, highest = watched([*MODEL, *SHORT, *QUIET, *ROWS[name], f"hydra.run.dir={first}"])
+    peaks = {
+        phase: [int(r["rss_peak_bytes"]) for r in memory if r["phase"] == phase] for phase in ("load", "step", "save")
+    }
+    before = [int(r["rss_bytes"]) for r in memory if r["phase"] == "step"][-1]
+    checkpoint = next((first / "checkpoints").glob("*.ckpt")).stat().st_size
+    _, resumed, _, _ = watched([f"resume={first}", "max_steps=12", f"hydra.run.dir={again}"])
+    steady = [int(r["rss_peak_bytes"]) for r in resumed if r["phase"] in ("forward", "backward", "step")]
+    return {
+        "seconds_per_step": summary["seconds_per_step"],
+        "losses": [float(r["train_loss"]) for r in metrics if r["train_loss"]],
+        "rss_peak": highest,
+        "device_peak": summary["peak_bytes"]["device"],
+        "save_rise": peaks["save"][-1] - before,
+        "checkpoint": checkpoint,
+        "resume_peak": next(int(r["rss_peak_bytes"]) for r in resumed if r["phase"] == "load"),
+        "resume_steady": max(steady),
+    }
+
+
+def alone() -> dict:
+    """The same model and tokens; each gradient is dropped as soon as it exists."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lowmem.gradient_checkpointing import every_layer
+    from lowmem.loss import chunked
+
+    shape = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape), dtype=torch.bfloat16).train()
+    every_layer(model)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    seconds = []
+    for _ in range(6):
+        ids = torch.randint(0, 50257, (1, 257))
+        start = time.perf_counter()
+        (chunked(model, ids[:, :-1], ids[:, 1:], 1024) / 256).backward()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds_per_step": median(seconds[2:])}
+
+
+def capped(cap: str) -> dict:
+    """The recipe on a CUDA device: 20 optimizer steps of 64 x 1024 tokens."""
+    folder = Path(os.environ["ROW_FOLDER"]) / "run"
+    typed = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", "max_steps=20", "device=cuda"]
+    offload = ["gradient_checkpointing=offload"] if cap == CAPS[-1] else []
+    arguments = [*typed, *offload, "log_every=1", "logger=csv", *QUIET, f"hydra.run.dir={folder}"]
+    summary, memory, metrics, _ = watched(arguments)
+    return {
+        "seconds_per_step": summary["seconds_per_step"],
+        "tokens_per_second": summary["tokens_per_second"],
+        "allocated_peak": summary["peak_bytes"]["device"],
+        "reserved_peak": max(int(r["reserved_peak_bytes"]) for r in memory),
+        "losses": [float(r["train_loss"]) for r in metrics if r["train_loss"]],
+    }
+
+
+def on_the_card() -> dict[str, dict[str, int]]:
+    recipe = ["experiment=gpt2_xl_12gb"]
+    ways = {"every_layer": recipe, "offload": [*recipe, "gradient_checkpointing=offload"]}
+    return {name: xl(4, 1024, *lines) for name, lines in ways.items()}
+
+
+def table(found: dict, card: dict) -> str:
+    lines = [
+        "| on the card, GiB | weights | gradients | optimizer | activations | in all |",
+        "|---|---|---|---|---|---|",
+    ]
+    columns = ("weights", "gradients", "optimizer", "activations", "total")
+    for name, one in card.items():
+        lines.append(f"| {name} | " + " | ".join(f"{one[column] / GIB:.2f}" for column in columns) + " |")
+    lines += [
+        "",
+        "Activations include the head's gradient while the chunked loss sums it: fp32, 0.30 GiB.",
+        "",
+        "| on the CPU, 1 x 256 tokens | s per step | of forward and backward alone | highest resident GiB | "
+        "training state GiB | saving adds GiB | highest while resuming, of the steady state | "
+        "loss, first and last three steps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    seconds = medians(found, "seconds_per_step")
+    for name in ROWS:
+        one = found[name][0]
+        losses = [sum(part) / 3 for part in (one["losses"][:3], one["losses"][-3:])]
+        lines.append(
+            f"| {name} | {seconds[name]:.1f} | {seconds[name] / seconds[ALONE]:.2f} | {one['rss_peak'] / GIB:.2f} "
+            f"| {one['checkpoint'] / GIB:.2f} | {one['save_rise'] / GIB:.3f} "
+            f"| {one['resume_peak'] / one['resume_steady']:.2f} | {losses[0]:.2f}, {losses[1]:.2f} |"
+        )
+    lines.append(f"| {ALONE} | {seconds[ALONE]:.1f} | 1.00 | - | - | - | - | - |")
+    for cap in CAPS:
+        if cap in found:
+            one = found[cap][0]
+            lines += [
+                "",
+                f"On a CUDA device under {cap}: {one['tokens_per_second']:,.0f} tokens/s, "
+                f"{one['allocated_peak'] / GIB:.2f} GiB allocated and {one['reserved_peak'] / GIB:.2f} reserved.",
+            ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", help="measure one row in this process")
+    parser.add_argument("--table", action="store_true", help="only the table again, of what was measured")
+    options = parser.parse_args()
+    if options.row:
+        one = alone() if options.row == ALONE else capped(options.row) if options.row in CAPS else row(options.row)
+        print(json.dumps(one), flush=True)
+        return
+    import torch
+
+    rows = [ALONE, *ROWS, *(CAPS if torch.cuda.is_available() else ())]
+    if options.table:
+        found = json.loads((RESULTS / "gpt2_xl.json").read_text())["rounds"]
+    else:
+        found = measure({name: ["-m", "benchmarks.gpt2_xl", "--row", name] for name in rows}, 1)
+    card = on_the_card()
+    write("gpt2_xl", {"rounds": found, "card": card}, table(found, card))
+
+
+if __name__ == "__main__":
+    main()

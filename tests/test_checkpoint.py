@@ -1,12 +1,15 @@
 """Checkpoints stand between windows, are complete or recognised, and a resumed run is the unbroken run."""
 
 import json
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from lowmem import checkpoint
 from lowmem.errors import Refused
+from lowmem.memory.process import page_out
 from test_resume import same
 
 
@@ -120,3 +123,69 @@ def test_the_newest_complete_checkpoint_is_found_and_a_cut_one_is_not(tmp_path):
 def test_the_last_two_checkpoints_are_kept(fit):
     _, run = fit("save_every=1", "max_steps=5")
     assert [p.name for p in checkpoint.complete(run / "checkpoints")] == ["step-00000004.ckpt", "step-00000005.ckpt"]
+
+
+# --- memory while saving and resuming ---------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc tells what is resident")
+TENSORS, EACH = 10, 5_000_000  # 20 MB each
+
+
+def resident(kind):
+    """Bytes of this process: RssAnon (its own memory) or RssFile (pages of mapped files)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+class Highest:
+    """Of `RssAnon`, while it is entered, above what it was at first."""
+
+    def __enter__(self):
+        self.rise, self.over, start = 0, threading.Event(), resident("RssAnon")
+
+        def watch():
+            while not self.over.wait(0.001):
+                self.rise = max(self.rise, resident("RssAnon") - start)
+
+        self.thread = threading.Thread(target=watch)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+
+
+@linux
+@pytest.mark.parametrize("streamed", [False, True])
+def test_saving_adds_next_to_nothing_to_memory(tmp_path, monkeypatch, streamed):
+    """Streamed: torch's own way into an open file, which makes bytes of each tensor first, is caught."""
+    content = {str(i): torch.ones(EACH) for i in range(TENSORS)}
+    save = torch.save
+    if streamed:
+        monkeypatch.setattr(checkpoint.torch, "save", lambda content, path: save(content, path.open("wb")))
+    with Highest() as highest:
+        checkpoint.AtomicCheckpointIO().save_checkpoint(content, tmp_path / "step-00000001.ckpt")
+    assert (highest.rise < 0.05 * TENSORS * EACH * 4) != streamed
+
+
+@linux
+@pytest.mark.parametrize("let_go", [True, False])
+def test_what_was_copied_out_of_a_mapped_checkpoint_no_longer_counts_as_resident(tmp_path, let_go):
+    path = tmp_path / "step-00000001.ckpt"
+    checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.full((EACH,), i) for i in range(TENSORS)}, path)
+    before = resident("RssFile")
+    mapped = checkpoint.AtomicCheckpointIO().load_checkpoint(path)
+    copies = {name: tensor.clone() for name, tensor in mapped.items()}
+    if let_go:
+        page_out(mapped.values())
+    still = resident("RssFile") - before
+    assert (still < 0.1 * TENSORS * EACH * 8) == let_go
+    assert all(torch.equal(mapped[name], copies[name]) for name in copies)  # read from the file again where it is asked
+
+
+@linux
+def test_letting_go_of_what_is_no_file_loses_nothing():
+    tensor = torch.arange(EACH)
+    page_out([tensor])
+    assert torch.equal(tensor, torch.arange(EACH))

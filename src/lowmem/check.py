@@ -51,7 +51,12 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
     for key in ("clip", "clip_value"):
         if cfg[key] is not None and not _is_positive(cfg[key]):
             yield f"{key}={cfg[key]}: give a positive number, or {key}=null to switch it off."
-    for key in ("optim.in_backward", "model.stable_embedding"):
+    switches = ["optim.in_backward", "model.stable_embedding"]
+    if "master" in cfg:
+        switches += ["master.early_step"] if "early_step" in cfg.master else []
+        if not _is_int(cfg.master.skips_in_a_row) or cfg.master.skips_in_a_row < 1:
+            yield f"master.skips_in_a_row={cfg.master.skips_in_a_row}: give a whole number of at least 1."
+    for key in switches:
         if not isinstance(OmegaConf.select(cfg, key), bool):
             yield f"{key}={OmegaConf.select(cfg, key)}: give true or false."
     if cfg.optim.get("embedding_bits", 8) not in (8, 32):

@@ -75,7 +75,7 @@ class CausalLM(LightningModule):
             self.lr_schedulers().step()
         else:
             self.skipped_steps += 1
-        optimizer.zero_grad(set_to_none=True)
+        self.trainer.precision_plugin.drop_gradients(optimizer.optimizer)
         return finite
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

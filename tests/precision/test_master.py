@@ -16,6 +16,7 @@ from lowmem.data.loader import WindowLoader
 from lowmem.memory.link import StagedLink
 from lowmem.precision import master as masters
 from lowmem.precision.master import BFloat16Master, Float16Master
+from lowmem.precision.plugin import FullPrecision
 
 PRECISIONS = ("16-master", "bf16-master")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
@@ -308,6 +309,23 @@ def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
         assert not equal(ours(cfg, SlowLane()), naive(cfg))
     except RuntimeError as error:  # where it came back while backward was still reading the old one
         assert "modified by an inplace operation" in str(error)
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_what_the_loop_does_meanwhile_does_not_disturb_the_host_thread(config, monkeypatch, disturbed):
+    """The loop drops gradients and steps the schedule while the host still steps; disturbed: it drops those, too."""
+    right = masters.step_one
+
+    def slow(optimizer, group, p):
+        time.sleep(0.002)
+        if p.grad is not None:  # without one an optimizer says nothing and steps nothing
+            right(optimizer, group, p)
+
+    monkeypatch.setattr(masters, "step_one", slow)
+    if disturbed:
+        monkeypatch.setattr(BFloat16Master, "drop_gradients", FullPrecision.drop_gradients)
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    assert equal(ours(cfg, SlowLane()), naive(cfg)) != disturbed
 
 
 def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):

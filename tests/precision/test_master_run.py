@@ -66,6 +66,13 @@ def test_gradients_never_stand_together(fit, monkeypatch, wrong):
     assert (most[0] == largest) != wrong and (most[0] >= 2 * summary["parameters"]) == wrong
 
 
+def test_a_limit_of_the_card_counts_the_device_alone(fit):
+    limit = f"memory.limit={int(1.05 * fit('precision=bf16-master', *WIDE)[0]['peak_bytes']['device'])}"
+    assert fit("precision=bf16-master", limit, *WIDE, folder="within")[0]["steps"] == 4
+    with pytest.raises(Refused, match="Out of memory"):
+        fit("precision=bf16-true", limit, *WIDE, folder="beyond")
+
+
 @pytest.mark.parametrize("ours", [True, False])
 def test_restored_state_is_not_moved_to_the_device(fit, monkeypatch, ours):
     """Lightning's own restoring is the wrong variant: it moves all of it."""

@@ -6,7 +6,7 @@ from lowmem.memory.ledger import GIB
 
 # group -> the choices that save memory, in the order of the README's table; the first is what is advised
 SAVERS = {
-    "precision": ("bf16", "16", "bf16-true", "bf16-sr", "16-true"),
+    "precision": ("bf16", "16", "bf16-true", "bf16-sr", "16-true", "16-master", "bf16-master"),
     "optim": (
         *("adam8bit", "adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "adamw_fp8", "adamw4bit"),
         *("lion8bit", "muon", "adafactor", "sgd"),

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lowmem.errors import Refused
 from lowmem.memory.ledger import GIB, optimizer_state, parts
+from lowmem.memory.link import SLOT_BYTES, SLOTS
 from lowmem.optim.build import MakeOptimizer
 from lowmem.refusals import accumulates, masters, scales_loss
 
@@ -42,8 +43,9 @@ def host_bytes(cfg: DictConfig, parameters: int, state: float) -> dict[str, floa
     early = cfg.clip is None and cfg.master.get("early_step", False) and not scales_loss(cfg)
     gradient = 4 if accumulates(cfg) else 0 if early else 2
     on_cpu = cfg.device == "cpu"  # the device's weights are in host memory too
+    staging = 0 if on_cpu else 2 * SLOTS * SLOT_BYTES  # in each direction
     each = {"masters": 4, "optimizer state": state, "gradients": gradient, "16-bit weights": 2 if on_cpu else 0}
-    return {what: parameters * size for what, size in each.items()}
+    return {what: parameters * size for what, size in each.items()} | {"staging": staging}
 
 
 def state_bytes_per_parameter(make: MakeOptimizer) -> float:

@@ -77,6 +77,7 @@ class BFloat16Master(FullPrecision):
         super().__init__(device)
         self.masters: dict[int, Master] = {}  # by id of the weight
         self.link: Link = link_to(torch.device(device))
+        self._groups: dict[int, int] = {}  # id of a master -> index of its group
         self.reading = Reading()  # of this window's gradients
         self.not_finite: str | None = None  # the first parameter whose gradient made the last step impossible
 
@@ -134,6 +135,9 @@ class BFloat16Master(FullPrecision):
     def _usable(self, finite: bool) -> bool:
         return finite
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """The host drops each when it has been used, perhaps later than this; and those of a skipped step above."""
+
     def clip(self, optimizer: Optimizer, value: float | None, largest: float | None) -> Tensor | None:
         arrived = [master for master in self.masters.values() if master.complete]
         if not arrived:  # each gradient was used up in backward
@@ -159,8 +163,10 @@ class BFloat16Master(FullPrecision):
                 self._update(optimizer, master, self.reading)
 
     def _update(self, optimizer: Optimizer, master: Master, reading: Reading, early: bool = False) -> None:
-        # the group as it is now: the schedule goes on while the host still steps
-        group = next({**g} for g in optimizer.param_groups if any(p is master.wide for p in g["params"]))
+        if not self._groups:
+            self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        # a copy of the group as it is now: the schedule goes on while the host still steps
+        group = {**optimizer.param_groups[self._groups[id(master.wide)]]}
         self.link.update(master.weight, partial(_step, optimizer, group, master, reading, early))
 
     def arrived(self) -> None:

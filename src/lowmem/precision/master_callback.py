@@ -1,6 +1,6 @@
 """The half of `master.py` that lives in the training loop: hooks on the model, early steps, checkpoints, faults."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -50,8 +50,12 @@ class MasterWeights(Callback):
             else:
                 self.plugin.collect(p)
 
-        def wait_for(parameters: Iterable[nn.Parameter]):
-            return lambda *_: [self.plugin.link.wait(p) for p in parameters] and None
+        def wait_for(parameters: Iterable[nn.Parameter]) -> Callable[..., None]:
+            def wait(*_) -> None:
+                for p in parameters:
+                    self.plugin.link.wait(p)
+
+            return wait
 
         every = list(module.parameters())
         self._hooks = [p.register_post_accumulate_grad_hook(left) for p in every if p.requires_grad]

@@ -44,6 +44,10 @@ class FullPrecision(Precision):
         """What is held in host memory instead of on the device, beside the optimizer's state."""
         return ()
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """After the step, or instead of it."""
+        optimizer.zero_grad(set_to_none=True)
+
     def arrived(self) -> None:
         """Return when every weight of the model is that of the last step."""
 

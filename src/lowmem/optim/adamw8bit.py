@@ -28,7 +28,7 @@ BLOCK = 256
 # zero. So an element that is tiny in its block steps at most as far as the others.
 LEAST = 2
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
-CHUNK = 1 << 16  # elements that torch operators work on at once: their intermediates stay in a core's cache
+CHUNK = 1 << 18  # elements that torch operators work on at once on a CPU: their intermediates stay in its cache
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -100,8 +100,10 @@ class HostAdamW8bit(Optimizer):
             _native_step(native, p, gradient, state, rule, reading, rounded)
             return
         else:
-            for part in _chunks(p, gradient, state):
-                _block_step(*part, rule, reading)
+            chunks = list(_chunks(p, gradient, state))
+            scratch = torch.empty(3, max(part[0].numel() for part in chunks), device=p.device)
+            for part in chunks:
+                _block_step(*part, scratch, rule, reading)
         if rounded is not None:
             rounded.copy_(p)
 
@@ -175,18 +177,26 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _block_step(
-    p: Tensor, g: Tensor, m8: Tensor, u8: Tensor, m_top: Tensor, u_top: Tensor, rule: Rule, reading: Reading
+    p: Tensor,
+    g: Tensor,
+    m8: Tensor,
+    u8: Tensor,
+    m_top: Tensor,
+    u_top: Tensor,
+    scratch: Tensor,
+    rule: Rule,
+    reading: Reading,
 ) -> None:
+    """All (blocks, n) but the tops, (blocks,); scratch: (3, at least blocks x n). In place: allocating takes longer."""
+    m, u, x = (part[: p.numel()].view(p.shape) for part in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
-    m = m8.float()
-    m = m.mul_(m.abs()).mul_(m_top[:, None] / 127**2).lerp_(g, rule.rest1)
-    u = u8.float().square_().mul_(u_top[:, None] / 255**2)
-    u = u.square_().mul_(rule.beta2).addcmul_(g, g, value=rule.rest2).sqrt_()
-    p.mul_(rule.keep).addcdiv_(m, (u * rule.widened).add_(rule.eps), value=-rule.rate)
-    size = m.abs()
-    torch.amax(size, 1, out=m_top)
+    m.copy_(m8)
+    m.mul_(torch.abs(m, out=x)).mul_((m_top * (rule.beta1 / 127**2))[:, None]).add_(g, alpha=rule.rest1)
+    u.copy_(u8).square_().square_().mul_((u_top / 255**2).square_().mul_(rule.beta2)[:, None])
+    u.addcmul_(g, g, value=rule.rest2).sqrt_()
+    p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
+    torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
     # a block of zeros is divided by one, not by zero
-    size = size.mul_((127**2 / m_top.where(m_top > 0, 1.0))[:, None]).sqrt_()
-    m8.copy_(size.copysign_(m).round_())
+    m8.copy_(x.mul_((127**2 / m_top.where(m_top > 0, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > 0, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

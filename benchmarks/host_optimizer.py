@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.runner import measure, medians, ratio, trained, write
+from benchmarks.runner import RESULTS, measure, medians, ratio, trained, write
 
 SHAPE, MATRICES, STEPS = (1600, 6400), 4, 12
 FUSED = "torch AdamW, fused, fp32 state"
@@ -154,6 +154,7 @@ def table(found: dict, wrong: dict, learnt: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--times", action="store_true", help="time the steps again, keep what was learnt")
     parser.add_argument("--row", help="time one step in this process")
     parser.add_argument("--learn", help="train with one optimizer in this process")
     options = parser.parse_args()
@@ -161,7 +162,10 @@ def main() -> None:
         print(json.dumps(timed(options.row) if options.row else learnt(options.learn)), flush=True)
         return
     found = measure({name: ["-m", "benchmarks.host_optimizer", "--row", name] for name in STEP}, options.rounds)
-    learns = measure({name: ["-m", "benchmarks.host_optimizer", "--learn", name] for name in LEARNS}, 1)
+    if options.times:
+        learns = json.loads((RESULTS / "host_optimizer.json").read_text())["learnt"]
+    else:
+        learns = measure({name: ["-m", "benchmarks.host_optimizer", "--learn", name] for name in LEARNS}, 1)
     wrong = errors()
     result = {"rounds": found, "errors": wrong, "learnt": learns}
     write("host_optimizer", result, table(found, wrong, learns))

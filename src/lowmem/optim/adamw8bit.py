@@ -28,7 +28,7 @@ BLOCK = 256
 # zero. So an element that is tiny in its block steps at most as far as the others.
 LEAST = 2
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
-CHUNK = 1 << 18  # elements that torch operators work on at once on a CPU: their intermediates stay in its cache
+CHUNK = 1 << 19  # elements that torch operators work on at once on a CPU: their intermediates stay in its cache
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

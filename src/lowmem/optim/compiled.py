@@ -34,7 +34,7 @@ def library(source: Path) -> ctypes.CDLL | None:
 
 
 def _without(source: Path, why: str) -> None:
-    log.info(f"optim={source.stem}: {why}, so its step runs as torch operators, some six times as long.")
+    log.info(f"optim={source.stem}: {why}, so its step runs as torch operators, some five times as long.")
 
 
 def _built(compiler: str, source: Path) -> Path:

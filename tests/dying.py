@@ -43,14 +43,15 @@ def _arrange(where: str, passes: int) -> None:
         left[0] -= 1
         return left[0] < 0
 
-    save, replace, sync, step = torch.save, os.replace, checkpoint._sync, master._step
+    save, replace, sync, step = torch.save, os.replace, checkpoint._sync_folder, master._step
 
-    def half_a_file(content, path):
+    def half_a_file(content, to):
         if not due():
-            return save(content, path)
+            return save(content, to)
         whole = io.BytesIO()
         save(content, whole)
-        Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
+        with to if hasattr(to, "write") else Path(to).open("wb") as stream:
+            stream.write(whole.getvalue()[: whole.tell() // 2])
         die()
 
     def before_the_rename(source, to):
@@ -58,10 +59,10 @@ def _arrange(where: str, passes: int) -> None:
             die()
         replace(source, to)
 
-    def after_the_rename(path):
-        if path.is_dir() and due():
+    def after_the_rename(folder):
+        if due():
             die()
-        sync(path)
+        sync(folder)
 
     def in_a_step(*arguments):
         if due():
@@ -73,6 +74,6 @@ def _arrange(where: str, passes: int) -> None:
     elif where == "before the rename":
         checkpoint.os.replace = before_the_rename
     elif where == "after the rename":
-        checkpoint._sync = after_the_rename
+        checkpoint._sync_folder = after_the_rename
     else:
         master._step = in_a_step

@@ -73,6 +73,15 @@ def test_the_measured_figures_are_those_of_the_results():
         assert row[1].rstrip(" ¹²³⁴⁵") == written, name
 
 
+def test_the_tables_about_masters_are_those_of_the_results():
+    section = README.split("## A model that does not fit")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    results = "".join(
+        (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() for name in ("host_optimizer", "gpt2_xl")
+    )
+    assert len(rows) > 12 and all(row in results for row in rows)
+
+
 def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():
     low, high = (int(n.replace(",", "")) for n in re.search(r"from\s+([\d,]+) to ([\d,]+) blocks", README).groups())
     for interior, depth in ((22, low), (34, high)):

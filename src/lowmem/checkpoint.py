@@ -31,10 +31,12 @@ class AtomicCheckpointIO(CheckpointIO):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.writing")
-        torch.save(checkpoint, draft)  # by name: given a stream, it would copy each tensor into bytes first
-        _sync(draft)
+        with draft.open("wb") as stream:
+            torch.save(checkpoint, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(draft, path)
-        _sync(path.parent)  # makes the rename itself durable (POSIX)
+        _sync_folder(path.parent)
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         # mmap: tensors are read when they are copied into the model, never all at once beside it.
@@ -44,8 +46,9 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable (POSIX)."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -9,6 +9,7 @@ import torch
 from lowmem.memory import meter as meters
 from lowmem.memory.ledger import CATEGORIES, PHASES
 from lowmem.memory.meter import MemoryMeter, curve, is_compiled
+from lowmem.precision.plugin import FullPrecision
 
 LIVE = [f"{category}_bytes" for category in CATEGORIES]
 
@@ -78,6 +79,7 @@ def test_buffers_that_a_move_replaced_are_the_ones_that_count(tmp_path):
 
     class FakeTrainer:
         global_step, loggers, optimizers = 0, (), [torch.optim.SGD([torch.zeros(1)])]
+        precision_plugin = FullPrecision()
 
     meter.setup(FakeTrainer, module, "fit")
     module.running_mean, module.running_var = torch.zeros(2048), torch.zeros(2048)

@@ -42,7 +42,8 @@ def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
     """As the masters' step: gradients in 16 bits, unscaled and clipped, the new weights in 16 bits besides."""
 
     def make(parameters: list) -> Callable[[], None]:
-        from lowmem.optim.adamw8bit import HostAdamW8bit, Reading
+        from lowmem.gradients import Reading
+        from lowmem.optim.adamw8bit import HostAdamW8bit
 
         optimizer = HostAdamW8bit(parameters, **RULE)
         each = [(p, p.grad.to(dtype), torch.empty(p.shape, dtype=dtype)) for p in parameters]

@@ -54,12 +54,13 @@ def test_a_technique_is_the_oracle(config, technique):
     assert within(found, allowed(technique)), found
 
 
+MASTERS = ("precision=16-master", "precision=bf16-master")
 REFUSED_PAIRS = {
     frozenset((other, "optim.in_backward=true"))
     for other in CHOICES
-    if other in ("precision=16", "precision=16-true", "precision=16-master", "precision=bf16-master")
+    if other in ("precision=16", "precision=16-true", *MASTERS)
     or (other.startswith("accumulation=") and other != "accumulation=none")
-}
+} | {frozenset((master, f"optim=paged_{optim}")) for master in MASTERS for optim in ("adamw8bit", "adamw32bit")}
 
 
 @pytest.mark.slow

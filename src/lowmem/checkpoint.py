@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lowmem.data.loader import Position, WindowLoader
 from lowmem.errors import Refused
+from lowmem.gradients import finite
 from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
-from lowmem.precision.loss_scale import finite
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 

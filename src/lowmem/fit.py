@@ -26,9 +26,9 @@ from lowmem.check import OPTIM_KEYS, check, check_positions, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
 from lowmem.errors import Refused
+from lowmem.host_memory import check_host
 from lowmem.instantiate import instantiate
 from lowmem.memory.advice import out_of_memory
-from lowmem.memory.host import check_host
 from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
 from lowmem.module import CausalLM

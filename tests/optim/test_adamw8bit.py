@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem.gradients import AS_STORED, Reading
 from lowmem.optim import adamw8bit, compiled
-from lowmem.optim.adamw8bit import BLOCK, HostAdamW8bit, Reading
+from lowmem.optim.adamw8bit import BLOCK, HostAdamW8bit
 
 KINDS = ("gaussian", "heavy tails", "scales", "sparse", "sparse rows", "constant", "constant in time")
 RULE = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -95,7 +96,7 @@ def test_codes_of_zero_are_caught(monkeypatch):
     assert longest_step(20) > 100
 
 
-def stepped(n, dtype=torch.float32, rounded=None, reading=adamw8bit.AS_STORED, steps=3, threads=2, scale=1.0):
+def stepped(n, dtype=torch.float32, rounded=None, reading=AS_STORED, steps=3, threads=2, scale=1.0):
     """(weights, state, rounded weights) after some steps from gradients that are stored in `dtype`, times `scale`."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(n))
@@ -208,3 +209,11 @@ def test_it_is_compiled_once_and_cached_by_source_compiler_and_processor(monkeyp
     other.write_text(adamw8bit.SOURCE.read_text() + "//\n")
     with pytest.raises(TypeError):
         compiled._built(compiler, other)
+
+
+def test_what_the_native_step_cannot_read_is_refused():
+    for p in (nn.Parameter(torch.zeros(8192).bfloat16()), nn.Parameter(torch.zeros(128, 64).T)):
+        p.grad = torch.zeros_like(p)
+        if compiled.library(adamw8bit.SOURCE) is not None:
+            with pytest.raises(ValueError, match="contiguous fp32"):
+                HostAdamW8bit([p], lr=1e-3).step()

@@ -9,9 +9,9 @@ from lightning.fabric.utilities import optimizer as lightnings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lowmem import host_memory as host
 from lowmem.checkpoint import complete
 from lowmem.errors import Refused
-from lowmem.memory import host
 from lowmem.module import CausalLM
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights

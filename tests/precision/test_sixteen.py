@@ -10,9 +10,10 @@ import parity
 from lowmem import fit as job
 from lowmem import model as models
 from lowmem.errors import Refused
+from lowmem.gradients import norm
 from lowmem.module import CausalLM
 from lowmem.precision import plugin
-from lowmem.precision.loss_scale import LossScale, norm
+from lowmem.precision.loss_scale import LossScale
 from lowmem.precision.sixteen import BFloat16Weights, Float16Weights, stochastically, to_nearest
 
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torch.bfloat16}

@@ -7,11 +7,10 @@ a second moment would turn the next small gradient into a huge step.
 
 On a CPU the step is one C++ function, compiled once; it reads the gradient in 16 or 32 bits, scales and clips it, and
 writes the new weights in 16 bits besides. Without a compiler, and on CUDA, the same arithmetic runs as torch operators.
-Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companding: Ortiz et al. 2025, the FlashOptim optimizers.
+Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
 """
 
 import ctypes
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem.gradients import AS_STORED, Reading
 from lowmem.optim.compiled import library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -30,25 +30,6 @@ LEAST = 2
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
 CHUNK = 1 << 19  # elements that torch operators work on at once on a CPU: their intermediates stay in its cache
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class Reading(NamedTuple):
-    """How a stored gradient becomes the one that is meant: g x unscale, limited to +-limit, x clip."""
-
-    unscale: float = 1.0
-    limit: float = math.inf
-    clip: float = 1.0
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        """In fp32. Factors of 1 change no bit."""
-        wide = gradient.float() if gradient.dtype != torch.float32 else gradient.clone()
-        wide = wide.mul_(self.unscale)
-        if self.limit < math.inf:
-            wide = wide.clamp_(-self.limit, self.limit)
-        return wide.mul_(self.clip)
-
-
-AS_STORED = Reading()
 
 
 class HostAdamW8bit(Optimizer):
@@ -148,8 +129,9 @@ def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
 def _native_step(
     native: ctypes.CDLL, p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading, rounded: Tensor | None
 ) -> None:
-    if not (p.is_contiguous() and (rounded is None or rounded.is_contiguous())):
-        raise ValueError("HostAdamW8bit steps contiguous parameters only: call .contiguous() on them first.")
+    contiguous = p.is_contiguous() and (rounded is None or rounded.is_contiguous())
+    if p.dtype != torch.float32 or not contiguous:
+        raise ValueError("HostAdamW8bit steps contiguous fp32 parameters: call .float().contiguous() on them first.")
     g = g.contiguous()
 
     def address(tensor: Tensor | None) -> ctypes.c_void_p:

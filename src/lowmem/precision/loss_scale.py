@@ -5,11 +5,6 @@ Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weig
 in fp16, where what the scale has saved is lost again.
 """
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor, nn
-
 from lowmem.errors import Refused
 
 # Halved from 2**16 this is 26 overflows in a row: no gradient is that large, the loss itself is inf or nan.
@@ -46,16 +41,3 @@ class LossScale:
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.value, self.steps = state_dict["value"], state_dict["steps"]
-
-
-def finite(tensor: Tensor) -> bool:
-    """nan and inf reach the smallest or the largest element: no copy, and 40 times as fast as isfinite().all()."""
-    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
-
-
-def norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Global L2 norm, in fp32 where the gradients have 16 bits: that of scaled fp16 gradients overflows fp16."""
-    if all(gradient.dtype.itemsize > 2 for gradient in gradients):
-        return nn.utils.get_total_norm(gradients)  # one kernel for many tensors on CUDA
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))

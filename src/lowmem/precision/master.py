@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.errors import Refused
+from lowmem.gradients import Reading, finite
 from lowmem.memory.ledger import Side
 from lowmem.memory.link import Link, Take, link_to
 from lowmem.memory.tracker import belongs, host_side
-from lowmem.optim.adamw8bit import Reading
-from lowmem.precision.loss_scale import finite
 from lowmem.precision.plugin import FullPrecision, ScaledLoss, step_one
 
 

@@ -20,8 +20,9 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem.gradients import norm
 from lowmem.memory.ledger import Side
-from lowmem.precision.loss_scale import LossScale, norm
+from lowmem.precision.loss_scale import LossScale
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.precision.loss_scale import norm
+from lowmem.gradients import norm
 from lowmem.precision.plugin import FullPrecision, ScaledLoss, gradients, step_one, with_gradient
 
 

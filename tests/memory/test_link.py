@@ -1,0 +1,99 @@
+"""The staged link on a lane whose copies run late: what a card would do, and the races that it would bring."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lowmem.memory.link import StagedLink
+from lowmem.precision import master as masters
+from lowmem.precision.master import BFloat16Master
+from lowmem.precision.plugin import FullPrecision
+from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
+
+
+class SlowLane:
+    """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
+
+    def __init__(self):
+        self.copies, self.moved = ThreadPoolExecutor(1), 0
+
+    def staging(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self):
+        return Reached(None)
+
+    def copy(self, to, source, after):
+        self.moved += to.nbytes
+
+        def late():
+            after.synchronize()
+            time.sleep(0.0005)
+            with torch.no_grad():
+                to.copy_(source)
+
+        return Reached(self.copies.submit(late))
+
+    def hold(self, until):
+        until.synchronize()
+
+
+class Reached:
+    def __init__(self, future):
+        self.future = future
+
+    def synchronize(self):
+        if self.future is not None:
+            self.future.result()
+
+
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_the_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):
+    for precision, loss in zip(PRECISIONS, ("chunked", "full"), strict=True):
+        cfg = configured(config, precision, optim, clip, "fixed", "linear", f"loss={loss}", "max_steps=3")
+        assert equal(ours(cfg, SlowLane()), naive(cfg))
+
+
+def test_over_the_link_go_two_bytes_per_parameter_and_micro_batch_and_two_back(config):
+    lane, cfg = SlowLane(), configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    parameters = sum(p.numel() for p in ours(cfg, lane)[0])
+    assert lane.moved == 3 * (2 + 2) * parameters
+
+
+def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
+    """The deliberately wrong variant: the next forward pass reads what has not come back yet."""
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    monkeypatch.setattr(StagedLink, "wait", lambda self, weight: None)
+    try:
+        assert not equal(ours(cfg, SlowLane()), naive(cfg))
+    except RuntimeError as error:  # where it came back while backward was still reading the old one
+        assert "modified by an inplace operation" in str(error)
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_what_the_loop_does_meanwhile_does_not_disturb_the_host_thread(config, monkeypatch, disturbed):
+    """The loop drops gradients and steps the schedule while the host still steps; disturbed: it drops those, too."""
+    right = masters.step_one
+
+    def slow(optimizer, group, p):
+        time.sleep(0.002)
+        if p.grad is not None:  # without one an optimizer says nothing and steps nothing
+            right(optimizer, group, p)
+
+    monkeypatch.setattr(masters, "step_one", slow)
+    if disturbed:
+        monkeypatch.setattr(BFloat16Master, "drop_gradients", FullPrecision.drop_gradients)
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    assert equal(ours(cfg, SlowLane()), naive(cfg)) != disturbed
+
+
+def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("on the host")
+
+    monkeypatch.setattr(masters, "_step", broken)
+    with pytest.raises(ZeroDivisionError, match="on the host"):
+        ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())

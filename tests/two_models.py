@@ -1,0 +1,100 @@
+"""The naive loop with two whole models, and the same training by lowmem: what both must agree on to the bit."""
+
+import torch
+from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
+
+import parity
+from lowmem import fit, model
+from lowmem.data.loader import WindowLoader
+from lowmem.memory.link import StagedLink
+
+PRECISIONS = ("16-master", "bf16-master")
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
+CLIPS = {
+    "norm": ["clip=0.5"],
+    "value": ["clip=null", "clip_value=0.002"],
+    "both": ["clip=0.02", "clip_value=0.002"],
+    "off": ["clip=null"],
+}
+
+
+def configured(config, precision, optim, clip, accumulation, scheduler, *more):
+    """Six steps: windows of four micro-batches and, where an epoch ends, a short one."""
+    named = (f"precision={precision}", f"optim={optim}", f"accumulation={accumulation}")
+    lines = parity.overrides(*named, *more)
+    lines = [line for line in lines if line.split("=")[0] not in ("scheduler", "scheduler.warmup_steps")]
+    return config(
+        *lines, f"scheduler={scheduler}", "scheduler.warmup_steps=2", *CLIPS[clip], "max_steps=6", *more, base=()
+    )
+
+
+def build(cfg):
+    spec = OmegaConf.to_container(cfg.model)
+    torch.manual_seed(0)
+    return fit._module(cfg, spec, model.architecture(**spec))
+
+
+def windows(cfg):
+    return WindowLoader(parity.Ragged(), cfg.batch_size, fit.instantiate(cfg.accumulation), seed=0)
+
+
+def naive(cfg):
+    """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
+    wide, narrow = build(cfg), build(cfg).model
+    dtype = torch.float16 if cfg.trainer.plugins.precision._target_.endswith(".Float16Master") else torch.bfloat16
+    for p in narrow.parameters():
+        p.data = p.data.to(dtype)
+    optimizer = fit.optimizer(cfg)(wide.model)
+    schedule = fit.instantiate(cfg.scheduler)(optimizer)
+    pairs = list(zip(wide.model.parameters(), narrow.parameters(), strict=True))
+    scale, steps, skipped = cfg.trainer.plugins.precision.get("init_scale", 1.0), 0, 0
+    for window in windows(cfg):
+        for micro_batch in window.micro_batches:
+            loss = wide.loss(narrow, micro_batch.input_ids, micro_batch.labels) / window.tokens
+            (loss * scale).backward()
+            for w, p in pairs:
+                w.grad = p.grad.float() if w.grad is None else w.grad + p.grad.float()
+                p.grad = None
+        gradients = [w.grad for w, _ in pairs]
+        torch._foreach_mul_(gradients, 1 / scale)
+        if all(g.isfinite().all() for g in gradients):
+            if cfg.clip_value is not None:
+                torch.nn.utils.clip_grad_value_(wide.model.parameters(), cfg.clip_value)
+            if cfg.clip is not None:
+                torch.nn.utils.clip_grad_norm_(wide.model.parameters(), cfg.clip)
+            optimizer.step()
+            schedule.step()
+            with torch.no_grad():
+                for w, p in pairs:
+                    p.copy_(w)
+            steps += 1
+        else:
+            scale, skipped = scale / 2, skipped + 1
+        optimizer.zero_grad()
+        if steps == cfg.max_steps:
+            return [w.detach() for w, _ in pairs], [p.detach() for _, p in pairs], skipped
+
+
+def ours(cfg, lane=None):
+    """The same of the real module under the real trainer."""
+    module = build(cfg)
+    plugins = list(fit.instantiate(cfg.trainer.plugins).values())
+    if lane is not None:
+        plugins[0].link = StagedLink(lane, slot_bytes=4096, slots=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=cfg.max_steps,
+        max_epochs=-1,
+        plugins=plugins,
+        callbacks=list(fit.instantiate(cfg.callbacks).values()),
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    trainer.fit(module, windows(cfg))
+    assert trainer.global_step == cfg.max_steps
+    parameters = list(module.model.parameters())
+    return [plugins[0].master(p).detach() for p in parameters], [p.detach() for p in parameters], module.skipped_steps
+
+
+def equal(one, other):
+    return one[2] == other[2] and all(torch.equal(a, b) for k in (0, 1) for a, b in zip(one[k], other[k], strict=True))

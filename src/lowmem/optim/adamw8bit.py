@@ -28,7 +28,8 @@ BLOCK = 256
 # zero. So an element that is tiny in its block steps at most as far as the others.
 LEAST = 2
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
-CHUNK = 1 << 19  # elements that torch operators work on at once on a CPU: their intermediates stay in its cache
+# Elements that torch operators work on at once: on a CPU what they leave stays in its cache, on a card it takes 0.2 GiB.
+CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -149,8 +150,8 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[tuple[Tensor, ...]]:
     """(p, g, m, u, m_top, u_top) as whole blocks (blocks, 256), and the unfinished last one as (1, n)."""
     flat = (p.view(-1), g.reshape(-1), state["m"], state["u"])
     whole = p.numel() // BLOCK * BLOCK
-    chunk = CHUNK if p.device.type == "cpu" else whole
-    for start in range(0, whole, chunk or 1):
+    chunk = CHUNK if p.device.type == "cpu" else CHUNK_ON_CARD
+    for start in range(0, whole, chunk):
         stop = min(start + chunk, whole)
         tops = slice(start // BLOCK, stop // BLOCK)
         yield *(x[start:stop].view(-1, BLOCK) for x in flat), state["m_top"][tops], state["u_top"][tops]

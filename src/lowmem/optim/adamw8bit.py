@@ -28,7 +28,7 @@ BLOCK = 256
 # zero. So an element that is tiny in its block steps at most as far as the others.
 LEAST = 2
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
-# Elements that torch operators work on at once: on a CPU what they leave stays in its cache, on a card it takes 0.2 GiB.
+# Elements that torch operators work on at once: what they leave stays in a CPU's cache, or takes 0.2 GiB of a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -200,7 +200,7 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
         f"{card['every_layer']['total'] / gib:.2f} GiB on the card with precision=16-master, "
         f"{card['offload']['total'] / gib:.2f} with offloaded boundaries; the rows above together "
         f"{shapes['together']['total'] / gib:.1f}",
-        "By its bytes: yes, with room for 12 GB twice over. No card was there to run it on.",
+        "By its bytes: yes, with less than half of them. No card was there to run it on.",
     )
 
 

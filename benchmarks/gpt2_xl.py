@@ -22,8 +22,8 @@ import psutil
 
 from benchmarks.claims import xl
 from benchmarks.runner import RESULTS, ROOT, measure, medians, write
+from lowmem.memory.ledger import GIB
 
-GIB = 2**30
 MODEL = [
     "model=gpt2-xl",
     "model.pretrained=false",

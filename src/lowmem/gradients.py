@@ -17,8 +17,7 @@ class Reading(NamedTuple):
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """In fp32. Factors of 1 change no bit."""
-        wide = gradient.float() if gradient.dtype != torch.float32 else gradient.clone()
-        wide = wide.mul_(self.unscale)
+        wide = gradient.to(torch.float32, copy=True).mul_(self.unscale)
         if self.limit < math.inf:
             wide = wide.clamp_(-self.limit, self.limit)
         return wide.mul_(self.clip)
@@ -32,9 +31,13 @@ def finite(tensor: Tensor) -> bool:
     return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
 
 
+def norm_of(gradient: Tensor) -> Tensor:
+    """L2 norm of one, in fp32: that of scaled fp16 gradients overflows fp16."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+
 def norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Global L2 norm, in fp32 where the gradients have 16 bits: that of scaled fp16 gradients overflows fp16."""
+    """Global L2 norm, in fp32 where the gradients have 16 bits."""
     if all(gradient.dtype.itemsize > 2 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)  # one kernel for many tensors on CUDA
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return torch.linalg.vector_norm(torch.stack([norm_of(gradient) for gradient in gradients]))

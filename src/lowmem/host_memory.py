@@ -9,9 +9,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lowmem.errors import Refused
-from lowmem.memory.ledger import GIB, optimizer_state, parts
+from lowmem.memory.ledger import GIB, Ledger, optimizer_state
 from lowmem.memory.link import SLOT_BYTES, SLOTS
 from lowmem.optim.build import MakeOptimizer
+from lowmem.precision.master_callback import steps_early
 from lowmem.refusals import accumulates, masters, scales_loss
 
 PROBE = 256  # a matrix of this side has whole blocks of every optimizer that holds its state in blocks
@@ -40,7 +41,7 @@ def check_host(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -
 
 def host_bytes(cfg: DictConfig, parameters: int, state: float) -> dict[str, float]:
     """Bytes by what they hold; state: bytes per parameter."""
-    early = cfg.clip is None and cfg.master.get("early_step", False) and not scales_loss(cfg)
+    early = steps_early(cfg.master.get("early_step", False), cfg.clip, scales_loss(cfg))
     gradient = 4 if accumulates(cfg) else 0 if early else 2
     on_cpu = cfg.device == "cpu"  # the device's weights are in host memory too
     staging = 0 if on_cpu else 2 * SLOTS * SLOT_BYTES  # in each direction
@@ -54,8 +55,9 @@ def state_bytes_per_parameter(make: MakeOptimizer) -> float:
     optimizer = make(probe)
     probe.weight.grad = torch.ones_like(probe.weight)
     optimizer.step()
-    held = {p.untyped_storage()._cdata: p.nbytes for state in optimizer_state(optimizer) for p in parts(state)}
-    return sum(held.values()) / probe.weight.numel()
+    ledger = Ledger()
+    ledger.own("optimizer", lambda: optimizer_state(optimizer))
+    return ledger.bytes()["optimizer"] / probe.weight.numel()
 
 
 def available_bytes() -> int:

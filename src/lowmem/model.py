@@ -142,7 +142,7 @@ def export(
     """
     draft = folder.with_name(f".{folder.name}.writing")
     with folded(network), _held_in(network, dtype):
-        network.save_pretrained(draft, max_shard_size="1GB")  # a shard is copied whole while it is written
+        network.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(draft, folder)

@@ -72,6 +72,8 @@ class CausalLM(LightningModule):
         finite = self.trainer.precision_plugin.unscale(optimizer.optimizer)
         if finite:
             optimizer.step()  # calls `on_before_optimizer_step` of the callbacks, then ours
+            # A precision may step elsewhere than in the method that the schedule has patched to see the order of calls.
+            optimizer.optimizer._opt_called = True
             self.lr_schedulers().step()
         else:
             self.skipped_steps += 1

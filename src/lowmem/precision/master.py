@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.errors import Refused
-from lowmem.gradients import Reading, finite
+from lowmem.gradients import Reading, finite, norm_of
 from lowmem.memory.ledger import Side
 from lowmem.memory.link import Link, Take, link_to
 from lowmem.memory.tracker import belongs, host_side
@@ -45,7 +45,10 @@ class Master:
             elif self.complete and self.sum.dtype != torch.float32:
                 self.sum = self.sum.float()
             here = self.sum[start : start + piece.numel()]
-            here.add_(piece) if self.complete else here.copy_(piece)
+            if self.complete:
+                here.add_(piece)
+            else:
+                here.copy_(piece)
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
@@ -120,33 +123,37 @@ class BFloat16Master(FullPrecision):
     def unscale(self, optimizer: Optimizer) -> bool:
         """Whether all gradients are finite; if not, none will be used."""
         self.link.finish()
-        arrived = [master for master in self.masters.values() if master.complete]
+        collected = self._collected()
         self.reading = Reading(1 / self.gradient_scale)
         with host_side():
-            self._norms = [_norm(master.sum) / self.gradient_scale for master in arrived]
-        infinite = (m.name for m, norm in zip(arrived, self._norms, strict=True) if not norm.isfinite())
+            self._norms = [norm_of(master.sum) / self.gradient_scale for master in collected]
+        infinite = (m.name for m, norm in zip(collected, self._norms, strict=True) if not norm.isfinite())
         self.not_finite = next(infinite, None)
         if self.not_finite is not None:
-            for master in arrived:
+            for master in collected:
                 master.complete = False
         return self._usable(self.not_finite is None)
 
     def _usable(self, finite: bool) -> bool:
         return finite
 
+    def _collected(self) -> list[Master]:
+        """Those whose gradient is there, in the order in which the next forward pass reads their weights."""
+        return [master for master in self.masters.values() if master.complete]
+
     def drop_gradients(self, optimizer: Optimizer) -> None:
         """The host drops each when it has been used, perhaps later than this; and those of a skipped step above."""
 
     def clip(self, optimizer: Optimizer, value: float | None, largest: float | None) -> Tensor | None:
-        arrived = [master for master in self.masters.values() if master.complete]
-        if not arrived:  # each gradient was used up in backward
+        collected = self._collected()
+        if not collected:  # each gradient was used up in backward
             return None
         self.reading = self.reading._replace(limit=_limit(value))
         if largest is None:
             return None
         with host_side():
             if value is not None:
-                self._norms = [_norm(self.reading(master.sum)) for master in arrived]
+                self._norms = [norm_of(self.reading(master.sum)) for master in collected]
             found = torch.linalg.vector_norm(torch.stack(self._norms))
             factor = torch.clamp(largest / (found + 1e-6), max=1.0)  # as torch's clip_grad_norm_
         self.reading = self.reading._replace(clip=factor.item())
@@ -156,10 +163,8 @@ class BFloat16Master(FullPrecision):
 
     def optimizer_step(self, optimizer: Optimizer, model, closure, **_) -> None:
         self._wrap_closure(model, optimizer, closure)  # the callbacks look at the gradients, and clipping
-        optimizer._opt_called = True  # what the schedule's own patch of `step` would have noted
-        for master in self.masters.values():  # in the order in which the next forward pass reads their weights
-            if master.complete:
-                self._update(optimizer, master, self.reading)
+        for master in self._collected():
+            self._update(optimizer, master, self.reading)
 
     def _update(self, optimizer: Optimizer, master: Master, reading: Reading, early: bool = False) -> None:
         if not self._groups:
@@ -216,10 +221,6 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, e
             master.wide.grad = None
             rounded.copy_(master.wide)
     master.used(early)
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
 
 def _limit(value: float | None) -> float:

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from lowmem.errors import Refused
 
 
+def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
+    """Whether masters step as their gradients arrive: a norm, or a loss scale, needs all gradients first."""
+    return wanted and clip is None and not scales_loss
+
+
 class MasterWeights(Callback):
     """Sends each gradient to the host as soon as it exists, and makes each layer wait for its own new weights.
 
@@ -31,7 +36,7 @@ class MasterWeights(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self.plugin = trainer.precision_plugin
-        self.early = self.early_step and self.clip is None and not self.plugin.scales_loss
+        self.early = steps_early(self.early_step, self.clip, self.plugin.scales_loss)
         strategy = trainer.strategy
 
         def restore(checkpoint: dict) -> None:

@@ -182,4 +182,3 @@ def step_one(optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
     alone.__dict__ |= {key: value for key, value in optimizer.__dict__.items() if key != "step"}
     alone.param_groups = [{**group, "params": [p]}]
     alone.step()
-    optimizer._opt_called = True  # what the schedule's own patch of `step` would have noted

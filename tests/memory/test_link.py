@@ -1,14 +1,17 @@
 """The staged link on a lane whose copies run late: what a card would do, and the races that it would bring."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from lightning.pytorch.strategies import strategy
 
 from lowmem.memory.link import StagedLink
 from lowmem.precision import master as masters
 from lowmem.precision.master import BFloat16Master
+from lowmem.precision.master_callback import MasterWeights
 from lowmem.precision.plugin import FullPrecision
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
@@ -63,12 +66,45 @@ def test_over_the_link_go_two_bytes_per_parameter_and_micro_batch_and_two_back(c
     assert lane.moved == 3 * (2 + 2) * parameters
 
 
+class Gate:
+    """Holds the host thread in the first step of a window until the loop has done `until`, so that no race is luck."""
+
+    def __init__(self, monkeypatch):
+        self.patch, self.there, self.open = monkeypatch, threading.Event(), threading.Event()
+        step = masters.step_one
+
+        def held(optimizer, group, p):
+            self.there.set()
+            assert self.open.wait(60)
+            if p.grad is not None:  # without one an optimizer says nothing and steps nothing
+                step(optimizer, group, p)
+
+        monkeypatch.setattr(masters, "step_one", held)
+        self._around(BFloat16Master, "optimizer_step", before=lambda: (self.there.clear(), self.open.clear()))
+
+    def until(self, owner, name, before=lambda: None):
+        self._around(owner, name, before, self.open.set)
+
+    def _around(self, owner, name, before, after=lambda: None):
+        inner = getattr(owner, name)
+
+        def around(*args, **kwargs):
+            before()
+            inner(*args, **kwargs)
+            after()
+
+        self.patch.setattr(owner, name, around)
+
+
 def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
     """The deliberately wrong variant: the next forward pass reads what has not come back yet."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    right, gate = naive(cfg), Gate(monkeypatch)
+    gate.until(MasterWeights, "on_before_backward")
+    gate.until(MasterWeights, "on_train_end")  # after the last step there is no backward pass
     monkeypatch.setattr(StagedLink, "wait", lambda self, weight: None)
     try:
-        assert not equal(ours(cfg, SlowLane()), naive(cfg))
+        assert not equal(ours(cfg, SlowLane()), right)
     except RuntimeError as error:  # where it came back while backward was still reading the old one
         assert "modified by an inplace operation" in str(error)
 
@@ -76,18 +112,32 @@ def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_what_the_loop_does_meanwhile_does_not_disturb_the_host_thread(config, monkeypatch, disturbed):
     """The loop drops gradients and steps the schedule while the host still steps; disturbed: it drops those, too."""
-    right = masters.step_one
-
-    def slow(optimizer, group, p):
-        time.sleep(0.002)
-        if p.grad is not None:  # without one an optimizer says nothing and steps nothing
-            right(optimizer, group, p)
-
-    monkeypatch.setattr(masters, "step_one", slow)
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    right, gate = naive(cfg), Gate(monkeypatch)
     if disturbed:
         monkeypatch.setattr(BFloat16Master, "drop_gradients", FullPrecision.drop_gradients)
+    gate.until(BFloat16Master, "drop_gradients", before=lambda: gate.there.wait(60))  # the schedule was stepped before
+    assert equal(ours(cfg, SlowLane()), right) != disturbed
+
+
+def test_an_error_of_the_loop_is_told_although_the_host_still_steps(config, monkeypatch):
+    """Lightning walks through the optimizer's state when a run ends by an error; the host adds to it until then."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
-    assert equal(ours(cfg, SlowLane()), naive(cfg)) != disturbed
+    gate, walked = Gate(monkeypatch), []
+
+    def breaks(*_):
+        gate.there.wait(60)
+        gate.open.set()
+        raise ZeroDivisionError("in the loop")
+
+    def walk(*_):
+        walked.append([thread.name for thread in threading.enumerate()])
+
+    monkeypatch.setattr(BFloat16Master, "drop_gradients", breaks)
+    monkeypatch.setattr(strategy, "_optimizers_to_device", walk)
+    with pytest.raises(ZeroDivisionError, match="in the loop"):
+        ours(cfg, SlowLane())
+    assert walked and "host-step" not in walked[-1]
 
 
 def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):

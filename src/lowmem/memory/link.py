@@ -173,6 +173,10 @@ class StagedLink(Link):
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
+        for coming in self._coming.values():
+            if coming.exception() is None:
+                self.lane.hold(coming.result())  # whoever reads a weight from now on does not ask us first
+        self._coming.clear()
 
 
 class CudaLane:

@@ -79,6 +79,9 @@ class MasterWeights(Callback):
                 "skipped."
             )
 
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        self.plugin.link.close()  # Lightning now walks through the optimizer's state, which the host may be changing
+
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for hook in self._hooks:
             hook.remove()

@@ -55,7 +55,9 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
     from omegaconf import OmegaConf
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from lowmem import cli, fit, model
+    from lowmem import cli, model
+    from lowmem.build import causal_lm
+    from lowmem.instantiate import instantiate
     from lowmem.memory.ledger import Ledger, gradients, weights
     from lowmem.memory.tracker import StorageTracker
 
@@ -64,9 +66,9 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
         lines += [f"model.architecture.{drop}=0.0" for drop in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
         cfg = compose("config", overrides=[cli.quoted(line) for line in lines])
     spec = OmegaConf.to_container(cfg.model, resolve=True)
-    precision = fit.instantiate(cfg.trainer.plugins.precision)
+    precision = instantiate(cfg.trainer.plugins.precision)
     with FakeTensorMode():
-        module = precision.convert_module(fit._module(cfg, spec, model.architecture(**spec)))
+        module = precision.convert_module(causal_lm(cfg, spec, model.architecture(**spec)))
         ledger, parameters = Ledger(), list(module.parameters())
         ledger.own("weights", lambda: weights(module))
         ledger.own("gradients", lambda: gradients(parameters))

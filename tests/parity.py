@@ -8,8 +8,10 @@ from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 import oracle
-from lowmem import fit, model
+from lowmem import model
+from lowmem.build import causal_lm
 from lowmem.data.loader import MicroBatch, WindowLoader
+from lowmem.instantiate import instantiate
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
 STEPS, LR, DECAY = 4, 1e-2, 2.0
@@ -91,16 +93,16 @@ def run(cfg, wide=False):
     """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are."""
     spec = OmegaConf.to_container(cfg.model)
     torch.manual_seed(0)
-    module = fit._module(cfg, spec, model.architecture(**spec))
+    module = causal_lm(cfg, spec, model.architecture(**spec))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
-    windows = WindowLoader(Ragged(), cfg.batch_size, fit.instantiate(cfg.accumulation), seed=0)
+    windows = WindowLoader(Ragged(), cfg.batch_size, instantiate(cfg.accumulation), seed=0)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator="cpu",
         max_steps=cfg.max_steps,
         max_epochs=-1,
-        plugins=list(fit.instantiate(cfg.trainer.plugins).values()),
-        callbacks=list(fit.instantiate(cfg.callbacks).values()),
+        plugins=list(instantiate(cfg.trainer.plugins).values()),
+        callbacks=list(instantiate(cfg.callbacks).values()),
         **dict.fromkeys(off, False),
     )
     trainer.fit(module, windows)

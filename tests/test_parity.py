@@ -146,7 +146,7 @@ def test_clipping_gradients_that_are_still_scaled_is_outside_the_tolerance(confi
 @pytest.mark.parametrize("optim", ["adamw4bit", "adamw_fp8"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_torchaos_state_on_one_matrix(config, optim, wrong):
-    from lowmem.fit import optimizer
+    from lowmem.build import optimizer
 
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 128, bias=False)

@@ -5,7 +5,9 @@ import torch
 
 import parity
 from lowmem import check, fit, refusals
+from lowmem.build import optimizer
 from lowmem.errors import Refused
+from lowmem.instantiate import instantiate
 from lowmem.precision.sixteen import Float16Weights
 
 # One command line per refusal, in the order of the list.
@@ -108,7 +110,7 @@ def test_proof_masters_take_no_part_in_backward(config, monkeypatch):
 
 
 def test_proof_the_state_of_parameters_in_host_memory_is_not_paged(config):
-    made = fit.optimizer(config("optim=paged_adamw8bit"))(torch.nn.Linear(256, 256, bias=False))
+    made = optimizer(config("optim=paged_adamw8bit"))(torch.nn.Linear(256, 256, bias=False))
     for p in (p for group in made.param_groups for p in group["params"]):
         p.grad = torch.ones_like(p)
     made.step()
@@ -123,7 +125,7 @@ def test_proof_each_process_would_step_masters_of_its_own(config):
         def __init__(self, p):  # as DDP does it: a hook that reads the gradient when it is complete
             p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
 
-    plugin = fit.instantiate(config("precision=bf16-master").trainer.plugins.precision)
+    plugin = instantiate(config("precision=bf16-master").trainer.plugins.precision)
     layer = plugin.convert_module(torch.nn.Linear(4, 4))
     for p in layer.parameters():
         p.register_post_accumulate_grad_hook(plugin.collect)

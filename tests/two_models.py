@@ -5,8 +5,10 @@ from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 import parity
-from lowmem import fit, model
+from lowmem import model
+from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import WindowLoader
+from lowmem.instantiate import instantiate
 from lowmem.memory.link import StagedLink
 
 PRECISIONS = ("16-master", "bf16-master")
@@ -32,11 +34,11 @@ def configured(config, precision, optim, clip, accumulation, scheduler, *more):
 def build(cfg):
     spec = OmegaConf.to_container(cfg.model)
     torch.manual_seed(0)
-    return fit._module(cfg, spec, model.architecture(**spec))
+    return causal_lm(cfg, spec, model.architecture(**spec))
 
 
 def windows(cfg):
-    return WindowLoader(parity.Ragged(), cfg.batch_size, fit.instantiate(cfg.accumulation), seed=0)
+    return WindowLoader(parity.Ragged(), cfg.batch_size, instantiate(cfg.accumulation), seed=0)
 
 
 def naive(cfg):
@@ -45,8 +47,8 @@ def naive(cfg):
     dtype = torch.float16 if cfg.trainer.plugins.precision._target_.endswith(".Float16Master") else torch.bfloat16
     for p in narrow.parameters():
         p.data = p.data.to(dtype)
-    optimizer = fit.optimizer(cfg)(wide.model)
-    schedule = fit.instantiate(cfg.scheduler)(optimizer)
+    stepping = optimizer(cfg)(wide.model)
+    schedule = instantiate(cfg.scheduler)(stepping)
     pairs = list(zip(wide.model.parameters(), narrow.parameters(), strict=True))
     scale, steps, skipped = cfg.trainer.plugins.precision.get("init_scale", 1.0), 0, 0
     for window in windows(cfg):
@@ -63,7 +65,7 @@ def naive(cfg):
                 torch.nn.utils.clip_grad_value_(wide.model.parameters(), cfg.clip_value)
             if cfg.clip is not None:
                 torch.nn.utils.clip_grad_norm_(wide.model.parameters(), cfg.clip)
-            optimizer.step()
+            stepping.step()
             schedule.step()
             with torch.no_grad():
                 for w, p in pairs:
@@ -71,7 +73,7 @@ def naive(cfg):
             steps += 1
         else:
             scale, skipped = scale / 2, skipped + 1
-        optimizer.zero_grad()
+        stepping.zero_grad()
         if steps == cfg.max_steps:
             return [w.detach() for w, _ in pairs], [p.detach() for _, p in pairs], skipped
 
@@ -79,7 +81,7 @@ def naive(cfg):
 def ours(cfg, lane=None):
     """The same of the real module under the real trainer."""
     module = build(cfg)
-    plugins = list(fit.instantiate(cfg.trainer.plugins).values())
+    plugins = list(instantiate(cfg.trainer.plugins).values())
     if lane is not None:
         plugins[0].link = StagedLink(lane, slot_bytes=4096, slots=2)
     trainer = Trainer(
@@ -87,7 +89,7 @@ def ours(cfg, lane=None):
         max_steps=cfg.max_steps,
         max_epochs=-1,
         plugins=plugins,
-        callbacks=list(fit.instantiate(cfg.callbacks).values()),
+        callbacks=list(instantiate(cfg.callbacks).values()),
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     trainer.fit(module, windows(cfg))

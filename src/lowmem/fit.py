@@ -18,29 +18,24 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
-from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from lowmem import batch_size, checkpoint, model
-from lowmem.check import OPTIM_KEYS, check, check_positions, check_vocabulary
-from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
-from lowmem.data.tokens import Tokens, tokenize
+from lowmem.build import build
+from lowmem.check import check
+from lowmem.data.tokens import Tokens
 from lowmem.errors import Refused
-from lowmem.host_memory import check_host
 from lowmem.instantiate import instantiate
 from lowmem.memory.advice import out_of_memory
 from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
 from lowmem.module import CausalLM
-from lowmem.optim.build import MakeOptimizer
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.sample import Sample
 from lowmem.stop import Stop
 
 log = logging.getLogger(__name__)
-
-BPE_VOCABULARY = 4096  # at most; never more than the model has
 
 
 class OutOfMemory(Refused):
@@ -85,56 +80,6 @@ def fit(
     finally:
         if run:
             run.close()
-
-
-# --- build -------------------------------------------------------------------------------------------------------
-
-
-def build(
-    cfg: DictConfig, saved: checkpoint.Saved | None = None
-) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
-    """Data first, weights last: whatever refuses the run does so before the heavy part."""
-    windows = instantiate(cfg.accumulation)
-    spec = OmegaConf.to_container(cfg.model)
-    config = model.architecture(**spec)
-    check_positions(cfg.seq_len, model.positions(config))
-    check_host(cfg, config, optimizer(cfg))
-    tokens = _tokens(cfg, spec, config)
-    start = saved.position if saved else START
-    train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
-    val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
-    if saved:
-        spec["pretrained"] = False  # the checkpoint brings the weights
-    module = _module(cfg, spec, config)
-    if saved:
-        saved.check(module, train)
-    return tokens, train, val, module
-
-
-def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
-    """The corpus in a published model's own tokens, or in those of a BPE trained on the corpus."""
-    published = spec["pretrained"] or spec["architecture"] is None
-    tokenizer = model.tokenizer(**spec) if published else None
-    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), min(BPE_VOCABULARY, config.vocab_size), tokenizer)
-    check_vocabulary(config.vocab_size, len(tokens.tokenizer))
-    if not published:  # the export must name the end token of the tokenizer it is saved with
-        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
-    return tokens
-
-
-def _module(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> CausalLM:
-    network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
-    instantiate(cfg.gradient_checkpointing)(network)
-    return CausalLM(
-        network, instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value
-    )
-
-
-def optimizer(cfg: DictConfig) -> MakeOptimizer:
-    """The group's yaml is the library's class and its arguments, and beside them those that are ours."""
-    ours = {key: cfg.optim[key] for key in ("embedding_bits",) if key in cfg.optim}
-    theirs = {key: value for key, value in cfg.optim.items() if key not in OPTIM_KEYS}
-    return MakeOptimizer(instantiate(OmegaConf.create(theirs)), **ours)
 
 
 # --- train -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from conftest import ROOT
-from lowmem.fit import optimizer
+from lowmem.build import optimizer
 from lowmem.memory.ledger import optimizer_state, parts
 from lowmem.optim.build import parameter_groups
 from test_loss import network

@@ -245,12 +245,12 @@ def test_with_early_steps_the_loss_is_looked_at_before_backward(fit, monkeypatch
 )
 def test_too_little_host_memory_is_refused_with_the_numbers(config, fit, monkeypatch, lines, bytes_per_parameter):
     cfg = config(*lines)
-    from lowmem.fit import optimizer
+    from lowmem.build import optimizer
 
     state = host.state_bytes_per_parameter(optimizer(cfg))
     assert sum(host.host_bytes(cfg, 1000, state).values()) == pytest.approx(1000 * bytes_per_parameter, rel=1e-3)
     monkeypatch.setattr(host, "available_bytes", lambda: 100_000)
-    monkeypatch.setattr("lowmem.fit._module", None)  # calling it would be another error
+    monkeypatch.setattr("lowmem.build.causal_lm", None)  # calling it would be another error
     with pytest.raises(Refused, match=r"would have to hold .* GiB \(masters .* free.*Type optim="):
         fit(*lines)
 

@@ -1,0 +1,66 @@
+"""From the config to what is trained: the data first, the weights last."""
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import PretrainedConfig
+
+from lowmem import checkpoint, model
+from lowmem.check import OPTIM_KEYS, check_positions, check_vocabulary
+from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
+from lowmem.data.tokens import Tokens, tokenize
+from lowmem.host_memory import check_host
+from lowmem.instantiate import instantiate
+from lowmem.module import CausalLM
+from lowmem.optim.build import MakeOptimizer
+
+BPE_VOCABULARY = 4096  # at most; never more than the model has
+
+
+def build(
+    cfg: DictConfig, saved: checkpoint.Saved | None = None
+) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
+    """Data first, weights last: whatever refuses the run does so before the heavy part."""
+    windows = instantiate(cfg.accumulation)
+    spec = OmegaConf.to_container(cfg.model)
+    config = model.architecture(**spec)
+    check_positions(cfg.seq_len, model.positions(config))
+    check_host(cfg, config, optimizer(cfg))
+    tokens = _tokens(cfg, spec, config)
+    start = saved.position if saved else START
+    train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
+    val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
+    if saved:
+        spec["pretrained"] = False  # the checkpoint brings the weights
+    module = causal_lm(cfg, spec, config)
+    if saved:
+        saved.check(module, train)
+    return tokens, train, val, module
+
+
+def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
+    """The corpus in a published model's own tokens, or in those of a BPE trained on the corpus."""
+    published = spec["pretrained"] or spec["architecture"] is None
+    tokenizer = model.tokenizer(**spec) if published else None
+    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), min(BPE_VOCABULARY, config.vocab_size), tokenizer)
+    check_vocabulary(config.vocab_size, len(tokens.tokenizer))
+    if not published:  # the export must name the end token of the tokenizer it is saved with
+        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
+    return tokens
+
+
+def causal_lm(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> CausalLM:
+    """Args: spec: cfg.model as a plain dict; config: its architecture."""
+    network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
+    instantiate(cfg.gradient_checkpointing)(network)
+    return CausalLM(
+        network, instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value
+    )
+
+
+def optimizer(cfg: DictConfig) -> MakeOptimizer:
+    """The group's yaml is the library's class and its arguments, and beside them those that are ours."""
+    ours = {key: cfg.optim[key] for key in ("embedding_bits",) if key in cfg.optim}
+    theirs = {key: value for key, value in cfg.optim.items() if key not in OPTIM_KEYS}
+    return MakeOptimizer(instantiate(OmegaConf.create(theirs)), **ours)

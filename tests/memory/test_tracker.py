@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowmem.memory.ledger import CATEGORIES, Ledger, Owner, gradients, optimizer_state, weights
+from lowmem.memory.ledger import CATEGORIES, Ledger, gradients, optimizer_state, weights
 from lowmem.memory.tracker import StorageTracker, highest
 
 KIB = 1024
@@ -76,14 +76,14 @@ def test_a_training_step_settles_gradients_and_state():
 
 def test_the_host_side_does_not_count_on_the_device():
     host, device = floats(8), floats(4)
-    known = {
-        t.untyped_storage()._cdata: (Owner("optimizer", s, list), t.nbytes)
-        for t, s in ((host, "host"), (device, "device"))
-    }
-    with StorageTracker(known) as tracker:
+    ledger = Ledger()
+    for tensor, side in ((host, "host"), (device, "device")):
+        ledger.own("optimizer", lambda tensor=tensor: [tensor], side)
+    with StorageTracker(ledger.storages()) as tracker:
         host.add_(1)
         born = floats(2)
-        tracker.settle({born.untyped_storage()._cdata: (Owner("weights", "host", list), 2 * KIB)})
+        ledger.own("weights", lambda: [born], "host")
+        tracker.settle(ledger.storages())
     assert peak(tracker) == 4 * KIB
 
 
@@ -116,3 +116,18 @@ def test_a_dropped_release_is_caught(monkeypatch):
         del a
     with pytest.raises(AssertionError):
         assert list(tracker.timeline())[-1].total == 0
+
+
+def test_what_was_there_before_counts_until_it_dies():
+    """Replaced state, dropped gradients: a storage that is then born at the same address is another one."""
+    held, ledger = [floats(8), floats(4)], Ledger()
+    ledger.own("optimizer", lambda: held[:1])
+    ledger.own("gradients", lambda: held[1:], "host")
+    with StorageTracker(ledger.storages()) as tracker:
+        held[0] = torch.zeros_like(held[0])
+        held.pop()
+        tracker.settle(ledger.storages())
+    points = list(tracker.timeline())
+    assert [point.total for point in points] == [8 * KIB, 16 * KIB, 8 * KIB, 8 * KIB]
+    assert [point.host for point in points] == [4 * KIB, 4 * KIB, 4 * KIB, 0]
+    assert tracker.now == 8 * KIB and points[-1].bytes["optimizer"] == 8 * KIB

@@ -25,6 +25,14 @@ class Owner(NamedTuple):
     tensors: Callable[[], Iterable[Tensor]]
 
 
+class Held(NamedTuple):
+    """A storage that exists now."""
+
+    owner: Owner  # the first of those who hold it
+    bytes: int
+    storage: torch.UntypedStorage
+
+
 class Ledger:
     """The owners of a run's long-lived tensors; the rest is activations and temporaries."""
 
@@ -34,22 +42,22 @@ class Ledger:
     def own(self, category: str, tensors: Callable[[], Iterable[Tensor]], side: Side = "device") -> None:
         self.owners.append(Owner(category, side, tensors))
 
-    def storages(self) -> dict[int, tuple[Owner, int]]:
-        """Storage key -> (its first owner, bytes), of everything that exists now."""
-        found: dict[int, tuple[Owner, int]] = {}
+    def storages(self) -> dict[int, Held]:
+        """By storage key."""
+        found: dict[int, Held] = {}
         for owner in self.owners:
             for tensor in owner.tensors():
                 for held in parts(tensor):
                     storage = held.untyped_storage()
-                    found.setdefault(storage._cdata, (owner, storage.nbytes()))
+                    found.setdefault(storage._cdata, Held(owner, storage.nbytes(), storage))
         return found
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
         """Bytes by category of what the owners on one side hold now."""
         total = dict.fromkeys(CATEGORIES, 0)
-        for owner, size in self.storages().values():
-            if owner.side == side:
-                total[owner.category] += size
+        for held in self.storages().values():
+            if held.owner.side == side:
+                total[held.owner.category] += held.bytes
         return total
 
 

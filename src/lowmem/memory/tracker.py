@@ -7,22 +7,23 @@ sampled.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.memory.ledger import CATEGORIES, Owner, Side, parts
+from lowmem.memory.ledger import CATEGORIES, Held, Owner, Side, parts
 
 
 class Point(NamedTuple):
-    """Live bytes of the device side by category, at one event of a phase."""
+    """Live bytes at one event of a phase: of the device side by category, and of the host side."""
 
     phase: str
     bytes: dict[str, int]
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -62,18 +63,21 @@ class StorageTracker(TorchDispatchMode):
         OverLimit: from the operator whose output exceeds the limit.
     """
 
-    def __init__(self, known: dict[int, tuple[Owner, int]], limit: int | None = None) -> None:
+    def __init__(self, known: Mapping[int, Held], limit: int | None = None) -> None:
         super().__init__()
         self.limit, self.working_on_host = limit, 0
-        self.base = dict.fromkeys(CATEGORIES, 0)
-        for owner, size in known.values():
-            if owner.side == "device":
-                self.base[owner.category] += size
+        self.base, self.host_base = dict.fromkeys(CATEGORIES, 0), 0
         self.phase = "forward"
         self.events: list[tuple[str, int, int]] = []  # (phase, serial of the storage, bytes: + born, - died)
-        self._live: dict[int, int] = dict.fromkeys(known, -1)  # storage key -> serial; -1: in the base line
+        self._live: dict[int, int] = {}  # storage key -> serial
         self._references: list[weakref.ref] = []  # a weak reference that is itself dropped never calls back
         self._owner: dict[int, Owner] = {}  # by serial
+        for held in known.values():
+            self._owner[self._follow(held.storage)] = held.owner
+            if held.owner.side == "device":
+                self.base[held.owner.category] += held.bytes
+            else:
+                self.host_base += held.bytes
         self.now = sum(self.base.values())  # live bytes of the device side
 
     def __enter__(self):
@@ -96,14 +100,21 @@ class StorageTracker(TorchDispatchMode):
                     self._see(held.untyped_storage())
         return out
 
-    def _see(self, storage) -> None:
-        key = storage._cdata
-        if key in self._live:
+    def _see(self, storage: UntypedStorage) -> None:
+        if storage._cdata in self._live:
             return
-        serial, size = len(self._references), storage.nbytes()
-        self._live[key] = serial
+        serial, size = self._follow(storage), storage.nbytes()
         self.events.append((self.phase, serial, size))
         self.now += size
+        if self.working_on_host:
+            self._own(serial, size, Owner("other", "host", tuple))
+        if self.limit is not None and self.now > self.limit:
+            raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")
+
+    def _follow(self, storage: UntypedStorage) -> int:
+        """The serial of a storage, whose death will be an event: another may then have its key."""
+        key, serial, size = storage._cdata, len(self._references), storage.nbytes()
+        self._live[key] = serial
 
         def died(_: weakref.ref) -> None:
             self._live.pop(key, None)
@@ -111,10 +122,7 @@ class StorageTracker(TorchDispatchMode):
             self.now -= size if self._side(serial) == "device" else 0
 
         self._references.append(weakref.ref(storage, died))
-        if self.working_on_host:
-            self._own(serial, size, Owner("other", "host", tuple))
-        if self.limit is not None and self.now > self.limit:
-            raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")
+        return serial
 
     def _side(self, serial: int) -> str:
         owner = self._owner.get(serial)
@@ -125,27 +133,37 @@ class StorageTracker(TorchDispatchMode):
         self._own(self._live[tensor.untyped_storage()._cdata], tensor.untyped_storage().nbytes(), owner)
 
     def _own(self, serial: int, size: int, owner: Owner) -> None:
-        if serial >= 0:
-            if owner.side == "host" and self._side(serial) == "device":
-                self.now -= size
-            self._owner[serial] = owner
+        if owner.side == "host" and self._side(serial) == "device":
+            self.now -= size
+        self._owner[serial] = owner
 
-    def settle(self, known: dict[int, tuple[Owner, int]]) -> None:
+    def settle(self, known: Mapping[int, Held]) -> None:
         """Tell who owns what now exists: gradients after backward, optimizer state after the step."""
-        for key, (owner, size) in known.items():
-            self._own(self._live.get(key, -1), size, owner)
+        for key, held in known.items():
+            if key in self._live:
+                self._own(self._live[key], held.bytes, held.owner)
 
     def timeline(self) -> Iterator[Point]:
         """Live bytes after every event, the base line included. Born unowned: an activation, or `other` in the step."""
-        now, unowned = dict(self.base), {}
-        yield Point(self.events[0][0] if self.events else self.phase, dict(now))
+        now, host, unowned = dict(self.base), self.host_base, {}
+        yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:
             owner = self._owner.get(serial)
-            if owner is not None and owner.side == "host":
-                continue
-            default = unowned.setdefault(serial, "other" if phase == "step" else "activations")
-            now[owner.category if owner else default] += size
-            yield Point(phase, dict(now))
+            if self._side(serial) == "host":
+                host += size
+            else:
+                default = unowned.setdefault(serial, "other" if phase == "step" else "activations")
+                now[owner.category if owner else default] += size
+            yield Point(phase, dict(now), host)
+
+    def device_events(self) -> list[tuple[int, int]]:
+        """(serial, bytes) of the device side in order: what its allocator would be asked for."""
+        return [(serial, size) for _, serial, size in self.events if self._side(serial) == "device"]
+
+    def host_sizes(self, category: str) -> list[int]:
+        """Bytes of each tensor of a category that was born on the host side."""
+        mine = {s for s, owner in self._owner.items() if owner.side == "host" and owner.category == category}
+        return [size for _, serial, size in self.events if serial in mine and size > 0]
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:

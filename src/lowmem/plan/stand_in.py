@@ -1,0 +1,119 @@
+"""An optimizer that holds what a real one holds, for those whose step needs real numbers.
+
+8-bit optimizers read their data behind torch's back (a C++ or CUDA library, compiled code), so they cannot step tensors
+without memory. Their state and the scratch of a step are per element: a real one steps two small real parameters of
+each role under the tracker, and what the second one added is the rate. So nothing here knows any optimizer by name but
+those that step on shapes by themselves.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.memory.ledger import Ledger, optimizer_state
+from lowmem.memory.tracker import StorageTracker
+from lowmem.optim.build import MakeOptimizer
+
+SIDE = 256  # of a probe: whole blocks of every optimizer that holds its state in blocks
+SMALL = 1024  # elements of a probe for parameters whose state 8-bit optimizers keep in 32 bits
+THRESHOLD = 4096  # elements below which they do
+# Written in torch operators alone, which know what they do to a shape.
+STEPS_ON_SHAPES = ("torch.optim.", "transformers.", "lowmem.optim.muon.")
+
+
+class Rate(NamedTuple):
+    """Bytes per element of a parameter."""
+
+    state: float
+    scratch: float  # beside the state while a parameter is stepped
+
+
+def needs_one(target: str) -> bool:
+    """Args: target: the class of a yaml of conf/optim."""
+    return not target.startswith(STEPS_ON_SHAPES)
+
+
+def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
+    """Args: one_kernel: each step is one, of a card or generated, whose scratch is not on the ledger."""
+    with torch.compiler.set_stance("force_eager"):  # to generate code for a probe takes seconds, and changes no state
+        rates = {
+            (role, small): _rate(make, one_kernel, role, small)
+            for role in ("matrix", "embedding", "vector")
+            for small in (False, True)
+        }
+    one_pass = hasattr(make(nn.Linear(1, 1)), "step_from")
+    return MakeOptimizer(partial(OnePassStandIn if one_pass else StandIn, rates=rates), make.embedding_bits)
+
+
+class StandIn(Optimizer):
+    """Args: params: groups with a `role`; rates: by role, and by whether the parameter is small."""
+
+    def __init__(self, params, rates: Mapping[tuple[str, bool], Rate]) -> None:
+        super().__init__(params, {"lr": 0.0})
+        self.rates = rates
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._hold(group, p)
+        return loss
+
+    def _hold(self, group: dict, p: Tensor) -> None:
+        rate = self.rates[group["role"], p.numel() < THRESHOLD]
+        if not self.state[p]:
+            self.state[p]["all"] = _bytes(rate.state, p)
+        _bytes(rate.scratch, p)
+
+
+class OnePassStandIn(StandIn):
+    """Of an optimizer that reads 16-bit gradients and writes 16-bit weights in its own pass."""
+
+    def step_from(self, gradient: Tensor, group: dict, p: Tensor, *_) -> None:
+        self._hold(group, p)
+
+
+def _bytes(rate: float, p: Tensor) -> Tensor:
+    return torch.empty(round(rate * p.numel()), dtype=torch.uint8, device=p.device)
+
+
+class Probe(nn.Module):
+    """One or two parameters of a role, to be stepped for real."""
+
+    def __init__(self, role: str, small: bool, count: int) -> None:
+        super().__init__()
+        n = SMALL if small else SIDE * SIDE
+        columns = 32 if small else SIDE
+        make = {
+            "matrix": lambda: nn.Linear(columns, n // columns, bias=False),
+            "embedding": lambda: nn.Embedding(n // columns, columns),
+            "vector": lambda: nn.LayerNorm(n, bias=False),
+        }[role]
+        self.parts = nn.ModuleList(make() for _ in range(count))
+
+
+def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate:
+    (one, scratch), (two, _) = (_stepped(make, Probe(role, small, count)) for count in (1, 2))
+    elements = SMALL if small else SIDE * SIDE
+    return Rate((two - one) / elements, 0.0 if one_kernel else scratch / elements)
+
+
+def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int]:
+    """(bytes of state, bytes of scratch) after two real steps; generated code allocates unseen, here as in a run."""
+    optimizer = make(probe)
+    ledger = Ledger()
+    ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])
+    ledger.own("optimizer", lambda: optimizer_state(optimizer))
+    for p in probe.parameters():
+        p.grad = torch.full_like(p, 1e-3)
+    optimizer.step()
+    with StorageTracker(ledger.storages()) as tracker:
+        optimizer.step()
+    top = max(point.total for point in tracker.timeline())
+    return ledger.bytes()["optimizer"], top - sum(ledger.bytes().values())

@@ -1,0 +1,204 @@
+"""The tracer: a run on tensors without memory.
+
+The run's own module, callbacks and precision plugin train one micro-batch and evaluate once under the real Lightning
+trainer, watched by the run's own meter. Only the tensors are fake: they have a shape, a dtype and a storage whose bytes
+can be counted, and no memory. So a prediction is not a formula of the run; it is the run. What a step asks of its
+numbers ("are all gradients finite?") is answered with yes.
+
+One micro-batch stands for all of a run: the optimizer's state exists before it, and where a window has several, so do
+the gradients of an earlier one.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem import build, model
+from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.instantiate import instantiate
+from lowmem.memory.meter import MemoryMeter
+from lowmem.memory.tracker import Point, highest
+from lowmem.plan import card
+from lowmem.plan.stand_in import needs_one, stand_in
+from lowmem.plan.work import Work, work_of
+from lowmem.precision.plugin import step_one
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Trace:
+    """What a window and an evaluation hold and do."""
+
+    parameters: int
+    largest: int  # elements of the largest parameter
+    weights: int  # bytes on the device
+    phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
+    events: list[tuple[int, int]] = field(default_factory=list)  # (serial, bytes) of the device: + born, - died
+    work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
+    pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
+
+
+def trace(cfg: DictConfig, on_card: bool) -> Trace:
+    """Args: cfg: resolved, with a number for batch_size; on_card: as CUDA does it, also where there is no CUDA.
+
+    Raises:
+        Whatever the model raises that asks for numbers which are not there.
+    """
+    cfg = OmegaConf.merge(cfg, {"device": "cpu"})
+    spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
+    config = model.architecture(**OmegaConf.to_container(cfg.model))
+    make = build.optimizer(cfg)
+    if needs_one(cfg.optim._target_):
+        make = stand_in(make, one_kernel=on_card or cfg.optim._target_.startswith("torchao."))
+    accumulates = instantiate(cfg.accumulation).largest > 1
+    shapes = Shapes()
+    # transformers takes fake tensors for a graph that is recorded for later, and then writes every mask out
+    as_in_a_run = patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)
+    with FakeTensorMode(), shapes, as_in_a_run, card.kernels(on_card), tempfile.TemporaryDirectory() as folder:
+        module = build.causal_lm(cfg, spec, config)
+        module.make_optimizer = card.foreach(make) if on_card else make
+        module.to = module.cpu = lambda *_, **__: module  # a fake tensor cannot be moved, and is nowhere
+        recorder = Recorder(Path(folder) / "memory.csv")
+        plugins = list(instantiate(cfg.trainer.plugins).values())
+        callbacks = [recorder, *instantiate(cfg.callbacks).values(), Steady(shapes, accumulates)]
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=1,
+            max_epochs=-1,
+            val_check_interval=1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            plugins=plugins,
+            callbacks=callbacks,
+            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        )
+        micro_batch = _micro_batch(cfg)
+        trainer.fit(module, Windows(micro_batch), Evaluation(micro_batch))
+        recorder.close()
+        every = list(module.model.parameters())
+        found = Trace(
+            parameters=sum(p.numel() for p in every),
+            largest=max(p.numel() for p in every),
+            weights=recorder.weights,
+            work=shapes.work,
+        )
+    for points, events, pinned in recorder.recorded:
+        found.phases |= highest(points)
+        found.events += events
+        found.pinned = max(found.pinned, pinned, key=sum)
+    return found
+
+
+class Shapes(TorchDispatchMode):
+    """Answers what cannot be known without numbers, and counts the work of every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: str | None = None
+        self.work: Counter[tuple[str, Work]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten._local_scalar_dense.default:
+            return _yes(args[0].dtype)
+        out = func(*args, **(kwargs or {}))
+        if self.phase is not None and (work := work_of(func, args, kwargs, out)) is not None:
+            self.work[self.phase, work] += 1
+        return out
+
+
+def _yes(dtype: torch.dtype) -> bool | float | int:
+    return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
+
+
+class Recorder(MemoryMeter):
+    """The meter of a run, which also keeps what its tracker saw."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.recorded: list[tuple[list[Point], list[tuple[int, int]], list[int]]] = []
+        self.weights = 0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_start(trainer, module)
+        self.weights = self.ledger.bytes()["weights"]
+
+    def _untrack(self, phase: str | None = None) -> list[Point]:
+        tracker = self._tracker
+        points = super()._untrack(phase)
+        if tracker is not None:
+            self.recorded.append((points, tracker.device_events(), tracker.host_sizes("activations")))
+        return points
+
+
+class Steady(Callback):
+    """Last of the callbacks: leaves what earlier windows and micro-batches would have, and counts from there on."""
+
+    def __init__(self, shapes: Shapes, accumulates: bool) -> None:
+        self.shapes, self.accumulates = shapes, accumulates
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for p in module.parameters():
+            stepped = plugin.master(p)
+            if id(stepped) in groups:
+                stepped.grad = torch.empty_like(stepped)
+                (plugin.update if stepped is p else step_one)(optimizer, groups[id(stepped)], stepped)
+                stepped.grad = None
+        for p in module.parameters() if self.accumulates else ():
+            if p.requires_grad:
+                for _ in range(2):  # masters widen their sums at the second
+                    p.backward(torch.empty_like(p))
+
+    def on_train_batch_start(self, *_) -> None:
+        self.shapes.phase = "forward"
+
+    def on_before_backward(self, *_) -> None:
+        self.shapes.phase = "backward"
+
+    def on_after_backward(self, *_) -> None:
+        self.shapes.phase = "forward"
+
+    def on_before_optimizer_step(self, *_) -> None:
+        self.shapes.phase = "step"
+
+    def on_train_batch_end(self, *_) -> None:
+        self.shapes.phase = None
+
+
+class Windows:
+    """The same window again and again."""
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self.window = Window([micro_batch], micro_batch.labels.numel(), START)
+
+    def __iter__(self) -> Iterator[Window]:
+        return repeat(self.window)
+
+
+class Evaluation:
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self.micro_batch = micro_batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        yield self.micro_batch
+
+
+def _micro_batch(cfg: DictConfig) -> MicroBatch:
+    """Inputs and labels are views of one tensor, as in the real loader."""
+    rows = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.int64)
+    return MicroBatch(rows[:, :-1], rows[:, 1:])

@@ -1,0 +1,61 @@
+"""What an operator does, as numbers that a machine turns into seconds: floating-point operations and bytes moved."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """Of one operator."""
+
+    dtype: torch.dtype  # of the products
+    flops: int  # of matrix products and attention; 0: the operator reads and writes
+    moved: int  # bytes read and written
+
+
+def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
+    """None: a view, or a question about a tensor, which moves nothing."""
+    if _is_view(func):
+        return None
+    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    tensors = {id(t): t for t in (*read, *written)}.values()
+    moved = sum(t.numel() * t.element_size() for t in tensors)
+    if not moved:
+        return None
+    flops = 0
+    count = flop_registry.get(func.overloadpacket) or _ATTENTION.get(func)
+    if count is not None:
+        flops = count(*args, **(kwargs or {}), out_val=out)
+    dtype = read[0].dtype if read else written[0].dtype
+    return Work(dtype, flops, moved)
+
+
+@cache
+def _is_view(func) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_, **__) -> int:
+    """(B, heads, T, D): two products of T x T x D, half of them behind the diagonal of a causal model but computed."""
+    b, heads, t, d = query.shape
+    return 4 * b * heads * t * key.shape[-2] * d
+
+
+def _attention_backward(_, query: Tensor, key: Tensor, value: Tensor, *__, **___) -> int:
+    """Five products instead of two."""
+    return 5 * _attention(query, key, value) // 2
+
+
+# torch counts the kernels of cards alone.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}

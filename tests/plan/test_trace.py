@@ -1,0 +1,121 @@
+"""A run is predicted by tracing it by shape: beside what its meter then measures."""
+
+import csv
+
+import pytest
+from omegaconf import OmegaConf
+
+import parity
+from lowmem.cli import CONF
+from lowmem.memory import process
+from lowmem.plan.stand_in import needs_one
+from lowmem.plan.trace import trace
+
+GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
+CHOICES = [f"{group}={yaml.stem}" for group in GROUPS for yaml in sorted((CONF / group).glob("*.yaml"))]
+COMPILED = "gradient_checkpointing=budget"  # allocates unseen
+STEADY = 3  # the step at which a run is compared
+SCALARS = 1024  # bytes: of the losses and counts that earlier micro-batches of a window left
+TABLES = 4096  # bytes that all parameters share: two tables of 256 floats, which a rate per element leaves out
+ORDER = 300 * 64 * 4  # bytes of the largest parameter: whose scratch meets which gradient is the real step's own affair
+PHASES = ("forward", "backward", "step", "evaluation")
+# Matrices of 64 x 64 are the smallest whose state 8-bit optimizers hold in 8 bits.
+MODELS = {
+    "gpt2": ["model.architecture.n_embd=64", "model.architecture.n_layer=3", "model.architecture.vocab_size=300"],
+    "llama": list(parity.MODEL),
+}
+
+
+def measured(folder) -> dict[str, dict[str, int]]:
+    """Phase -> its row of memory.csv: of a steady step, and of the evaluation."""
+    with (folder / "memory.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["live_peak_bytes"]]
+    return {
+        row["phase"]: {key: int(value) for key, value in row.items() if key != "phase" and value}
+        for row in rows
+        if int(row["step"]) == STEADY or row["phase"] == "evaluation"
+    }
+
+
+def traced(cfg):
+    return trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), on_card=False)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c != COMPILED] + ["optim.in_backward=true"])
+def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
+    typed = [*MODELS[model], choice, *parity.WITH.get(choice, [])]
+    typed += ["max_steps=3", "val_every=3", "batch_size=8"] if not any("batch_size" in t for t in typed) else []
+    _, folder = fit(*typed)
+    cfg = config(*typed)
+    found, phases = measured(folder), traced(cfg).phases
+    inputs = cfg.batch_size * cfg.seq_len * 8  # a fake tensor is copied by `.to(device)`, as on the way to a card
+    for phase in PHASES:
+        beyond = phases[phase].total - found[phase]["live_peak_bytes"] - inputs
+        if needs_one(cfg.optim._target_):  # state and scratch from a probe's rates
+            assert abs(beyond) <= TABLES + (ORDER if phase == "step" else 0)
+        else:
+            assert abs(beyond) <= (SCALARS if choice.startswith("accumulation") else 0), (
+                phase,
+                phases[phase],
+                found[phase],
+            )
+            for category in ("weights", "gradients", "optimizer"):
+                assert phases[phase].bytes[category] == found[phase][f"{category}_bytes"]
+        if phase == "evaluation":
+            assert phases[phase].host == found[phase]["host_tensor_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("real", "wrong"),
+    [
+        ("optim=adamw", "optim=sgd"),  # the optimizer's state dropped
+        ("gradient_checkpointing=every_layer", "gradient_checkpointing=none"),
+        ("gradient_checkpointing=every_layer", "one block less"),
+        ("loss=full", "loss=chunked"),
+        ("precision=bf16-master", "precision=bf16-true"),
+    ],
+)
+def test_a_wrong_prediction_is_outside_every_tolerance(config, fit, real, wrong):
+    typed = [*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8"]
+    _, folder = fit(*typed, real)
+    traces = ["model.architecture.n_layer=2", real] if wrong == "one block less" else [wrong]
+    if wrong == "loss=chunked":
+        traces.append("loss.rows=16")
+    phases, found = traced(config(*typed, *traces)).phases, measured(folder)
+    allowed = max(SCALARS, TABLES, ORDER) + 8 * 16 * 8
+    assert any(abs(phases[p].total - found[p]["live_peak_bytes"]) > allowed for p in PHASES)
+
+
+def test_a_window_that_asks_for_numbers_is_answered(config):
+    """fp16's overflow, clipping by the norm and a chunked loss all ask the gradients or labels something."""
+    found = traced(config("precision=16", "clip=0.5", "loss=chunked", "loss.rows=7", "accumulation=fixed"))
+    assert set(PHASES) <= set(found.phases)
+
+
+def test_seventy_billion_parameters_take_no_memory(config):
+    """Only the shapes are here: 70B parameters in fp32 would be 260 GiB."""
+    process.reset_peak_rss()
+    before = process.rss_bytes()
+    cfg = config(
+        *("model=llama-3.1-8b", "model.pretrained=false", "precision=bf16-master", "optim=adamw8bit"),
+        *("model.architecture.hidden_size=8192", "model.architecture.num_hidden_layers=80"),
+        *("model.architecture.num_attention_heads=64", "model.architecture.intermediate_size=28672"),
+        *("gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1", "seq_len=2048"),
+    )
+    found = traced(cfg)
+    assert 70e9 < found.parameters < 71e9
+    assert found.phases["step"].bytes["weights"] == pytest.approx(2 * found.parameters, rel=0.001)
+    assert process.peak_rss_bytes() - before < 2**29
+
+
+def test_what_cuda_does_otherwise(config):
+    """Dropout keeps a mask of a byte per element there and attention none; here the noise in fp32, and T x T masks."""
+    drops = [f"model.architecture.{name}_pdrop=0.1" for name in ("resid", "embd", "attn")]
+    typed = [*MODELS["gpt2"], "batch_size=8", "seq_len=64"]
+    cfg = OmegaConf.create(OmegaConf.to_container(config(*typed, *drops), resolve=True))
+    plain = traced(config(*typed)).phases["backward"].total
+    elements = 8 * 64 * 64  # of a hidden state; dropout stands behind the embedding and twice in each of three blocks
+    on_card = trace(cfg, on_card=True).phases["backward"].total
+    assert on_card - plain == pytest.approx(7 * elements * 1, rel=0.35)
+    assert trace(cfg, on_card=False).phases["backward"].total - plain > 3 * 8 * 2 * 64 * 64 * 4 + 7 * elements * 4

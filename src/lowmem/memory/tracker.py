@@ -72,8 +72,11 @@ class StorageTracker(TorchDispatchMode):
         self._live: dict[int, int] = {}  # storage key -> serial
         self._references: list[weakref.ref] = []  # a weak reference that is itself dropped never calls back
         self._owner: dict[int, Owner] = {}  # by serial
+        self._before: list[tuple[int, int]] = []  # (serial, bytes) of the base line
         for held in known.values():
-            self._owner[self._follow(held.storage)] = held.owner
+            serial = self._follow(held.storage)
+            self._owner[serial] = held.owner
+            self._before.append((serial, held.bytes))
             if held.owner.side == "device":
                 self.base[held.owner.category] += held.bytes
             else:
@@ -158,7 +161,8 @@ class StorageTracker(TorchDispatchMode):
 
     def device_events(self) -> list[tuple[int, int]]:
         """(serial, bytes) of the device side in order: what its allocator would be asked for."""
-        return [(serial, size) for _, serial, size in self.events if self._side(serial) == "device"]
+        later = ((serial, size) for _, serial, size in self.events)
+        return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 
     def host_sizes(self, category: str) -> list[int]:
         """Bytes of each tensor of a category that was born on the host side."""

@@ -43,8 +43,10 @@ class Trace:
     parameters: int
     largest: int  # elements of the largest parameter
     weights: int  # bytes on the device
+    steps_on_host: bool  # whether the optimizer does
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
-    events: list[tuple[int, int]] = field(default_factory=list)  # (serial, bytes) of the device: + born, - died
+    # of the device, (serial, bytes): + born, - died; a window, what was there before it included
+    events: list[tuple[int, int]] = field(default_factory=list)
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
 
@@ -57,7 +59,8 @@ def trace(cfg: DictConfig, on_card: bool) -> Trace:
     """
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
-    config = model.architecture(**OmegaConf.to_container(cfg.model))
+    published = spec["architecture"] is None  # else the yaml says all there is to know, without a network
+    config = model.architecture(**spec | {"pretrained": published and cfg.model.pretrained})
     make = build.optimizer(cfg)
     if needs_one(cfg.optim._target_):
         make = stand_in(make, one_kernel=on_card or cfg.optim._target_.startswith("torchao."))
@@ -91,12 +94,12 @@ def trace(cfg: DictConfig, on_card: bool) -> Trace:
             parameters=sum(p.numel() for p in every),
             largest=max(p.numel() for p in every),
             weights=recorder.weights,
+            steps_on_host=plugins[0].optimizer_side == "host",
             work=shapes.work,
         )
-    for points, events, pinned in recorder.recorded:
+    for points, _, _ in recorder.recorded:
         found.phases |= highest(points)
-        found.events += events
-        found.pinned = max(found.pinned, pinned, key=sum)
+    _, found.events, found.pinned = recorder.recorded[0]  # the window; the evaluation comes after it
     return found
 
 

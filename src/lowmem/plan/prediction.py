@@ -1,0 +1,119 @@
+"""From a trace to what a run needs, phase by phase, on the device and on the host."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from omegaconf import DictConfig
+
+from lowmem.memory import process
+from lowmem.memory.ledger import CATEGORIES, GIB
+from lowmem.memory.link import SLOT_BYTES, SLOTS
+from lowmem.plan.allocator import replay
+from lowmem.plan.trace import Trace, trace
+
+PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
+# What cannot be known without the card: kernels and cuBLAS workspace beside torch's memory, and CUDA's libraries in the
+# host's memory. Margins, not measurements.
+CONTEXT, CUDA_ON_HOST = GIB // 2, GIB
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one phase at its highest."""
+
+    device: int
+    host: int  # the process's resident memory: on a CPU the device's bytes too
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run needs. All in bytes."""
+
+    phases: Mapping[str, Need]
+    by_category: Mapping[str, int]  # of the device, at its highest
+    host_categories: Mapping[str, int]  # at its highest: libraries, tensors, staging
+    reserved: int  # by CUDA's allocator; on a CPU what the tensors take
+    parameters: int
+    on_card: bool
+    estimate: str | None = None  # why it is one
+
+    @property
+    def device_peak(self) -> int:
+        return max(need.device for need in self.phases.values())
+
+    @property
+    def host_peak(self) -> int:
+        return max(need.host for need in self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase].device)
+
+    @property
+    def device_need(self) -> int:
+        """What a card must have: what torch reserves, and the context."""
+        return self.reserved + CONTEXT if self.on_card else self.device_peak
+
+    def fits(self, gpu: int | None, ram: int | None) -> bool:
+        return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_peak <= ram)
+
+    def as_dict(self) -> dict:
+        return {
+            "device_peak_bytes": self.device_peak,
+            "reserved_peak_bytes": self.reserved,
+            "host_peak_bytes": self.host_peak,
+            "peak_phase": self.peak_phase,
+            "peak_bytes_by_category": dict(self.by_category),
+            "host_bytes_by_category": dict(self.host_categories),
+            "phases": {name: asdict(need) for name, need in self.phases.items()},
+            "parameters": self.parameters,
+            "estimate": self.estimate,
+        }
+
+
+def predict(cfg: DictConfig, on_card: bool) -> tuple[Prediction, Trace]:
+    """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there."""
+    libraries = process.rss_bytes()  # this process has imported what the run will import
+    found = trace(cfg, on_card)
+    return needs(found, cfg, on_card, libraries), found
+
+
+def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int) -> Prediction:
+    """Args: libraries: resident bytes of a process that has imported everything and built nothing."""
+    size = getattr(torch, cfg.weights_dtype).itemsize
+    largest, loaded = found.largest * size, found.parameters * size
+    held = found.phases["evaluation"]  # between two windows nothing else is there
+    state = held.bytes["optimizer"]
+    staging = 2 * SLOTS * SLOT_BYTES if on_card and found.steps_on_host else 0
+    base = libraries + (CUDA_ON_HOST + staging if on_card else 0)
+    # beside a card the allocator of pinned memory rounds to powers of two
+    rounding = sum((1 << (n - 1).bit_length()) - n for n in found.pinned) if on_card else 0
+    flight = largest // 2 if on_card and found.steps_on_host else 0  # a gradient that is leaving, in 16 bits
+
+    def need(phase: str, point_device: int, host: int) -> Need:
+        return Need(point_device, base + host + (0 if on_card else point_device))
+
+    masters = loaded if found.steps_on_host else 0
+    phases = {"init": need("init", found.weights, masters + largest + (loaded if on_card else 0))}
+    for name in ("forward", "backward", "step"):
+        point = found.phases[name]
+        device = point.total + (flight if name == "backward" else 0)
+        phases[name] = need(name, device, point.host + rounding)
+    evaluation = found.phases["evaluation"]
+    phases["evaluation"] = need("evaluation", evaluation.total, evaluation.host)
+    # beside a card each tensor is brought over to be written, and Lightning brings all of them when the run ends
+    copies = found.weights + state if on_card else 0
+    phases["save"] = need("save", found.weights + state, evaluation.host + copies)
+    phases["resume"] = need("resume", found.weights + state, evaluation.host + largest)
+    top = found.phases[max(("forward", "backward", "step", "evaluation"), key=lambda name: found.phases[name].total)]
+    tensors = max(need.host for need in phases.values()) - base
+    return Prediction(
+        phases=phases,
+        by_category={category: top.bytes[category] for category in CATEGORIES},
+        host_categories={"libraries": libraries, "cuda": base - libraries - staging, "staging": staging}
+        | {"tensors": tensors},
+        reserved=replay(found.events).reserved + flight if on_card else max(need.device for need in phases.values()),
+        parameters=found.parameters,
+        on_card=on_card,
+    )

@@ -74,7 +74,34 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
 
 
 def run(cfg: DictConfig) -> float:
-    """One job: fit, and turn what goes wrong into a message. Returns the validation loss, nan after a failure.
+    """One job: fit, and turn what goes wrong into a message. Returns the validation loss, nan after a failure."""
+
+    def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
+        from lowmem.fit import fit
+
+        return fit(cfg, output_dir, choices, typed)
+
+    summary = _guarded(job, cfg.debug)
+    if summary is None:
+        return float("nan")
+    if summary["interrupted"]:
+        raise KeyboardInterrupt  # ends a sweep too
+    return summary["val_loss"]
+
+
+def plan(cfg: DictConfig) -> None:
+    """Predict instead of run."""
+
+    def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
+        from lowmem.plan.job import plan
+
+        plan(cfg, output_dir, choices, typed)
+
+    _guarded(job, cfg.debug)
+
+
+def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debug: bool) -> dict | None:
+    """What the job returns; None after a failure.
 
     A failed job raises nothing: Hydra keeps every exception of a sweep, its traceback keeps the frames, and those keep
     their tensors, until the next job has no memory left. The exit code is set at the end, in `start`.
@@ -82,25 +109,20 @@ def run(cfg: DictConfig) -> float:
     hydra = HydraConfig.get()
     output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
-        from lowmem.fit import fit
-
-        summary = fit(cfg, output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides])
+        return job(output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides])
     except Exception as error:
-        message = _message(error, cfg.debug)
+        message = _message(error, debug)
         _forget(error)
         _withdraw(output_dir)
         if hydra.mode == RunMode.MULTIRUN:
             message = f"job {hydra.job.num} ({' '.join(overrides)}) failed: {message}"
             print(message, file=sys.stderr, flush=True)  # now, and again when all are done
         _failures.append(message)
-        return float("nan")
+        return None
     finally:
         gc.collect()
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
             sys.modules["torch"].cuda.empty_cache()
-    if summary["interrupted"]:
-        raise KeyboardInterrupt  # ends a sweep too
-    return summary["val_loss"]
 
 
 def _message(error: Exception, debug: bool) -> str:
@@ -123,5 +145,5 @@ def _forget(error: BaseException | None) -> None:
 
 def _withdraw(output_dir: Path) -> None:
     """A run that was refused before it wrote anything leaves no folder."""
-    if {path.name for path in output_dir.iterdir()} <= {".hydra", "train.log"}:
+    if {path.name for path in output_dir.iterdir()} <= {".hydra", "train.log", "plan.log"}:
         shutil.rmtree(output_dir)

@@ -8,8 +8,6 @@ summary = fit(cfg, Path("outputs/notebook"))
 """
 
 import logging
-import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
-from transformers.utils.logging import disable_progress_bar
 
 from lowmem import batch_size, checkpoint, model
 from lowmem.build import build
@@ -30,6 +27,7 @@ from lowmem.memory.advice import out_of_memory
 from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
 from lowmem.module import CausalLM
+from lowmem.quiet import quiet
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.sample import Sample
@@ -59,7 +57,7 @@ def fit(
     """
     choices = choices or {}
     check(cfg, choices)
-    _quiet()
+    quiet()
     cfg = _resolved(batch_size.resolve(cfg), output_dir)
     seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
@@ -142,15 +140,6 @@ def _resolved(cfg: DictConfig, output_dir: Path) -> DictConfig:
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-
-
-def _quiet() -> None:
-    """Lightning's and transformers' remarks on what is meant here."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
-    disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -15,17 +15,20 @@ from lowmem.errors import Refused
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def parse(limit: str | int | None) -> int | None:
+def parse(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
     """'12GiB', '900MiB' or a number of bytes -> bytes.
+
+    Args:
+        key: what the user typed it for; plain: a number without a unit is bytes.
 
     Raises:
         Refused: anything else.
     """
     if limit is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i)?B?", str(limit))
-    if match is None or float(match[1]) <= 0:
-        raise Refused(f"memory.limit={limit}: give a size such as 12GiB or 900MiB (GiB = 2**30 bytes).")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i)?(B?)", str(limit))
+    if match is None or float(match[1]) <= 0 or not (plain or match[2] or match[3]):
+        raise Refused(f"{key}={limit}: give a size such as 12GiB or 900MiB (GiB = 2**30 bytes).")
     return int(float(match[1]) * _UNITS[f"{match[2] or ''}B"])
 
 

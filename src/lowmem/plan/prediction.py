@@ -16,6 +16,7 @@ PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
 # What cannot be known without the card: kernels and cuBLAS workspace beside torch's memory, and CUDA's libraries in the
 # host's memory. Margins, not measurements.
 CONTEXT, CUDA_ON_HOST = GIB // 2, GIB
+FRAGMENTED = 1.1  # reserved of allocated, where a recipe was derived and its allocations are not known one by one
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Prediction:
     phases: Mapping[str, Need]
     by_category: Mapping[str, int]  # of the device, at its highest
     host_categories: Mapping[str, int]  # at its highest: libraries, tensors, staging
-    reserved: int  # by CUDA's allocator; on a CPU what the tensors take
+    reserved: int  # by CUDA's allocator; 0 on a CPU
     parameters: int
     on_card: bool
     estimate: str | None = None  # why it is one
@@ -113,7 +114,11 @@ def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int) -> Predi
         by_category={category: top.bytes[category] for category in CATEGORIES},
         host_categories={"libraries": libraries, "cuda": base - libraries - staging, "staging": staging}
         | {"tensors": tensors},
-        reserved=replay(found.events).reserved + flight if on_card else max(need.device for need in phases.values()),
+        reserved=_reserved(found, max(need.device for need in phases.values()), flight) if on_card else 0,
         parameters=found.parameters,
         on_card=on_card,
     )
+
+
+def _reserved(found: Trace, device_peak: int, flight: int) -> int:
+    return replay(found.events).reserved + flight if found.events else round(device_peak * FRAGMENTED)

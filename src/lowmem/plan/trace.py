@@ -9,22 +9,29 @@ One micro-batch stands for all of a run: the optimizer's state exists before it,
 the gradients of an earlier one.
 """
 
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
+from functools import partial
+from itertools import pairwise, repeat
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.errors import Refused
+from lowmem.gradient_checkpointing import blocks
 from lowmem.instantiate import instantiate
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.tracker import Point, highest
@@ -43,16 +50,30 @@ class Trace:
     parameters: int
     largest: int  # elements of the largest parameter
     weights: int  # bytes on the device
+    gradients: int  # bytes of all of them, as backward makes them
     steps_on_host: bool  # whether the optimizer does
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
     events: list[tuple[int, int]] = field(default_factory=list)
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
+    places: dict[str, "Place"] = field(default_factory=dict)
 
 
-def trace(cfg: DictConfig, on_card: bool) -> Trace:
-    """Args: cfg: resolved, with a number for batch_size; on_card: as CUDA does it, also where there is no CUDA.
+class Place(NamedTuple):
+    """The highest bytes of activations between two marks, by what becomes of gradients meanwhile."""
+
+    kept: int = 0  # with those that exist by then
+    gone: int = 0  # with the one that was just made
+    summed: int = 0  # the same: all of them are there besides
+
+    def higher(self, other: "Place") -> "Place":
+        return Place(*map(max, self, other))
+
+
+def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
+    """Args: cfg: resolved, with a number for batch_size; on_card: as CUDA does it, also where there is no CUDA; depth:
+    blocks of the model, if not its own number.
 
     Raises:
         Whatever the model raises that asks for numbers which are not there.
@@ -61,6 +82,10 @@ def trace(cfg: DictConfig, on_card: bool) -> Trace:
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
     published = spec["architecture"] is None  # else the yaml says all there is to know, without a network
     config = model.architecture(**spec | {"pretrained": published and cfg.model.pretrained})
+    if depth is not None:
+        config.num_hidden_layers = depth
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:depth]
     make = build.optimizer(cfg)
     if needs_one(cfg.optim._target_):
         make = stand_in(make, one_kernel=on_card or cfg.optim._target_.startswith("torchao."))
@@ -68,11 +93,19 @@ def trace(cfg: DictConfig, on_card: bool) -> Trace:
     shapes = Shapes()
     # transformers takes fake tensors for a graph that is recorded for later, and then writes every mask out
     as_in_a_run = patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)
-    with FakeTensorMode(), shapes, as_in_a_run, card.kernels(on_card), tempfile.TemporaryDirectory() as folder:
+    with (
+        _quietly(),
+        FakeTensorMode(),
+        shapes,
+        as_in_a_run,
+        card.kernels(on_card),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         module = build.causal_lm(cfg, spec, config)
         module.make_optimizer = card.foreach(make) if on_card else make
         module.to = module.cpu = lambda *_, **__: module  # a fake tensor cannot be moved, and is nowhere
         recorder = Recorder(Path(folder) / "memory.csv")
+        recorder.mark(module.model)
         plugins = list(instantiate(cfg.trainer.plugins).values())
         callbacks = [recorder, *instantiate(cfg.callbacks).values(), Steady(shapes, accumulates)]
         trainer = Trainer(
@@ -94,13 +127,25 @@ def trace(cfg: DictConfig, on_card: bool) -> Trace:
             parameters=sum(p.numel() for p in every),
             largest=max(p.numel() for p in every),
             weights=recorder.weights,
+            gradients=sum(p.nbytes for p in every if p.requires_grad),
             steps_on_host=plugins[0].optimizer_side == "host",
             work=shapes.work,
         )
     for points, _, _ in recorder.recorded:
         found.phases |= highest(points)
-    _, found.events, found.pinned = recorder.recorded[0]  # the window; the evaluation comes after it
+    points, found.events, found.pinned = recorder.recorded[0]  # the window; the evaluation comes after it
+    found.places = _places(points, recorder.marks)
     return found
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """A precision's remarks are for the run."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 class Shapes(TorchDispatchMode):
@@ -130,7 +175,39 @@ class Recorder(MemoryMeter):
     def __init__(self, file: Path) -> None:
         super().__init__(file)
         self.recorded: list[tuple[list[Point], list[tuple[int, int]], list[int]]] = []
+        self.marks: list[tuple[int, str]] = []  # (event, the place that begins with it) of the window
         self.weights = 0
+
+    def mark(self, model: nn.Module) -> None:
+        """Tell where in the stack of blocks the passes are: the first, the last, or between."""
+        try:
+            stack = blocks(model)
+        except Refused:
+            return
+        names = ["middle"] * len(stack)
+        names[0], names[-1] = "first", "last"
+
+        def enters(*_, name: str) -> None:
+            if self._phase == "forward":  # not when it is computed again
+                self._at(f"forward {name}")
+
+        def leaves(_, __, output: object, name: str) -> None:
+            if self._phase == "forward":
+                self._at("forward end" if name == "last" else "forward middle")
+                hidden = output[0] if isinstance(output, tuple) else output
+                hidden.register_hook(lambda _: self._at(f"backward {name}"))
+
+        for block, name in zip(stack, names, strict=True):
+            block.register_forward_pre_hook(partial(enters, name=name))
+            block.register_forward_hook(partial(leaves, name=name))
+
+    def _at(self, place: str) -> None:
+        if self._tracker is not None and not self.recorded:
+            self.marks.append((len(self._tracker.events), place))
+
+    def _enter(self, phase: str) -> None:
+        super()._enter(phase)
+        self._at(f"{phase} {'end' if phase == 'backward' else 'start'}")
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
@@ -142,6 +219,19 @@ class Recorder(MemoryMeter):
         if tracker is not None:
             self.recorded.append((points, tracker.device_events(), tracker.host_sizes("activations")))
         return points
+
+
+def _places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Place]:
+    """Args: points: after each event, and one before the first."""
+    found: dict[str, Place] = {}
+    ends = [start for start, _ in marks[1:]] + [len(points) - 1]
+    for (start, place), end in zip(marks, ends, strict=True):
+        for before, now in pairwise(points[start : end + 1]):
+            activations = now.bytes["activations"] + now.bytes["other"]
+            made = max(0, now.bytes["gradients"] - before.bytes["gradients"])
+            here = Place(activations + now.bytes["gradients"], activations + made, activations + made)
+            found[place] = here.higher(found.get(place, Place()))
+    return found
 
 
 class Steady(Callback):
@@ -162,7 +252,9 @@ class Steady(Callback):
         for p in module.parameters() if self.accumulates else ():
             if p.requires_grad:
                 for _ in range(2):  # masters widen their sums at the second
-                    p.backward(torch.empty_like(p))
+                    p.grad = torch.empty_like(p)
+                    for hook in (p._post_accumulate_grad_hooks or {}).values():
+                        hook(p)
 
     def on_train_batch_start(self, *_) -> None:
         self.shapes.phase = "forward"

@@ -1,0 +1,151 @@
+"""From a dozen small traces to every recipe of a table, exactly where a model is a stack of equal blocks.
+
+What a run holds at one place of a pass (before the first block, inside the last one, at the loss, ...) is linear in the
+number of blocks and in the sequences of a micro-batch. So each way to compute (dtype, checkpointing, loss) is traced
+with 3 and with 4 blocks, and at the smallest and the largest micro-batch; the rest of the recipe is a sum: weights,
+gradients (kept, summed over a window, or gone to the host), the optimizer's state. Its own bytes and those of its step
+come from traces of the parameters alone, for each precision and optimizer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem.instantiate import instantiate
+from lowmem.memory.ledger import CATEGORIES
+from lowmem.memory.tracker import Point
+from lowmem.plan.machine import Machine
+from lowmem.plan.trace import Place, Trace, trace
+from lowmem.refusals import in_backward, masters
+
+DEPTHS = (3, 4)  # the fewest with a first, a last and something between
+SHORT = 8  # tokens of a trace of the parameters alone
+# precision -> one that computes in the same dtypes, with its gradients on the device
+COMPUTES = {"tf32": "32", "16": "bf16", "16-true": "bf16-true", "bf16-sr": "bf16-true"}
+COMPUTES |= {"16-master": "bf16-true", "bf16-master": "bf16-true"}
+
+Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
+
+
+@dataclass
+class Derivation:
+    """Args: compose: a recipe's config; depth: blocks of the model; batches: smallest and largest micro-batch."""
+
+    compose: Compose
+    depth: int
+    batches: tuple[int, int]
+    on_card: bool
+    machine: Machine
+    traces: int = 0  # that were needed
+
+    def __post_init__(self) -> None:
+        self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
+
+    def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
+        """Args: recipe: override -> value, the groups and batch_size among them; cfg: of its precision and optim.
+
+        Returns:
+            What `trace` would, but for the allocator's events; seconds of an optimizer step.
+        """
+        way = {key: recipe[key] for key in ("gradient_checkpointing", "loss")}
+        way["precision"] = COMPUTES.get(recipe["precision"], recipe["precision"])
+        corners = self._traced({**way, "optim": "sgd", "clip": "null"}, self.batches)
+        micro_batches = windows(cfg, recipe)
+        owns = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
+        sums = masters(cfg) and micro_batches > 1
+        own = self._traced(owns | ({"accumulation": "fixed"} if sums else {}), (1, 1))
+        batch = int(recipe["batch_size"])
+
+        def at(value: Callable[[Trace], float], of: list = corners, n: int = batch) -> float:
+            return bilinear([(d, b, value(t)) for d, b, t in of], self.depth, n)
+
+        def held(category: str) -> int:
+            return round(at(lambda t: t.phases["evaluation"].bytes[category], own, 1))
+
+        weights, state = held("weights"), held("optimizer")
+        gradients = round(at(lambda t: t.gradients, own, 1))
+        how = "gone" if masters(cfg) or in_backward(cfg) else "summed" if micro_batches > 1 else "kept"
+
+        def host(phase: str) -> int:
+            return round(at(lambda t: t.phases[phase].host, own, 1))
+
+        phases = {}
+        for phase in ("forward", "backward"):
+            places = [place for place in corners[0][2].places if place.startswith(phase)]
+            tops = {place: Place(*(round(at(_of(place, part))) for part in Place._fields)) for place in places}
+            top = max(tops.values(), key=lambda place: getattr(place, how))
+            there = {"gone": 0, "summed": gradients, "kept": top.kept - top.gone}[how]
+            offloaded = round(at(lambda t, phase=phase: t.phases[phase].host))
+            phases[phase] = _point(phase, weights, there, state, top.gone, host(phase) + offloaded)
+        # an update that uses its gradients up one by one is highest where few are left
+        step = {category: round(at(_held("step", category), own, 1)) for category in CATEGORIES}
+        phases["step"] = Point("step", step, host("step"))
+        activations = round(at(lambda t: t.phases["evaluation"].bytes["activations"]))
+        phases["evaluation"] = _point("evaluation", weights, 0, state, activations, host("evaluation"))
+        any_trace = own[0][2]
+        found = Trace(
+            parameters=round(at(lambda t: t.parameters, own, 1)),
+            largest=any_trace.largest,
+            weights=weights,
+            gradients=gradients,
+            steps_on_host=any_trace.steps_on_host,
+            phases=phases,
+            pinned=_pinned(corners, self.depth, batch),
+        )
+        pass_seconds = at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
+        return found, self.machine.window(cfg, found, pass_seconds, micro_batches)
+
+    def _traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
+        key = (*sorted(recipe.items()), *batches)
+        if key not in self._corners:
+            cfg = self.compose(recipe)
+            self._corners[key] = [
+                (depth, batch, trace(OmegaConf.merge(cfg, {"batch_size": batch}), self.on_card, depth))
+                for depth in DEPTHS
+                for batch in sorted(set(batches))
+            ]
+            self.traces += len(self._corners[key])
+        return self._corners[key]
+
+
+def windows(cfg: DictConfig, recipe: Mapping[str, str]) -> int:
+    """Micro-batches of the recipe's accumulation window."""
+    if "accumulation.batches" in recipe:
+        return int(recipe["accumulation.batches"])
+    if "size" in cfg.accumulation:
+        return cfg.accumulation.size // (int(recipe["batch_size"]) * cfg.accumulation.devices)
+    return instantiate(cfg.accumulation).largest
+
+
+def _held(phase: str, category: str) -> Callable[[Trace], int]:
+    return lambda t: t.phases[phase].bytes[category]
+
+
+def _of(place: str, part: str) -> Callable[[Trace], int]:
+    return lambda t: getattr(t.places.get(place, Place()), part)
+
+
+def bilinear(corners: list[tuple[int, int, float]], depth: int, batch: int) -> float:
+    """Args: corners: (depth, batch, value) at two depths and one or two batches."""
+    by_batch: dict[int, dict[int, float]] = {}
+    for d, b, value in corners:
+        by_batch.setdefault(b, {})[d] = value
+    (low, first), *more = ((b, _line(at, depth)) for b, at in sorted(by_batch.items()))
+    return _line({low: first, more[0][0]: more[0][1]}, batch) if more else first
+
+
+def _line(points: Mapping[int, float], x: int) -> float:
+    (x0, y0), (x1, y1) = sorted(points.items())
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host: int) -> Point:
+    held = {"weights": weights, "gradients": gradients, "optimizer": state, "activations": rest}
+    return Point(phase, dict.fromkeys(CATEGORIES, 0) | held, host)
+
+
+def _pinned(corners: list[tuple[int, int, Trace]], depth: int, batch: int) -> list[int]:
+    """Offloaded boundaries: as many as blocks, each as large as its micro-batch."""
+    d, b, found = corners[0]
+    return [size * batch // b for size in found.pinned for _ in range(depth // d)] if found.pinned else []

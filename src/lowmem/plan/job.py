@@ -1,0 +1,88 @@
+"""plan.py as a function: what one run needs, or the table of the recipes that would do."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem.check import check
+from lowmem.cli import quoted
+from lowmem.errors import Refused
+from lowmem.host_memory import available_bytes
+from lowmem.memory.limit import parse
+from lowmem.plan import table
+from lowmem.plan.prediction import predict
+from lowmem.plan.recipes import Plan, search
+from lowmem.quiet import quiet
+
+OURS = ("gpu", "ram", "search", "rows")  # keys of conf/plan.yaml
+
+
+def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: Sequence[str]) -> dict:
+    """Prints the plan and leaves plan.json in `output_dir`.
+
+    Raises:
+        Refused: a size, a run or a model that cannot be planned.
+    """
+    start = time.perf_counter()
+    gpu, ram = (parse(cfg[key], key, plain=False) for key in ("gpu", "ram"))
+    if not isinstance(cfg.search, bool):
+        raise Refused(f"search={cfg.search}: give true or false.")
+    on_card = gpu is not None or cfg.device == "cuda" or torch.cuda.is_available()
+    cfg = resolved(cfg, on_card)
+    check(cfg, choices)
+    quiet()
+    gpu = gpu if gpu is not None or not on_card else torch.cuda.mem_get_info()[0]
+    ram = ram if ram is not None else available_bytes()
+    typed = [line for line in typed if line.split("=")[0] not in OURS]
+    if cfg.search:
+        found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card)
+        said, written = table.of_plan(found, typed, cfg.rows), _as_dict(found, typed)
+    else:
+        found, _ = predict(cfg, on_card)
+        said = table.of_prediction(found, gpu, ram)
+        written = {"chosen": None, "recipes": [found.as_dict() | {"overrides": typed, "fits": found.fits(gpu, ram)}]}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "plan.json").write_text(json.dumps(written, indent=2) + "\n")
+    print(said)
+    print(f"\nplanned in {time.perf_counter() - start:.1f} s; {output_dir / 'plan.json'} has all of it")
+    return written
+
+
+def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
+    """A copy without interpolations; `device` is where tracing happens, which is always here."""
+    cfg = OmegaConf.merge(cfg, {"device": "cpu"})
+    if on_card and cfg.memory.limit is None:  # which batch_size=auto and the refusals ask for
+        cfg = OmegaConf.merge(cfg, {"memory": {"limit": cfg.get("gpu")}})
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+
+
+def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) -> DictConfig:
+    named = {line.split("=", 1)[0] for line in recipe}
+    lines = [line for line in typed if line.split("=", 1)[0] not in named]
+    return resolved(compose("plan", [quoted(o) for o in (*lines, *(f"{k}={v}" for k, v in recipe.items()))]), on_card)
+
+
+def _as_dict(found: Plan, typed: Sequence[str]) -> dict:
+    fastest = min(recipe.seconds for recipe in found.recipes)
+    recipes = [
+        recipe.prediction.as_dict()
+        | {
+            "overrides": [*typed, *recipe.overrides],
+            "relative_step_time": recipe.seconds / fastest,
+            "traced": recipe.traced,
+            "fits": recipe.fits(found.gpu, found.ram),
+        }
+        for recipe in found.recipes
+    ]
+    return {
+        "chosen": recipes[0]["overrides"] if found.chosen else None,
+        "gpu_bytes": found.gpu,
+        "ram_bytes": found.ram,
+        "traces": found.traces,
+        "recipes": recipes,
+    }

@@ -1,0 +1,153 @@
+"""How long a recipe takes, relative to another: each operator takes what its products or its bytes take.
+
+An operator is bound by whichever is slower, its floating-point operations at the machine's rate for that dtype or the
+bytes it reads and writes at its bandwidth; a fixed time per operator comes on top. The rates of this machine are
+measured once, in a few seconds, and cached; for a card that is not here they are assumed, and the plan says so. Steps
+of an optimizer on a CPU are measured per optimizer: some take twenty times what their bytes would.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lowmem import build
+from lowmem.plan.trace import Trace
+from lowmem.plan.work import Work
+from lowmem.precision.master_callback import steps_early
+from lowmem.refusals import scales_loss
+
+CACHE = Path("~/.cache/lowmem").expanduser()
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STEPPED = 1 << 22  # parameters of the probe of an optimizer's step
+
+
+@dataclass
+class Machine:
+    """Rates of the device, and of the host beside it."""
+
+    name: str
+    flops: dict[str, float]  # per second, by dtype
+    bandwidth: float  # bytes per second, of the device's memory
+    overhead: float  # seconds per operator
+    link: float | None = None  # bytes per second between host and device; None: they are one
+    steps: dict[str, float] = field(default_factory=dict)  # optimizer's class -> seconds per parameter on the host
+
+    def seconds(self, work: Counter[tuple[str, Work]], phases: Iterable[str]) -> float:
+        """Of one micro-batch's operators in these phases."""
+        wanted = set(phases)
+        return sum(self.operator(w) * times for (phase, w), times in work.items() if phase in wanted)
+
+    def operator(self, work: Work) -> float:
+        rate = self.flops.get(str(work.dtype).removeprefix("torch."), self.flops["float32"])
+        return max(work.flops / rate, work.moved / self.bandwidth) + self.overhead
+
+    def window(self, cfg: DictConfig, found: Trace, pass_seconds: float, micro_batches: int) -> float:
+        """Of an optimizer step: its micro-batches, the traffic with the host, and the update."""
+        state = found.phases["evaluation"].bytes["optimizer"]
+        if not found.steps_on_host:
+            if self.link is None:
+                return micro_batches * pass_seconds + found.parameters * self.step_rate(cfg)
+            moved = 3 * found.weights + 2 * state  # weights read and written, gradients read; state read and written
+            return micro_batches * pass_seconds + moved / self.bandwidth
+        update = found.parameters * self.step_rate(cfg)
+        traffic = 2 * found.parameters / self.link if self.link else 0.0  # 16 bits each way
+        early = steps_early(cfg.master.get("early_step", False), cfg.clip, scales_loss(cfg))
+        *before, last = [max(pass_seconds, traffic)] * micro_batches
+        if early and self.link:  # the update runs beside the last backward pass
+            return sum(before) + max(last, update + traffic)
+        return sum(before) + last + update + traffic
+
+    def step_rate(self, cfg: DictConfig) -> float:
+        """Seconds per parameter of one optimizer step on this machine's processors."""
+        kind = cfg.optim._target_
+        if kind not in self.steps:
+            self.steps[kind] = _step_seconds(cfg) / STEPPED
+            self.save()
+        return self.steps[kind]
+
+    def save(self) -> None:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        file = _file(self.name)
+        draft = file.with_suffix(".writing")
+        draft.write_text(json.dumps(asdict(self), indent=2))
+        draft.replace(file)
+
+
+# An assumed card: the rates of an RTX 3060 of 12 GB, by its data sheet, at the half of its products that training
+# reaches; a PCIe 4.0 link of 16 lanes.
+ASSUMED = {
+    "flops": {"float32": 6.4e12, "bfloat16": 25e12, "float16": 25e12},
+    "bandwidth": 300e9,
+    "overhead": 5e-6,
+    "link": 20e9,
+}
+
+
+def machine(on_card: bool) -> Machine:
+    """The machine that a plan is for: measured where it is this one."""
+    if on_card and not torch.cuda.is_available():
+        host = machine(on_card=False)
+        return Machine(name=f"assumed-card-{host.name}", steps=host.steps, **ASSUMED)
+    name = _name(on_card)
+    if _file(name).exists():
+        return Machine(**json.loads(_file(name).read_text()))
+    found = measured(name, "cuda" if on_card else "cpu")
+    found.save()
+    return found
+
+
+def measured(name: str, device: str) -> Machine:
+    """Two to ten seconds."""
+    flops = {}
+    for dtype_name, dtype in DTYPES.items():
+        n = 4096 if device == "cuda" else 256 if dtype == torch.float16 else 1024  # most CPUs emulate fp16
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        flops[dtype_name] = 2 * n**3 / _seconds(lambda a=a, b=b: a @ b, device)
+    big = torch.ones(1 << 25, device=device)
+    bandwidth = 2 * big.nbytes / _seconds(lambda: big.mul_(1.0), device)
+    small = torch.ones(16, device=device)
+    overhead = _seconds(lambda: [small.mul(1.0) for _ in range(1000)], device) / 1000
+    link = None
+    if device == "cuda":
+        pinned = torch.empty(1 << 25, pin_memory=True)
+        link = pinned.nbytes / _seconds(lambda: big.copy_(pinned), device)
+    return Machine(name, flops, bandwidth, overhead, link)
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    """Median of five calls after one that warms up."""
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return median(taken[1:])
+
+
+def _step_seconds(cfg: DictConfig) -> float:
+    """Of the optimizer on STEPPED parameters in host memory, as a matrix."""
+    side = 1 << (STEPPED.bit_length() // 2)
+    probe = nn.Linear(side, STEPPED // side, bias=False)
+    optimizer = build.optimizer(OmegaConf.merge(cfg, {"device": "cpu"}))(probe)
+    probe.weight.grad = torch.full_like(probe.weight, 1e-3)
+    return _seconds(optimizer.step, "cpu")
+
+
+def _name(on_card: bool) -> str:
+    if on_card:
+        return torch.cuda.get_device_name().replace(" ", "-")
+    return f"cpu-{torch.get_num_threads()}"
+
+
+def _file(name: str) -> Path:
+    return CACHE / f"machine-{name}-torch-{torch.__version__}.json"

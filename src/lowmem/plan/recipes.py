@@ -1,0 +1,151 @@
+"""Which recipes there are, which of them fit, and which is the cheapest: the planner."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from omegaconf import DictConfig
+
+from lowmem.batch_size import divisors
+from lowmem.errors import Refused
+from lowmem.memory import process
+from lowmem.plan.derive import Compose, Derivation
+from lowmem.plan.machine import machine
+from lowmem.plan.prediction import Prediction, needs, predict
+from lowmem.refusals import refused
+
+# What is tried in the place of what was not typed: techniques that keep the update's quality. fp16 needs the same bytes
+# as bf16 and a loss scale besides, so it is tried only where it was typed; so are optimizers that need an lr of their
+# own.
+CHOICES = {
+    "precision": ("bf16", "bf16-sr", "bf16-master"),
+    "optim": ("adamw", "adam8bit", "adafactor"),
+    "gradient_checkpointing": ("none", "selective", "every_layer", "offload"),
+    "loss": ("full", "chunked"),
+}
+ON_HOST = {"adam8bit": "adamw8bit"}  # the same state, made for masters in host memory
+CONFIRMED = 2  # of the fastest are traced at most, until one fits
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """overrides: beside what was typed; seconds: of an optimizer step, estimated."""
+
+    overrides: tuple[str, ...]
+    prediction: Prediction
+    seconds: float
+    traced: bool = False  # itself, not derived
+
+    def fits(self, gpu: int | None, ram: int | None) -> bool:
+        return self.prediction.fits(gpu, ram)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """recipes: that fit, fastest first, then the others, smallest first."""
+
+    recipes: list[Recipe]
+    gpu: int | None
+    ram: int | None
+    traces: int
+
+    @property
+    def chosen(self) -> Recipe | None:
+        return self.recipes[0] if self.recipes[0].fits(self.gpu, self.ram) else None
+
+
+def search(
+    cfg: DictConfig, typed: Sequence[str], compose: Compose, gpu: int | None, ram: int | None, on_card: bool
+) -> Plan:
+    """Args: cfg: as typed, resolved; typed: the overrides, which no recipe touches; compose: overrides -> config.
+
+    Raises:
+        Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
+    """
+    libraries = process.rss_bytes()
+    known: dict[tuple, DictConfig] = {}
+
+    def composed(recipe: Mapping[str, str]) -> DictConfig:  # takes a tenth of a second
+        key = tuple(sorted(recipe.items()))
+        known[key] = known.get(key) or compose(recipe)
+        return known[key]
+
+    options = list(candidates(cfg, typed))
+    depth = model_depth(cfg)
+    sizes = [int(option["batch_size"]) for option in options]
+    derivation = Derivation(composed, depth, (min(sizes), max(sizes)), on_card, machine(on_card))
+    found = []
+    for option in options:
+        recipe_cfg = composed({key: option[key] for key in ("precision", "optim")})
+        if any(refused(recipe_cfg)):
+            continue
+        shapes, seconds = derivation.trace(option, recipe_cfg)
+        overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
+        found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries), seconds))
+    ranked = sorted((r for r in found if r.fits(gpu, ram)), key=lambda r: r.seconds)
+    for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
+        exact, _ = predict(compose(_as_mapping(recipe.overrides)), on_card)
+        ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
+        if exact.fits(gpu, ram):
+            break
+    fitting = [r for r in ranked if r.fits(gpu, ram)]
+    others = [r for r in found if not r.fits(gpu, ram)] + [r for r in ranked if not r.fits(gpu, ram)]
+    others.sort(key=lambda r: r.prediction.device_need)
+    return Plan(fitting + others, gpu, ram, derivation.traces)
+
+
+def candidates(cfg: DictConfig, typed: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Overrides that leave the sequences of an optimizer step as they are, and what was typed untouched."""
+    fixed = dict(line.split("=", 1) for line in typed if "=" in line)
+    groups = {name: (fixed[name],) if name in fixed else choices for name, choices in CHOICES.items()}
+    for precision, optim, checkpointing, loss in product(*groups.values()):
+        on_host = precision.endswith("-master") and "optim" not in fixed
+        recipe = {
+            "precision": precision,
+            "optim": ON_HOST.get(optim, optim) if on_host else optim,
+            "gradient_checkpointing": checkpointing,
+            "loss": loss,
+        }
+        for batch_size, accumulation in micro_batches(cfg, fixed):
+            yield {**recipe, "batch_size": str(batch_size), **accumulation}
+
+
+def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """(batch_size, overrides that keep the update's size)."""
+    typed = {key for key in fixed if key.split(".")[0] == "accumulation"}
+    size = cfg.accumulation.get("size")
+    if ("batch_size" in fixed and cfg.batch_size != "auto") or (typed and size is None):
+        yield cfg.batch_size, {}
+        return
+    if size is not None:
+        for batch_size in divisors(size // cfg.accumulation.devices):
+            if cfg.batch_size == "auto" or batch_size <= cfg.batch_size:
+                yield batch_size, {}
+        return
+    for batch_size in divisors(cfg.batch_size):
+        windows = cfg.batch_size // batch_size
+        more = {"accumulation": "fixed", "accumulation.batches": str(windows)} if windows > 1 else {}
+        yield batch_size, more
+
+
+def model_depth(cfg: DictConfig) -> int:
+    from lowmem import model
+
+    spec = dict(cfg.model)
+    config = model.architecture(**spec | {"pretrained": spec["architecture"] is None and cfg.model.pretrained})
+    kinds = getattr(config, "layer_types", None)
+    if not getattr(config, "num_hidden_layers", None) or (kinds and len(set(kinds)) > 1):
+        raise Refused(
+            f"model.name={cfg.model.name}: recipes are derived from a stack of equal blocks, and this model is not "
+            "one. Type search=false to predict one run at a time."
+        )
+    return config.num_hidden_layers
+
+
+def _is_default(cfg: DictConfig, key: str, value: str, typed: Sequence[str]) -> bool:
+    """Whether a recipe need not say it: it was typed."""
+    return any(line.split("=", 1)[0] == key for line in typed) or (key == "batch_size" and str(cfg.batch_size) == value)
+
+
+def _as_mapping(overrides: Sequence[str]) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in overrides)

@@ -1,0 +1,95 @@
+"""The plan on the terminal."""
+
+from collections.abc import Sequence
+
+from lowmem.memory.ledger import GIB
+from lowmem.plan.prediction import CONTEXT, PHASES, Prediction
+from lowmem.plan.recipes import Plan, Recipe
+
+
+def command(typed: Sequence[str], recipe: Recipe) -> str:
+    return " ".join(["python train.py", *typed, *recipe.overrides])
+
+
+def of_plan(plan: Plan, typed: Sequence[str], rows: int) -> str:
+    """The command to copy first, then the recipes."""
+    lines = [*_head(plan, typed), ""]
+    head = (
+        "recipe",
+        "device GiB",
+        "headroom",
+        "host GiB",
+        "peak in",
+        "weights/gradients/optimizer/activations",
+        "time",
+    )
+    cells = [head, *(_row(plan, recipe) for recipe in plan.recipes[:rows])]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    fitting = sum(recipe.fits(plan.gpu, plan.ram) for recipe in plan.recipes)
+    lines.append(f"{fitting} of {len(plan.recipes)} recipes fit; the shapes of {plan.traces} were traced.")
+    return "\n".join([*lines, *_notes(plan)])
+
+
+def _head(plan: Plan, typed: Sequence[str]) -> list[str]:
+    if plan.chosen:
+        return [command(typed, plan.chosen)]
+    least = plan.recipes[0]
+    need = least.prediction
+    short = []
+    if plan.gpu is not None and need.device_need > plan.gpu:
+        short.append(f"{(need.device_need - plan.gpu) / GIB:.1f} GiB of the card")
+    if plan.ram is not None and need.host_peak > plan.ram:
+        short.append(f"{(need.host_peak - plan.ram) / GIB:.1f} GiB of the host")
+    return [
+        f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
+        f"  {command(typed, least)}",
+        f"It would fit a card of {need.device_need / GIB:.1f} GiB and {need.host_peak / GIB:.1f} GiB of host memory. "
+        "Type a smaller seq_len or model.",
+    ]
+
+
+def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
+    need, fastest = recipe.prediction, min(r.seconds for r in plan.recipes)
+    by = need.by_category
+    kinds = "/".join(f"{by[kind] / GIB:.1f}" for kind in ("weights", "gradients", "optimizer", "activations"))
+    room = "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.1f}"
+    return (
+        " ".join(recipe.overrides) or "(as typed)",
+        f"{need.device_need / GIB:.2f}",
+        room if recipe.fits(plan.gpu, plan.ram) else f"{room} does not fit",
+        f"{need.host_peak / GIB:.1f}",
+        need.peak_phase,
+        kinds,
+        f"{recipe.seconds / fastest:.2f}",
+    )
+
+
+def _notes(plan: Plan) -> list[str]:
+    if not plan.recipes[0].prediction.on_card:
+        return ["Device and host are one here: device is what the tensors take, host all resident memory."]
+    return [
+        f"device: what CUDA's allocator reserves, and {CONTEXT / GIB:.1f} GiB assumed for CUDA's context. "
+        "time: relative, counted from operations and bytes."
+    ]
+
+
+def of_prediction(found: Prediction, gpu: int | None, ram: int | None) -> str:
+    """One run, phase by phase."""
+    lines = [f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
+    for name in PHASES:
+        need = found.phases[name]
+        mark = "  <- the device's peak" if name == found.peak_phase else ""
+        lines.append(f"{name:<12}{need.device / GIB:>12.3f}{need.host / GIB:>12.3f}{mark}")
+    by = ", ".join(f"{kind} {size / GIB:.3f}" for kind, size in found.by_category.items())
+    lines.append(f"at the peak: {by} GiB")
+    lines.append(f"host, GiB: {', '.join(f'{k} {v / GIB:.2f}' for k, v in found.host_categories.items() if v)}")
+    if found.on_card:
+        context = f"{CONTEXT / GIB:.1f} GiB assumed for the context"
+        lines.append(f"CUDA would reserve {found.reserved / GIB:.2f} GiB; with {context} {found.device_need / GIB:.2f}")
+    verdict = "fits" if found.fits(gpu, ram) else "does not fit"
+    sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
+    lines.append(f"It {verdict} {' and '.join(sizes)}.")
+    if found.estimate:
+        lines.append(f"An estimate: {found.estimate}")
+    return "\n".join(lines)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import parity
-from lowmem import check, fit, refusals
+from lowmem import build, check, refusals
 from lowmem.build import optimizer
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
@@ -33,7 +33,7 @@ def test_every_refusal_has_its_command_line():
 
 @pytest.mark.parametrize("index", range(len(TYPED)))
 def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_path, index, monkeypatch):
-    monkeypatch.setattr(fit, "build", None)  # calling it would be another error
+    monkeypatch.setattr(build, "data", None)  # calling it would be another error
     if TYPED[index] == ["optim=adamw4bit"]:
         monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
     code, said = command(*TYPED[index])

@@ -202,7 +202,7 @@ def test_an_unexpected_error_keeps_its_traceback(command, monkeypatch):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("lowmem.fit.build", broken)
+    monkeypatch.setattr("lowmem.build.data", broken)
     code, said = command()
     assert code == 1 and "Traceback" in said and "ZeroDivisionError" in said
 

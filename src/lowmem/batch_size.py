@@ -60,7 +60,7 @@ def fits(cfg: DictConfig, batch_size: int) -> bool:
     """Args: cfg: with its interpolations, most of which do not depend on batch_size but some do."""
     with tempfile.TemporaryDirectory() as folder:
         trial = {"batch_size": batch_size, "max_steps": STEPS, "val_sequences": batch_size, "sample_tokens": 0}
-        trial |= {"output_dir": folder, "logger": {}, "resume": None, "save_every": STEPS + 1}
+        trial |= {"output_dir": folder, "logger": {}, "resume": None, "save_every": STEPS + 1, "fit": "off"}
         trial = OmegaConf.to_container(OmegaConf.merge(cfg, trial)) | {"logger": {}}
         done = subprocess.run(
             [sys.executable, "-m", "lowmem.batch_size"], input=json.dumps(trial), capture_output=True, text=True

@@ -1,6 +1,7 @@
 """From the config to what is trained: the data first, the weights last."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -18,10 +19,18 @@ from lowmem.optim.build import MakeOptimizer
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
 
-def build(
-    cfg: DictConfig, saved: checkpoint.Saved | None = None
-) -> tuple[Tokens, WindowLoader, ValidationLoader, CausalLM]:
-    """Data first, weights last: whatever refuses the run does so before the heavy part."""
+class Data(NamedTuple):
+    """What is trained on, and the architecture that fits it."""
+
+    tokens: Tokens
+    train: WindowLoader
+    val: ValidationLoader
+    spec: dict  # cfg.model
+    config: PretrainedConfig
+
+
+def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
+    """The light part, in which whatever refuses a run does so."""
     windows = instantiate(cfg.accumulation)
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
@@ -31,12 +40,16 @@ def build(
     start = saved.position if saved else START
     train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
     val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
+    return Data(tokens, train, val, spec, config)
+
+
+def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> CausalLM:
+    """The heavy part."""
+    spec = of.spec | ({"pretrained": False} if saved else {})  # the checkpoint brings the weights
+    made = causal_lm(cfg, spec, of.config)
     if saved:
-        spec["pretrained"] = False  # the checkpoint brings the weights
-    module = causal_lm(cfg, spec, config)
-    if saved:
-        saved.check(module, train)
-    return tokens, train, val, module
+        saved.check(made, of.train)
+    return made
 
 
 def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:

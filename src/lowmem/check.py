@@ -65,6 +65,11 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
         limit.parse(cfg.memory.limit)
     except Refused as error:
         yield str(error)
+    if cfg.fit not in ("check", "off", "auto"):
+        try:
+            limit.parse(cfg.fit, "fit", plain=False)
+        except Refused as error:
+            yield f"{error} Or one of check, auto, off."
     if cfg.export_dtype not in (None, *DTYPES):
         yield f"export_dtype={cfg.export_dtype}: give one of {', '.join(DTYPES)}, or null for that of the weights."
     if cfg.device not in DEVICES:

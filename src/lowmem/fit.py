@@ -17,16 +17,17 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem import batch_size, checkpoint, model
-from lowmem.build import build
+from lowmem import batch_size, build, checkpoint, model
 from lowmem.check import check
 from lowmem.data.tokens import Tokens
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
+from lowmem.memory import process
 from lowmem.memory.advice import out_of_memory
 from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
 from lowmem.module import CausalLM
+from lowmem.plan import ahead
 from lowmem.quiet import quiet
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics, peak_gib
@@ -58,17 +59,24 @@ def fit(
     choices = choices or {}
     check(cfg, choices)
     quiet()
+    cfg = ahead.chosen(_resolved(cfg, output_dir), overrides)
     cfg = _resolved(batch_size.resolve(cfg), output_dir)
+    prediction = ahead.expected(cfg, overrides)
     seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
     run = None
     try:
-        tokens, train, val, module = build(cfg, checkpoint.Saved(start, cfg.max_steps) if start else None)
+        saved = checkpoint.Saved(start, cfg.max_steps) if start else None
+        data = build.data(cfg, saved)
+        before = process.rss_bytes()
+        module = build.module(cfg, data, saved)
+        tokens = data.tokens
         output_dir.mkdir(parents=True, exist_ok=True)
         run = _assemble(cfg, output_dir, tokens, module)
         with run.stop.listening(), capped(parse(cfg.memory.limit), cfg.device):
-            run.trainer.fit(module, train, val, ckpt_path=start, weights_only=True)
+            run.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
         about = {"overrides": list(overrides), "resumed_from": str(start) if start else None}
+        about |= {"predicted": prediction.beside(before) if prediction else None, "rss_before_model_bytes": before}
         return _report(run, cfg, output_dir, tokens, module, about)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
@@ -157,6 +165,8 @@ def _report(
     from lowmem.report import picture  # matplotlib takes half a second
 
     summary = _summary(run, cfg, tokens, module) | about
+    for logger in run.loggers:
+        logger.log_metrics(report.beside(summary), step=summary["steps"])
     with run.trainer.precision_plugin.widest(module):
         model.export(module.model, tokens.tokenizer, output_dir / "model", cfg.export_dtype)
     title = " ".join(about["overrides"]) or f"{cfg.model.name}, as shipped"
@@ -185,6 +195,7 @@ def _summary(run: Run, cfg: DictConfig, tokens: Tokens, module: CausalLM) -> dic
         "trigram_bits_per_byte": tokens.trigram_bits_per_byte,
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
+        "peak_bytes_by_phase": meter.by_phase(),
         "batch_size": cfg.batch_size,
         "parameters": sum(p.numel() for p in module.model.parameters()),
         "interrupted": run.stop.interrupted,

@@ -217,6 +217,17 @@ class MemoryMeter(Callback):
         """Device bytes by category at the highest point that was sampled; what is owned now if none was."""
         return dict(self.peak.bytes) if self.peak else self.ledger.bytes()
 
+    def by_phase(self) -> dict[str, dict[str, int]]:
+        """The highest device and resident bytes of each phase of the run; device: only where they were measured."""
+        found: dict[str, dict[str, int]] = {}
+        for row in self.rows():
+            device = row.get("allocated_peak_bytes", row.get("live_peak_bytes"))
+            seen = found.setdefault(row["phase"], {})
+            for key, value in (("device", device), ("host", row["rss_peak_bytes"])):
+                if value is not None:
+                    seen[key] = max(value, seen.get(key, 0))
+        return found
+
 
 def curve(window: dict[str, dict]) -> dict[str, float]:
     """A window's rows as metrics: memory/<phase>_<what>_gib, and the categories at the window's own peak."""

@@ -43,7 +43,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
         found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card)
         said, written = table.of_plan(found, typed, cfg.rows), _as_dict(found, typed)
     else:
-        found, _ = predict(cfg, on_card)
+        found = predict(cfg, on_card)
         said = table.of_prediction(found, gpu, ram)
         written = {"chosen": None, "recipes": [found.as_dict() | {"overrides": typed, "fits": found.fits(gpu, ram)}]}
     output_dir.mkdir(parents=True, exist_ok=True)

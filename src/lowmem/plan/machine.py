@@ -52,6 +52,8 @@ class Machine:
     def window(self, cfg: DictConfig, found: Trace, pass_seconds: float, micro_batches: int) -> float:
         """Of an optimizer step: its micro-batches, the traffic with the host, and the update."""
         state = found.phases["evaluation"].bytes["optimizer"]
+        if self.link:  # offloaded boundaries travel beside the computation, there and back
+            pass_seconds = max(pass_seconds, 2 * sum(found.pinned) / self.link)
         if not found.steps_on_host:
             if self.link is None:
                 return micro_batches * pass_seconds + found.parameters * self.step_rate(cfg)

@@ -1,16 +1,22 @@
 """From a trace to what a run needs, phase by phase, on the device and on the host."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM
 
+from lowmem import build, model
+from lowmem.errors import Refused
+from lowmem.host_memory import state_bytes_per_parameter
 from lowmem.memory import process
 from lowmem.memory.ledger import CATEGORIES, GIB
 from lowmem.memory.link import SLOT_BYTES, SLOTS
+from lowmem.memory.tracker import Point
 from lowmem.plan.allocator import replay
 from lowmem.plan.trace import Trace, trace
+from lowmem.refusals import accumulates, masters
 
 PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
 # What cannot be known without the card: kernels and cuBLAS workspace beside torch's memory, and CUDA's libraries in the
@@ -56,6 +62,13 @@ class Prediction:
         """What a card must have: what torch reserves, and the context."""
         return self.reserved + CONTEXT if self.on_card else self.device_peak
 
+    def beside(self, libraries: int) -> dict:
+        """`as_dict` of a process whose resident memory was measured just before the model was built."""
+        grown = libraries - self.host_categories["libraries"]
+        phases = {name: Need(need.device, need.host + grown) for name, need in self.phases.items()}
+        by = {**self.host_categories, "libraries": libraries}
+        return replace(self, phases=phases, host_categories=by).as_dict()
+
     def fits(self, gpu: int | None, ram: int | None) -> bool:
         return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_peak <= ram)
 
@@ -73,11 +86,56 @@ class Prediction:
         }
 
 
-def predict(cfg: DictConfig, on_card: bool) -> tuple[Prediction, Trace]:
-    """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there."""
+def predict(cfg: DictConfig, on_card: bool) -> Prediction:
+    """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there.
+
+    Raises:
+        Refused: what the run itself would be refused for.
+    """
     libraries = process.rss_bytes()  # this process has imported what the run will import
-    found = trace(cfg, on_card)
-    return needs(found, cfg, on_card, libraries), found
+    if "backend" in cfg.gradient_checkpointing:
+        uncompiled = {"gradient_checkpointing": {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}}
+        cfg = OmegaConf.create(OmegaConf.to_container(cfg) | uncompiled)
+        why = (
+            "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
+        )
+        return replace(needs(trace(cfg, on_card), cfg, on_card, libraries), estimate=why)
+    try:
+        return needs(trace(cfg, on_card), cfg, on_card, libraries)
+    except Refused:
+        raise
+    except Exception as error:  # whatever a model's code raises that asks for numbers
+        why = f"this model cannot be traced by shape ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+        return replace(needs(outline(cfg), cfg, on_card, libraries), estimate=why)
+
+
+def outline(cfg: DictConfig) -> Trace:
+    """Of a model that cannot be traced: weights, gradients and state are counted, and the activations of a transformer
+    of its dimensions, 34 bytes per token, layer and hidden unit in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
+    """
+    spec = OmegaConf.to_container(cfg.model)
+    config = model.architecture(**spec | {"pretrained": spec["architecture"] is None and cfg.model.pretrained})
+    with torch.device("meta"):
+        every = list(AutoModelForCausalLM.from_config(config).parameters())
+    count, largest = sum(p.numel() for p in every), max(p.numel() for p in every)
+    size = getattr(torch, cfg.weights_dtype).itemsize
+    on_host = masters(cfg)
+    weights, state = count * (2 if on_host else size), round(count * state_bytes_per_parameter(build.optimizer(cfg)))
+    tokens, layers = cfg.batch_size * cfg.seq_len, getattr(config, "num_hidden_layers", 1)
+    boundary = tokens * getattr(config, "hidden_size", 1024) * 2
+    blocks = layers if cfg.gradient_checkpointing._target_.endswith(".none") else 1
+    logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * config.vocab_size
+    activations = boundary * layers + 17 * boundary * blocks + logits
+    gradients = 0 if on_host else weights
+    host = count * (4 + (4 if accumulates(cfg) else 2)) + state if on_host else 0
+
+    def point(phase: str, gradients: int, activations: int) -> Point:
+        held = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
+        return Point(phase, dict.fromkeys(CATEGORIES, 0) | held | {"activations": activations}, host)
+
+    phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
+    phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
+    return Trace(count, largest, weights, gradients, on_host, phases)
 
 
 def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int) -> Prediction:

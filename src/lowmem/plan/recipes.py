@@ -1,5 +1,6 @@
 """Which recipes there are, which of them fit, and which is the cheapest: the planner."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,6 +25,7 @@ CHOICES = {
     "loss": ("full", "chunked"),
 }
 ON_HOST = {"adam8bit": "adamw8bit"}  # the same state, made for masters in host memory
+SAME = 1.03  # recipes this close in counted time are equally fast
 CONFIRMED = 2  # of the fastest are traced at most, until one fits
 
 
@@ -42,7 +44,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """recipes: that fit, fastest first, then the others, smallest first."""
+    """recipes: that fit, fastest first; then the others, smallest first."""
 
     recipes: list[Recipe]
     gpu: int | None
@@ -82,9 +84,9 @@ def search(
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
         found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries), seconds))
-    ranked = sorted((r for r in found if r.fits(gpu, ram)), key=lambda r: r.seconds)
+    ranked = sorted((r for r in found if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
-        exact, _ = predict(compose(_as_mapping(recipe.overrides)), on_card)
+        exact = predict(compose(_as_mapping(recipe.overrides)), on_card)
         ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
         if exact.fits(gpu, ram):
             break
@@ -92,6 +94,11 @@ def search(
     others = [r for r in found if not r.fits(gpu, ram)] + [r for r in ranked if not r.fits(gpu, ram)]
     others.sort(key=lambda r: r.prediction.device_need)
     return Plan(fitting + others, gpu, ram, derivation.traces)
+
+
+def _cost(recipe: Recipe) -> tuple[int, int]:
+    """Seconds, in steps of SAME: among equally fast recipes the one that needs less of the card."""
+    return round(math.log(recipe.seconds) / math.log(SAME)), recipe.prediction.device_need
 
 
 def candidates(cfg: DictConfig, typed: Sequence[str]) -> Iterator[dict[str, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lowmem.memory.ledger import GIB
 
+MEASURED_AS = {"init": "load"}  # a plan's phases that the meter calls otherwise
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
@@ -48,8 +49,39 @@ def table(summary: Mapping) -> str:
         ("peak device memory", _gib(peak["device"])),
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
         ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
+        *_beside_rows(summary),
     ]
     return "\n".join(f"{name:<26}{value}" for name, value in rows)
+
+
+def both(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
+    """Phase -> device or host -> (predicted, measured) bytes, where there are both."""
+    if not summary.get("predicted"):
+        return {}
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for phase, need in summary["predicted"]["phases"].items():
+        measured = summary["peak_bytes_by_phase"].get(MEASURED_AS.get(phase, phase), {})
+        sides = {side: (need[side], measured[side]) for side in ("device", "host") if measured.get(side)}
+        if sides:
+            found[phase] = sides
+    return found
+
+
+def beside(summary: Mapping) -> dict[str, float]:
+    """Predicted over measured, as metrics."""
+    return {
+        f"plan/{phase}_{side}_predicted_over_measured": predicted / measured
+        for phase, sides in both(summary).items()
+        for side, (predicted, measured) in sides.items()
+    }
+
+
+def _beside_rows(summary: Mapping) -> list[tuple[str, str]]:
+    rows = []
+    for phase, sides in both(summary).items():
+        each = (f"{side} {p / GIB:.3f} / {m / GIB:.3f} GiB" for side, (p, m) in sides.items())
+        rows.append((f"  {phase}", ", ".join(each)))
+    return [("predicted / measured", ""), *rows] if rows else []
 
 
 def _steps(summary: Mapping) -> str:

@@ -1,0 +1,106 @@
+"""The plan of a run that is about to start: choose its recipe, refuse it, or let it go with its prediction."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem.cli import quoted
+from lowmem.errors import Refused
+from lowmem.host_memory import available_bytes
+from lowmem.memory import process
+from lowmem.memory.ledger import GIB
+from lowmem.memory.limit import parse
+from lowmem.plan.prediction import Prediction, predict
+from lowmem.plan.recipes import Plan, search
+from lowmem.plan.table import command
+
+log = logging.getLogger(__name__)
+
+
+def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
+    """fit=12GiB, fit=auto: the config with the fastest recipe that fits, beside what was typed.
+
+    Raises:
+        Refused: when nothing fits.
+    """
+    if cfg.fit in ("check", "off"):
+        return cfg
+    gpu = _free(cfg) if cfg.fit == "auto" else parse(cfg.fit, "fit", plain=False)
+    typed = [line for line in typed if not line.startswith("fit=")]
+    plan = _searched(cfg, typed, gpu)
+    if plan.chosen is None:
+        least = plan.recipes[0]
+        raise Refused(
+            f"fit={cfg.fit}: nothing fits. The smallest recipe, {command(typed, least)}, needs "
+            f"{least.prediction.device_need / GIB:.2f} GiB of the device and "
+            f"{least.prediction.host_peak / GIB:.1f} of the host. Type a smaller seq_len or model."
+        )
+    log.info(
+        f"fit={cfg.fit}: {' '.join(plan.chosen.overrides) or 'as typed'}, the fastest of "
+        f"{sum(r.fits(plan.gpu, plan.ram) for r in plan.recipes)} recipes that fit (of {len(plan.recipes)}). It needs "
+        f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of the device."
+    )
+    recipe = dict(line.split("=", 1) for line in plan.chosen.overrides)
+    return OmegaConf.merge(_composed(typed, recipe), {"device": cfg.device, "output_dir": cfg.output_dir})
+
+
+def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
+    """What the run will need; None with fit=off.
+
+    Raises:
+        Refused: more than the device or the host has, with the numbers and a recipe that fits.
+    """
+    if cfg.fit == "off":
+        return None
+    found = predict(cfg, on_card=cfg.device == "cuda")
+    gpu, ram = _free(cfg), available_bytes() + process.rss_bytes()
+    if found.estimate is not None:
+        log.info(f"The prediction is an estimate: {found.estimate}")
+    elif not found.fits(gpu, ram):
+        raise Refused(_does_not_fit(cfg, typed, found, gpu, ram))
+    return found
+
+
+def _free(cfg: DictConfig) -> int | None:
+    """Bytes that the device's tensors may take; None: a CPU's are only limited by the host."""
+    limit = parse(cfg.memory.limit)
+    if cfg.device != "cuda":
+        return limit
+    free = torch.cuda.mem_get_info()[0]
+    return free if limit is None else min(free, limit)
+
+
+def _does_not_fit(cfg: DictConfig, typed: Sequence[str], found: Prediction, gpu: int | None, ram: int) -> str:
+    held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in found.by_category.items() if size)
+    lines = [
+        f"This run is predicted to need {found.device_need / GIB:.2f} GiB of the device ({held}; highest in "
+        f"{found.peak_phase}) and {found.host_peak / GIB:.1f} GiB of the host."
+    ]
+    if gpu is not None:
+        lines.append(f"The device has {gpu / GIB:.2f} GiB free.")
+    lines.append(f"The host has {ram / GIB:.1f} GiB.")
+    try:
+        plan = _searched(cfg, typed, gpu)
+        lines.append(
+            f"The fastest recipe that fits: {command(typed, plan.chosen)}." if plan.chosen else "No recipe fits."
+        )
+    except Refused as error:
+        lines.append(str(error))
+    return " ".join([*lines, "Type fit=off to start it all the same."])
+
+
+def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
+    if not GlobalHydra.instance().is_initialized():
+        raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
+    ram = available_bytes() + process.rss_bytes()
+    return search(cfg, typed, lambda recipe: _composed(typed, recipe), gpu, ram, cfg.device == "cuda")
+
+
+def _composed(typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
+    lines = [line for line in typed if line.split("=", 1)[0] not in recipe]
+    cfg = compose("config", [quoted(line) for line in (*lines, *(f"{k}={v}" for k, v in recipe.items()))])
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))

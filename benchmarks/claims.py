@@ -9,13 +9,12 @@ elements, whose 8-bit state is 32-bit). Bytes at GPT-2 XL's shapes are counted o
 import argparse
 import json
 from collections.abc import Iterator
-from unittest.mock import patch
 
 from benchmarks.runner import RESULTS, measure, medians, ratio, trained, write
 
 STEPS = 6
 MODEL = ["model=gpt2", "model.pretrained=false", "seq_len=128", "batch_size=4", "lr=2e-4", "scheduler=constant"]
-GROUPS = ("precision", "optim", "gradient_checkpointing")  # what changes the bytes of a micro-batch
+GROUPS = ("precision", "optim", "gradient_checkpointing", "accumulation", "accumulation.batches")
 TOGETHER = ["accumulation=fixed", "accumulation.batches=4", "batch_size=1", "gradient_checkpointing=every_layer"]
 ROWS = {
     "plain": [],
@@ -49,55 +48,20 @@ def row(name: str) -> dict:
 
 
 def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
-    """Peak bytes of the device by category: one micro-batch at GPT-2 XL's shapes, and the optimizer's state there."""
-    import torch
+    """Peak bytes of the device by category, of a run at GPT-2 XL's shapes without dropout, traced."""
     from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from lowmem import cli, model
-    from lowmem.build import causal_lm
-    from lowmem.instantiate import instantiate
-    from lowmem.memory.ledger import Ledger, gradients, weights
-    from lowmem.memory.tracker import StorageTracker
+    from lowmem import cli
+    from lowmem.plan.job import resolved
+    from lowmem.plan.trace import trace
 
     with initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        lines = ["model=gpt2-xl", "model.pretrained=false", "device=cpu", *techniques]
+        lines = ["model=gpt2-xl", "model.pretrained=false", *techniques]
+        lines += [f"batch_size={batch_size}", f"seq_len={seq_len}"]
         lines += [f"model.architecture.{drop}=0.0" for drop in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
         cfg = compose("config", overrides=[cli.quoted(line) for line in lines])
-    spec = OmegaConf.to_container(cfg.model, resolve=True)
-    precision = instantiate(cfg.trainer.plugins.precision)
-    with FakeTensorMode():
-        module = precision.convert_module(causal_lm(cfg, spec, model.architecture(**spec)))
-        ledger, parameters = Ledger(), list(module.parameters())
-        ledger.own("weights", lambda: weights(module))
-        ledger.own("gradients", lambda: gradients(parameters))
-        ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        masters = precision.optimizer_side == "host"
-        for p in parameters:
-            if masters:
-                p.register_post_accumulate_grad_hook(precision.collect)
-            else:  # as on the second micro-batch of a window
-                p.grad = torch.zeros_like(p)
-        with StorageTracker(ledger.storages()) as tracker:
-            with precision.forward_context(), patch("lowmem.loss.every_label_counts", return_value=True):
-                loss = module.loss(module.model, ids, ids)
-            loss.backward()
-        top = max(tracker.timeline(), key=lambda point: point.total)
-    state = 0 if masters else sum(state_bytes(cfg.optim._target_, p.shape) for p in parameters)
-    return top.bytes | {"optimizer": state, "total": top.total + state}
-
-
-def state_bytes(optimizer: str, shape: tuple[int, ...]) -> float:
-    """bitsandbytes and Adafactor do not run on fake tensors; their state is known from the shape."""
-    n = 1
-    for side in shape:
-        n *= side
-    if optimizer.endswith("Adafactor"):
-        return 4 * (shape[0] + shape[1]) if len(shape) == 2 else 4 * n
-    if optimizer.endswith("8bit") and n >= 4096:
-        return 2 * (n + 4 * -(-n // 256))
-    return 8 * n
+    top = max(trace(resolved(cfg, on_card=True), on_card=True).phases.values(), key=lambda point: point.total)
+    return top.bytes | {"total": top.total}
 
 
 def xl_rows() -> dict[str, dict[str, int]]:

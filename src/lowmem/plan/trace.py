@@ -11,6 +11,7 @@ the gradients of an earlier one.
 
 import logging
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,10 +141,11 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A precision's remarks are for the run."""
+    """A precision's remarks are for the run, and Lightning's warnings come from questions that were answered here."""
     logging.disable(logging.INFO)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         logging.disable(logging.NOTSET)
 

@@ -80,6 +80,7 @@ class Derivation:
             phases[phase] = _point(phase, weights, there, state, top.gone, host(phase) + offloaded)
         # an update that uses its gradients up one by one is highest where few are left
         step = {category: round(at(_held("step", category), own, 1)) for category in CATEGORIES}
+        step["activations"] = round(at(_held("step", "activations")))  # the micro-batch itself
         phases["step"] = Point("step", step, host("step"))
         activations = round(at(lambda t: t.phases["evaluation"].bytes["activations"]))
         phases["evaluation"] = _point("evaluation", weights, 0, state, activations, host("evaluation"))
@@ -100,10 +101,12 @@ class Derivation:
         key = (*sorted(recipe.items()), *batches)
         if key not in self._corners:
             cfg = self.compose(recipe)
+            # up to here a micro-batch is one chunk of the loss, and from here on several of the same size
+            knee = -(-cfg.loss.get("rows", 1) // cfg.seq_len)
             self._corners[key] = [
                 (depth, batch, trace(OmegaConf.merge(cfg, {"batch_size": batch}), self.on_card, depth))
                 for depth in DEPTHS
-                for batch in sorted(set(batches))
+                for batch in sorted({*batches, min(max(knee, batches[0]), batches[1])})
             ]
             self.traces += len(self._corners[key])
         return self._corners[key]
@@ -127,12 +130,13 @@ def _of(place: str, part: str) -> Callable[[Trace], int]:
 
 
 def bilinear(corners: list[tuple[int, int, float]], depth: int, batch: int) -> float:
-    """Args: corners: (depth, batch, value) at two depths and one or two batches."""
+    """Args: corners: (depth, batch, value) at two depths and one or more batches, from the smallest to the largest."""
     by_batch: dict[int, dict[int, float]] = {}
     for d, b, value in corners:
         by_batch.setdefault(b, {})[d] = value
-    (low, first), *more = ((b, _line(at, depth)) for b, at in sorted(by_batch.items()))
-    return _line({low: first, more[0][0]: more[0][1]}, batch) if more else first
+    here = {b: _line(at, depth) for b, at in by_batch.items()}
+    below, above = max(b for b in here if b <= batch), min(b for b in here if b >= batch)
+    return here[below] if below == above else _line({below: here[below], above: here[above]}, batch)
 
 
 def _line(points: Mapping[int, float], x: int) -> float:
@@ -147,5 +151,5 @@ def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host
 
 def _pinned(corners: list[tuple[int, int, Trace]], depth: int, batch: int) -> list[int]:
     """Offloaded boundaries: as many as blocks, each as large as its micro-batch."""
-    d, b, found = corners[0]
-    return [size * batch // b for size in found.pinned for _ in range(depth // d)] if found.pinned else []
+    _, b, found = corners[0]
+    return [found.pinned[0] * batch // b] * depth if found.pinned else []

@@ -32,6 +32,8 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     gpu, ram = (parse(cfg[key], key, plain=False) for key in ("gpu", "ram"))
     if not isinstance(cfg.search, bool):
         raise Refused(f"search={cfg.search}: give true or false.")
+    if cfg.batch_size == "auto" and not cfg.search:
+        raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
     on_card = gpu is not None or cfg.device == "cuda" or torch.cuda.is_available()
     cfg = resolved(cfg, on_card)
     check(cfg, choices)
@@ -56,7 +58,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
 def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
     """A copy without interpolations; `device` is where tracing happens, which is always here."""
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
-    if on_card and cfg.memory.limit is None:  # which batch_size=auto and the refusals ask for
+    if cfg.batch_size == "auto" and cfg.memory.limit is None:  # which is refused without a card's size
         cfg = OmegaConf.merge(cfg, {"memory": {"limit": cfg.get("gpu")}})
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
 

@@ -133,7 +133,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
             work=shapes.work,
         )
     for points, _, _ in recorder.recorded:
-        found.phases |= highest(points)
+        found.phases |= _phases(points, on_card)
     points, found.events, found.pinned = recorder.recorded[0]  # the window; the evaluation comes after it
     found.places = _places(points, recorder.marks)
     return found
@@ -221,6 +221,17 @@ class Recorder(MemoryMeter):
         if tracker is not None:
             self.recorded.append((points, tracker.device_events(), tracker.host_sizes("activations")))
         return points
+
+
+def _phases(points: list[Point], on_card: bool) -> dict[str, Point]:
+    """The device's highest point of each phase, with the host's own highest; on a CPU, whose memory is the host's, with
+    what makes the sum of both highest."""
+    found = {}
+    for phase, top in highest(points).items():
+        mine = [point for point in points if point.phase == phase]
+        both = max(point.total + point.host for point in mine) - top.total
+        found[phase] = top._replace(host=max(point.host for point in mine) if on_card else both)
+    return found
 
 
 def _places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Place]:

@@ -1,0 +1,78 @@
+"""A run's plan when it starts: predicted beside measured, refused if it cannot fit, or given a recipe that does."""
+
+import csv
+import json
+
+import pytest
+
+from lowmem import build
+from lowmem.plan import ahead
+
+
+def test_predicted_stands_beside_measured(command, tmp_path):
+    code, said = command("fit=check", "max_steps=3", "val_every=3")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert code == 0 and "predicted / measured" in said
+    for phase in ("forward", "backward", "step", "evaluation"):
+        predicted = summary["predicted"]["phases"][phase]["device"]
+        inputs = 4 * 16 * 8  # a fake tensor is copied by `.to(device)`
+        assert predicted - inputs == summary["peak_bytes_by_phase"][phase]["device"], phase
+    libraries = summary["predicted"]["host_bytes_by_category"]["libraries"]
+    assert libraries == summary["rss_before_model_bytes"]
+
+
+def test_the_loggers_get_it(fit, tmp_path):
+    fit("fit=check", "logger=tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert any("predicted_over_measured" in tag for tag in events.Tags()["scalars"])
+
+
+def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "module", None)  # calling it would be another error
+    code, said = command("fit=check", "memory.limit=200KiB", "gradient_checkpointing=none", "optim=adamw")
+    assert code == 1 and "Traceback" not in said
+    assert "predicted to need" in said and "highest in backward" in said and "Type fit=off" in said
+    assert "No recipe fits." in said or "The fastest recipe that fits: python train.py" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
+    monkeypatch.setattr(ahead, "available_bytes", lambda: -(2**50))
+    code, said = command("fit=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
+    assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
+
+
+def test_off_starts_all_the_same(fit):
+    summary, _ = fit("fit=off")
+    assert summary["predicted"] is None and summary["steps"] == 4
+
+
+@pytest.mark.slow
+def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
+    full = ("precision=32", "optim=adamw", "batch_size=8", "max_steps=3", "val_every=3")
+    command("fit=off", *full)
+    peak = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_bytes"]["device"]
+    limit = int(0.6 * peak)
+    code, said = command(f"fit={limit}B", f"memory.limit={limit}", *full, f"hydra.run.dir={tmp_path}/chosen")
+    assert code == 0 and "the fastest of" in said
+    summary = json.loads((tmp_path / "chosen" / "summary.json").read_text())
+    assert summary["peak_bytes"]["device"] <= limit and summary["steps"] == 3
+    with (tmp_path / "run" / "metrics.csv").open() as one, (tmp_path / "chosen" / "metrics.csv").open() as other:
+        losses = [[float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]] for file in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # precision and optimizer were typed: the same update
+
+
+def test_nothing_that_fits_is_said(command):
+    typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full")
+    code, said = command("fit=1KiB", *typed)
+    assert code == 1 and "fit=1KiB: nothing fits. The smallest recipe, python train.py" in said
+
+
+@pytest.mark.parametrize("value", ["12", "yes", "12GB"])
+def test_fit_is_a_size_or_a_word(command, value):
+    code, said = command(f"fit={value}")
+    assert code == 1 and f"fit={value}: give a size such as 12GiB" in said and "Or one of check, auto, off." in said

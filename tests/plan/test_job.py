@@ -1,0 +1,104 @@
+"""plan.py as typed: the table, plan.json, and a sentence for what cannot be planned."""
+
+import json
+import sys
+
+import pytest
+from test_trace import MODELS
+
+from lowmem import cli
+from lowmem.plan import prediction
+from lowmem.plan.prediction import PHASES
+
+
+@pytest.fixture
+def planned(small, tmp_path, monkeypatch, capsys):
+    """(arguments) -> (exit code, everything printed, plan.json or None) of `python plan.py`."""
+    import plan
+
+    def run(*arguments):
+        typed = {argument.split("=")[0] for argument in arguments}
+        base = (*(line for line in small if not line.startswith("fit")), f"hydra.run.dir={tmp_path}/plan")
+        if "model" in typed:  # another model has other architecture keys
+            base = tuple(line for line in base if not line.startswith("model."))
+        lines = [line for line in base if line.split("=")[0] not in typed]
+        monkeypatch.setattr(sys, "argv", ["plan.py", *lines, *arguments])
+        code, said = 0, ""
+        try:
+            cli.start(plan.main)
+        except SystemExit as stop:
+            code, said = 1, str(stop.code)
+        out, file = capsys.readouterr(), tmp_path / "plan" / "plan.json"
+        return code, out.out + out.err + said, json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")  # four micro-batches are left
+
+
+def test_the_first_line_is_the_command_to_copy(planned):
+    code, said, written = planned("gpu=2GiB", "ram=64GiB", *FOUR)
+    assert code == 0
+    first = said.splitlines()[0]
+    assert first == " ".join(["python train.py", *written["chosen"]]) and "gpu=" not in first
+    assert {"overrides", "device_peak_bytes", "host_peak_bytes", "peak_phase", "peak_bytes_by_category"} <= set(
+        written["recipes"][0]
+    )
+    for recipe in written["recipes"]:
+        assert tuple(recipe["phases"]) == PHASES and recipe["fits"] and recipe["relative_step_time"] >= 1
+        assert recipe["device_peak_bytes"] == max(need["device"] for need in recipe["phases"].values())
+    assert min(recipe["relative_step_time"] for recipe in written["recipes"]) == 1
+    assert "recipes fit" in said and "headroom" in said
+
+
+def test_if_nothing_fits_it_says_what_is_missing(planned):
+    code, said, written = planned("gpu=1MiB", "ram=64GiB", *FOUR)
+    assert code == 0 and written["chosen"] is None
+    assert "Nothing fits. The smallest recipe lacks 0.5 GiB of the card" in said and "does not fit" in said
+
+
+def test_one_run_by_phase(planned):
+    code, said, written = planned("gpu=2GiB", "ram=64GiB", "search=false", "precision=16-master", "optim=adamw8bit")
+    (recipe,) = written["recipes"]
+    assert code == 0 and "<- the device's peak" in said and "It fits a card of 2.0 GiB and a host of 64.0 GiB." in said
+    assert recipe["peak_phase"] == "backward" and recipe["fits"] and recipe["reserved_peak_bytes"] >= 2**21
+    assert all(f"\n{phase} " in f"\n{said}" for phase in PHASES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["gpu=12"], "gpu=12: give a size such as 12GiB"),
+        (["gpu=12TB"], "gpu=12TB: give a size such as 12GiB"),
+        (["ram=-3GiB"], "ram=-3GiB: give a size such as 12GiB"),
+        (["gpu=0GiB"], "gpu=0GiB: give a size such as 12GiB"),
+        (["search=maybe"], "search=maybe: give true or false"),
+        (["model=gpt5"], "Could not find 'model/gpt5'"),
+        (["model=hf", "model.name=no/such-model"], "its configuration cannot be read"),
+        (["gpu=1GiB", "optim.in_backward=true"], "Type clip=null"),
+        (["batch_size=auto", "search=false"], "batch_size=auto: one run has one size"),
+    ],
+)
+def test_bad_input_is_answered_with_a_sentence(planned, typed, says):
+    code, said, written = planned(*typed)
+    assert code != 0 and says in said and "Traceback" not in said and written is None
+
+
+def test_a_model_that_cannot_be_traced_gets_an_estimate(planned, monkeypatch):
+    def asks(*_):
+        raise RuntimeError("data-dependent: how many tokens does expert 3 get?")
+
+    exact = planned("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])[2]["recipes"][0]
+    monkeypatch.setattr(prediction, "trace", asks)
+    code, said, written = planned("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])
+    (recipe,) = written["recipes"]
+    assert code == 0 and "An estimate: this model cannot be traced by shape (RuntimeError: data-dependent" in said
+    for phase, part in (("init", 1.01), ("step", 1.01), ("backward", 3)):
+        ratio = recipe["phases"][phase]["device"] / exact["phases"][phase]["device"]
+        assert 1 / part < ratio < part, phase
+
+
+def test_compiled_blocks_are_an_estimate(planned):
+    _, said, written = planned("gpu=2GiB", "search=false", "gradient_checkpointing=budget")
+    assert "An estimate: compiled blocks cannot be traced" in said and written["recipes"][0]["estimate"]

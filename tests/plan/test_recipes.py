@@ -1,0 +1,160 @@
+"""Recipes: derived from small traces as exactly as if each were traced, ranked, and only what may be changed is."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from lowmem.errors import Refused
+from lowmem.plan import recipes
+from lowmem.plan.derive import Derivation, bilinear
+from lowmem.plan.machine import ASSUMED, Machine
+from lowmem.plan.prediction import needs
+from lowmem.plan.trace import trace
+from lowmem.plan.work import Work
+
+DEPTH = 7
+SHAPE = [
+    *("model.architecture.n_embd=64", f"model.architecture.n_layer={DEPTH}", "model.architecture.n_head=2"),
+    *("model.architecture.vocab_size=1000", "seq_len=128", "batch_size=8"),
+]
+RECIPES = [
+    ("bf16", "adamw", "none", "full", 8),
+    ("bf16", "adam8bit", "every_layer", "chunked", 8),
+    ("bf16", "adafactor", "selective", "full", 2),
+    ("bf16-sr", "adamw", "every_layer", "full", 4),
+    ("bf16-sr", "adafactor", "none", "chunked", 8),
+    ("bf16-sr", "adam8bit", "offload", "chunked", 1),
+    ("bf16-master", "adamw8bit", "every_layer", "chunked", 8),
+    ("bf16-master", "adamw", "none", "full", 2),
+    ("bf16-master", "adafactor", "offload", "chunked", 4),
+    ("32", "adamw", "selective", "chunked", 4),
+]
+
+
+def machine():
+    return Machine("a card", steps={}, **ASSUMED)
+
+
+def as_override(precision, optim, checkpointing, loss, batch_size):
+    recipe = {"precision": precision, "optim": optim, "gradient_checkpointing": checkpointing, "loss": loss}
+    recipe |= {"batch_size": str(batch_size)}
+    windows = 8 // batch_size
+    return recipe | ({"accumulation": "fixed", "accumulation.batches": str(windows)} if windows > 1 else {})
+
+
+@pytest.fixture
+def composed(config):
+    def make(recipe):
+        rows = ["loss.rows=256"] if recipe.get("loss") == "chunked" else []
+        lines = [line for line in SHAPE if line.split("=")[0] not in recipe]
+        cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()), *rows)
+        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+
+    return make
+
+
+@pytest.mark.parametrize("ways", [RECIPES[::4], pytest.param(RECIPES, marks=pytest.mark.slow)])
+def test_derived_recipes_are_those_that_are_traced(composed, ways):
+    derivation = Derivation(composed, DEPTH, (1, 8), True, machine())
+    for way in ways:
+        recipe = as_override(*way)
+        cfg = composed(recipe)
+        derived = needs(derivation.trace(recipe, cfg)[0], cfg, True, 0)
+        traced = needs(trace(cfg, on_card=True), cfg, True, 0)
+        for phase, need in traced.phases.items():
+            # to the byte where a place is linear in depth and batch; scalars and rounded rates make the rest
+            assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), (way, phase)
+            if phase == "evaluation":  # its highest place changes with the batch, and a line between two is above both
+                assert derived.phases[phase].device >= 0.99 * need.device, way
+            else:
+                assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), (way, phase)
+        assert derived.device_peak == pytest.approx(traced.device_peak, rel=0.01), way
+
+
+def test_a_derivation_from_another_depth_is_not(composed):
+    recipe = as_override(*RECIPES[0])
+    cfg = composed(recipe)
+    wrong = Derivation(composed, DEPTH - 1, (1, 8), True, machine())
+    derived = needs(wrong.trace(recipe, cfg)[0], cfg, True, 0)
+    assert derived.device_peak != pytest.approx(needs(trace(cfg, on_card=True), cfg, True, 0).device_peak, rel=0.01)
+
+
+def test_two_lines_make_a_plane():
+    corners = [(d, b, 7 + 3 * d + 5 * b + 2 * d * b) for d in (3, 4) for b in (1, 8)]
+    assert bilinear(corners, 48, 4) == 7 + 3 * 48 + 5 * 4 + 2 * 48 * 4
+    assert bilinear(corners[::2], 48, 1) == 7 + 3 * 48 + 5 + 2 * 48
+    knee = [(d, b, d * min(b, 2)) for d in (3, 4) for b in (1, 2, 8)]
+    assert [bilinear(knee, 10, b) for b in (1, 2, 4, 8)] == [10, 20, 20, 20]
+
+
+def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size(config):
+    cfg = config("batch_size=12", "precision=bf16", "optim=sgd")
+    found = list(recipes.candidates(cfg, ["precision=bf16", "optim=sgd"]))
+    assert {(r["precision"], r["optim"]) for r in found} == {("bf16", "sgd")}
+    assert {int(r["batch_size"]) * int(r.get("accumulation.batches", 1)) for r in found} == {12}
+    typed = ["batch_size=12", "accumulation=by_step"]
+    cfg = config(*typed, "accumulation.sizes={0: 3}")
+    assert {r["batch_size"] for r in recipes.candidates(cfg, typed)} == {"12"}
+    assert not any("accumulation" in r for r in recipes.candidates(cfg, typed))
+    cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=6", "memory.limit=1GiB")
+    assert {r["batch_size"] for r in recipes.candidates(cfg, ["batch_size=auto"])} == {"1", "2", "3", "6"}
+
+
+def test_masters_step_with_the_optimizer_that_is_made_for_the_host(config):
+    found = list(recipes.candidates(config(), []))
+    assert {r["optim"] for r in found if r["precision"] == "bf16-master"} == {"adamw", "adamw8bit", "adafactor"}
+
+
+def test_sqrt_is_never_preferred():
+    assert "sqrt" not in recipes.CHOICES["gradient_checkpointing"]
+
+
+def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit(config):
+    typed = ["precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full"]
+
+    def compose(recipe):
+        lines = {**dict(line.split("=", 1) for line in [*SHAPE, *typed]), **recipe}
+        return OmegaConf.create(OmegaConf.to_container(config(*(f"{k}={v}" for k, v in lines.items())), resolve=True))
+
+    everything = recipes.search(compose({}), typed, compose, 2**40, 2**40, True)
+    assert everything.chosen.traced and len(everything.recipes) == 4
+    needed = sorted(r.prediction.device_need for r in everything.recipes)
+    some = recipes.search(compose({}), typed, compose, needed[1], 2**40, True)
+    fits = [r.fits(some.gpu, some.ram) for r in some.recipes]
+    assert fits == sorted(fits, reverse=True) and 1 <= sum(fits) <= 3
+    assert recipes.search(compose({}), typed, compose, 1000, 2**40, True).chosen is None
+
+
+def test_a_model_that_is_no_stack_of_equal_blocks_is_refused_a_search(config):
+    cfg = OmegaConf.create(OmegaConf.to_container(config(), resolve=True))
+    cfg.model.architecture = {"model_type": "gemma3_text", "num_hidden_layers": 6}
+    with pytest.raises(Refused, match="search=false"):
+        recipes.model_depth(cfg)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_takes_what_is_slower():
+    import torch
+
+    rates = Machine("", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
+    assert rates.operator(Work(torch.float32, 1000, 20)) == 10 + 1
+    assert rates.operator(Work(torch.bfloat16, 1000, 20)) == 2.5 + 1
+    assert rates.operator(Work(torch.float32, 0, 20)) == 2 + 1
+
+
+def test_recomputation_costs_a_forward_pass_of_the_blocks(composed):
+    plain, again = (
+        trace(composed(as_override("32", "sgd", checkpointing, "full", 8)), on_card=False)
+        for checkpointing in ("none", "every_layer")
+    )
+
+    def flops(found, *phases):
+        return sum(work.flops * times for (phase, work), times in found.work.items() if phase in phases)
+
+    more = flops(again, "backward") - flops(plain, "backward")
+    head, last = 2 * 8 * 128 * 64 * 1000, DEPTH * 2 * 8 * 128 * 64 * 256  # nobody needs a block's last product again
+    assert more == pytest.approx(flops(plain, "forward") - head - last, rel=1e-6)
+    parameters = 12 * 64 * 64 * DEPTH
+    attention = 4 * 8 * 128 * 128 * 64 * DEPTH
+    assert flops(plain, "forward") == 2 * 8 * 128 * parameters + attention + head

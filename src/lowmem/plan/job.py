@@ -48,10 +48,11 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
         found = predict(cfg, on_card)
         said = table.of_prediction(found, gpu, ram)
         written = {"chosen": None, "recipes": [found.as_dict() | {"overrides": typed, "fits": found.fits(gpu, ram)}]}
+    written |= {"seconds": time.perf_counter() - start}
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "plan.json").write_text(json.dumps(written, indent=2) + "\n")
     print(said)
-    print(f"\nplanned in {time.perf_counter() - start:.1f} s; {output_dir / 'plan.json'} has all of it")
+    print(f"\nplanned in {written['seconds']:.1f} s; {output_dir / 'plan.json'} has all of it")
     return written
 
 

@@ -76,6 +76,7 @@ class Prediction:
         return {
             "device_peak_bytes": self.device_peak,
             "reserved_peak_bytes": self.reserved,
+            "device_need_bytes": self.device_need,
             "host_peak_bytes": self.host_peak,
             "peak_phase": self.peak_phase,
             "peak_bytes_by_category": dict(self.by_category),

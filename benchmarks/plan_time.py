@@ -1,0 +1,109 @@
+"""Does the planner rank recipes as a stopwatch does? Counted step times beside measured ones.
+
+python -m benchmarks.plan_time           # about ten minutes on two cores
+
+Twelve recipes that were fixed before anything was measured, each in a process of its own, alternating rounds. Kendall's
+tau over all pairs whose measured times differ by more than five per cent.
+"""
+
+import argparse
+import json
+from itertools import combinations
+from pathlib import Path
+
+from benchmarks.runner import RESULTS, measure, medians, trained, write
+
+SHORT = ["max_steps=7", "val_every=1000", "val_sequences=4", "sample_tokens=0", "save_every=1000", "scheduler=constant"]
+MODEL = [
+    *("model=gpt2", "model.pretrained=false", "model.architecture.n_layer=6", "seq_len=256", "batch_size=4"),
+    *(f"model.architecture.{name}_pdrop=0.0" for name in ("resid", "embd", "attn")),
+]
+RECIPES = {
+    "32": ["precision=32"],
+    "32, every_layer": ["precision=32", "gradient_checkpointing=every_layer"],
+    "32, selective": ["precision=32", "gradient_checkpointing=selective"],
+    "32, chunked": ["precision=32", "loss=chunked"],
+    "32, adafactor": ["precision=32", "optim=adafactor"],
+    "32, adam8bit": ["precision=32", "optim=adam8bit"],
+    "bf16": ["precision=bf16"],
+    "bf16, every_layer": ["precision=bf16", "gradient_checkpointing=every_layer"],
+    "bf16, chunked": ["precision=bf16", "loss=chunked"],
+    "bf16, 4 x 1": ["precision=bf16", "batch_size=1", "accumulation=fixed", "accumulation.batches=4"],
+    "bf16-sr": ["precision=bf16-sr"],
+    "bf16-master, adamw8bit": ["precision=bf16-master", "optim=adamw8bit"],
+}
+
+
+def typed(name: str) -> list[str]:
+    mine = {line.split("=")[0] for line in RECIPES[name]}
+    return [*(line for line in MODEL if line.split("=")[0] not in mine), *RECIPES[name]]
+
+
+def row(name: str) -> dict:
+    """Measured seconds of a step."""
+    return {"seconds": trained([*SHORT, *typed(name), "logger=none", "fit=off"])["seconds_per_step"]}
+
+
+def counted() -> dict[str, float]:
+    """The planner's seconds of each recipe."""
+    from hydra import compose, initialize_config_dir
+
+    from lowmem import cli
+    from lowmem.instantiate import instantiate
+    from lowmem.plan.job import resolved
+    from lowmem.plan.machine import machine
+    from lowmem.plan.trace import trace
+
+    here, found = machine(on_card=False), {}
+    for name in RECIPES:
+        with initialize_config_dir(str(cli.CONF), version_base="1.3"):
+            cfg = resolved(compose("config", [cli.quoted(line) for line in typed(name)]), on_card=False)
+        shapes = trace(cfg, on_card=False)
+        seconds = here.seconds(shapes.work, ("forward", "backward"))
+        found[name] = here.window(cfg, shapes, seconds, instantiate(cfg.accumulation).largest)
+    return found
+
+
+def tau(one: dict[str, float], other: dict[str, float]) -> float:
+    """Kendall's, over pairs that differ by more than five per cent in `other`."""
+    pairs = [(a, b) for a, b in combinations(one, 2) if max(other[a], other[b]) / min(other[a], other[b]) > 1.05]
+    agree = sum((one[a] < one[b]) == (other[a] < other[b]) for a, b in pairs)
+    return (2 * agree - len(pairs)) / len(pairs)
+
+
+def table(found: dict, guess: dict[str, float]) -> str:
+    seconds = medians(found, "seconds")
+    fastest = {"counted": min(guess.values()), "measured": min(seconds.values())}
+    close = sum(s <= 1.5 * fastest["measured"] for s in seconds.values())
+    lines = [
+        f"Kendall's tau {tau(guess, seconds):.2f} (asked: at least 0.8). {close} of the {len(seconds)} recipes take at "
+        "most 1.5 times the fastest.",
+        "",
+        "| recipe | measured s per step | relative | counted, relative |",
+        "|---|---|---|---|",
+    ]
+    for name in sorted(seconds, key=lambda name: seconds[name]):
+        relative = seconds[name] / fastest["measured"], guess[name] / fastest["counted"]
+        lines.append(f"| {name} | {seconds[name]:.2f} | {relative[0]:.2f} | {relative[1]:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--row", help="measure one recipe in this process")
+    parser.add_argument("--table", action="store_true", help="count again, beside what was measured")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(row(options.row)), flush=True)
+        return
+    if options.table:
+        found = json.loads(Path(RESULTS / "plan_time.json").read_text())["rounds"]
+    else:
+        found = measure({name: ["-m", "benchmarks.plan_time", "--row", name] for name in RECIPES}, options.rounds)
+    guess = counted()
+    write("plan_time", {"rounds": found, "counted": guess}, table(found, guess))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What the planner chooses for models that people ask about, on the cards that they have.
+
+python -m benchmarks.plans               # about ten minutes on two cores; nothing is downloaded or allocated
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.runner import measure, write
+from lowmem.memory.ledger import GIB
+
+ASKED = [
+    *(("gpt2-xl", card) for card in (8, 12, 16, 24)),
+    *(("llama-3.2-1b", card) for card in (8, 12)),
+    *(("llama-3.1-8b", card) for card in (24, 80)),
+]
+RAM = 64
+
+
+def row(model: str, card: str) -> dict:
+    """One plan.py as typed: its first recipe, or the smallest where nothing fits."""
+    import plan
+    from lowmem import cli
+
+    folder = os.environ["ROW_FOLDER"]
+    sys.argv = ["plan.py", f"model={model}", f"gpu={card}GiB", f"ram={RAM}GiB", f"hydra.run.dir={folder}"]
+    cli.start(plan.main)
+    written = json.loads((Path(folder) / "plan.json").read_text())
+    first = written["recipes"][0]
+    keys = ("overrides", "fits", "device_need_bytes", "device_peak_bytes", "host_peak_bytes", "peak_phase")
+    return {key: first[key] for key in keys} | {
+        "seconds": written["seconds"],
+        "recipes": len(written["recipes"]),
+        "fitting": sum(recipe["fits"] for recipe in written["recipes"]),
+    }
+
+
+def table(found: dict) -> str:
+    lines = [
+        f"The host has {RAM} GiB. Device: what CUDA's allocator is predicted to reserve, and half a GiB assumed for the "
+        "context. None of these was run on a card.",
+        "",
+        "| model | card | the fastest recipe that fits | device GiB | host GiB | peak in | recipes that fit | s to plan |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, (one,) in found.items():
+        model, card = name.split(" on ")
+        recipe = " ".join(o for o in one["overrides"] if not o.startswith("model="))
+        recipe = f"`{recipe}`" if one["fits"] else f"none; the smallest: `{recipe}`"
+        lines.append(
+            f"| {model} | {card} | {recipe} | {one['device_need_bytes'] / GIB:.1f} | {one['host_peak_bytes'] / GIB:.1f} "
+            f"| {one['peak_phase']} | {one['fitting']} of {one['recipes']} | {one['seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", nargs=2, help="plan one model on one card in this process")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(row(*options.row)), flush=True)
+        return
+    asked = {f"{model} on {card} GiB": ["-m", "benchmarks.plans", "--row", model, str(card)] for model, card in ASKED}
+    found = measure(asked, 1)
+    write("plans", {"rounds": found}, table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -40,20 +40,20 @@ def row(model: str, card: str) -> dict:
 
 def table(found: dict) -> str:
     lines = [
-        f"The host has {RAM} GiB. Device: what CUDA's allocator is predicted to reserve, and half a GiB assumed for the "
-        "context. None of these was run on a card.",
+        f"The host has {RAM} GiB. Device: what CUDA's allocator is predicted to reserve, and half a GiB assumed for "
+        "the context. None of these was run on a card.",
         "",
-        "| model | card | the fastest recipe that fits | device GiB | host GiB | peak in | recipes that fit | s to plan |",
+        "| model | card | the fastest recipe that fits | device GiB | host GiB | peak in | that fit | s to plan |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, (one,) in found.items():
         model, card = name.split(" on ")
         recipe = " ".join(o for o in one["overrides"] if not o.startswith("model="))
         recipe = f"`{recipe}`" if one["fits"] else f"none; the smallest: `{recipe}`"
-        lines.append(
-            f"| {model} | {card} | {recipe} | {one['device_need_bytes'] / GIB:.1f} | {one['host_peak_bytes'] / GIB:.1f} "
-            f"| {one['peak_phase']} | {one['fitting']} of {one['recipes']} | {one['seconds']:.0f} |"
-        )
+        bytes_of = [f"{one[key] / GIB:.1f}" for key in ("device_need_bytes", "host_peak_bytes")]
+        fitting = f"{one['fitting']} of {one['recipes']}"
+        cells = [model, card, recipe, *bytes_of, one["peak_phase"], fitting, f"{one['seconds']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from lowmem.host_memory import available_bytes
 from lowmem.memory.limit import parse
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
-from lowmem.plan.recipes import Plan, search
+from lowmem.plan.recipes import Plan, largest_model, search
 from lowmem.quiet import quiet
 
 OURS = ("gpu", "ram", "search", "rows")  # keys of conf/plan.yaml
@@ -44,6 +44,10 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     if cfg.search:
         found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card)
         said, written = table.of_plan(found, typed, cfg.rows), _as_dict(found, typed)
+        if found.chosen is None and any(line.startswith("model=") for line in typed):
+            parameters = found.recipes[0].prediction.parameters
+            smaller = largest_model(found, parameters, lambda recipe: _composed(typed, recipe, on_card), on_card)
+            said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
         found = predict(cfg, on_card)
         said = table.of_prediction(found, gpu, ram)

@@ -8,11 +8,12 @@ from itertools import product
 from omegaconf import DictConfig
 
 from lowmem.batch_size import divisors
+from lowmem.cli import CONF
 from lowmem.errors import Refused
 from lowmem.memory import process
 from lowmem.plan.derive import Compose, Derivation
 from lowmem.plan.machine import machine
-from lowmem.plan.prediction import Prediction, needs, predict
+from lowmem.plan.prediction import Prediction, needs, outline, predict
 from lowmem.refusals import refused
 
 # What is tried in the place of what was not typed: techniques that keep the update's quality. fp16 needs the same bytes
@@ -147,6 +148,20 @@ def model_depth(cfg: DictConfig) -> int:
             "one. Type search=false to predict one run at a time."
         )
     return config.num_hidden_layers
+
+
+def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) -> str | None:
+    """Of conf/model, below `parameters`: the largest with which the smallest recipe of a plan fits."""
+    recipe = _as_mapping(plan.recipes[0].overrides)
+    sizes = {}
+    for yaml in (CONF / "model").glob("*.yaml"):
+        cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
+        if cfg is not None:
+            sizes[yaml.stem] = outline(cfg).parameters
+    for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
+        if predict(compose({**recipe, "model": name}), on_card).fits(plan.gpu, plan.ram):
+            return name
+    return None
 
 
 def _is_default(cfg: DictConfig, key: str, value: str, typed: Sequence[str]) -> bool:

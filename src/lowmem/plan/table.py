@@ -45,7 +45,7 @@ def _head(plan: Plan, typed: Sequence[str]) -> list[str]:
         f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
         f"  {command(typed, least)}",
         f"It would fit a card of {need.device_need / GIB:.1f} GiB and {need.host_peak / GIB:.1f} GiB of host memory. "
-        "Type a smaller seq_len or model.",
+        "Type a smaller seq_len or model; batch_size is 1 in the smallest.",
     ]
 
 

@@ -54,3 +54,20 @@ def test_a_number_starts_no_tries(config, monkeypatch):
     monkeypatch.setattr(batch_size, "fits", None)
     cfg = config("batch_size=4")
     assert batch_size.resolve(cfg) is cfg
+
+
+def test_the_plan_is_tried_first_and_bisection_goes_below_it(config, monkeypatch):
+    from lowmem.plan import ahead
+
+    monkeypatch.setattr(ahead, "could_fit", lambda cfg: cfg.batch_size <= 4)
+    for most, tries in ((4, [4]), (2, [4, 3, 2])):
+        tried = []
+        monkeypatch.setattr(batch_size, "fits", lambda _, n, most=most, tried=tried: tried.append(n) or n <= most)
+        cfg = config(*AUTO, "memory.limit=1MiB", "fit=check")
+        assert batch_size.resolve(cfg).batch_size == most and tried[0] == 4 and len(tried) <= len(tries) + 1
+
+
+def test_what_is_predicted_not_to_fit_is_not_tried(config, monkeypatch):
+    monkeypatch.setattr(batch_size, "fits", None)  # calling it would be an error
+    with pytest.raises(Refused, match="not even one sequence"):
+        batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "fit=check"))

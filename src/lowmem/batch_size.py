@@ -1,10 +1,11 @@
-"""batch_size=auto: the largest divisor of the effective batch whose micro-batch fits, found by trying.
+"""batch_size=auto: the largest divisor of the effective batch whose micro-batch fits, predicted and then tried.
 
-Each try is a process of its own that trains two steps and evaluates once under the memory cap, so that what it
-leaves behind, and what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live
-tensors and ends the try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with
-it the update, is the same whatever is found. Lightning's finder matches error strings and saves a whole checkpoint
-first (Lightning #9625, #11295).
+The plan says which is the largest; where a try shows that it is wrong, or with fit=off, bisection finds it. Each try is
+a process of its own that trains two steps and evaluates once under the memory cap, so that what it leaves behind, and
+what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live tensors and ends the
+try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with it the update, is the
+same whatever is found. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning #9625,
+#11295).
 """
 
 import json
@@ -30,7 +31,11 @@ def resolve(cfg: DictConfig) -> DictConfig:
     if cfg.batch_size != "auto":
         return cfg
     size, devices = cfg.accumulation.size, cfg.accumulation.devices
-    found = largest(divisors(size // devices), lambda batch_size: fits(cfg, batch_size))
+    sizes = [n for n in divisors(size // devices) if cfg.fit == "off" or _is_predicted_to_fit(cfg, n)]
+    if cfg.fit != "off" and sizes and fits(cfg, sizes[-1]):  # the plan is right, and the next larger does not fit
+        found = sizes[-1]
+    else:
+        found = largest(sizes, lambda batch_size: fits(cfg, batch_size))
     if found is None:
         raise Refused(
             f"batch_size=auto: not even one sequence of seq_len={cfg.seq_len} fits. Type a smaller seq_len, "
@@ -38,6 +43,12 @@ def resolve(cfg: DictConfig) -> DictConfig:
         )
     log.info(f"batch_size=auto: {found}, so {size // (found * devices)} micro-batches per optimizer step.")
     return OmegaConf.merge(cfg, {"batch_size": found})
+
+
+def _is_predicted_to_fit(cfg: DictConfig, batch_size: int) -> bool:
+    from lowmem.plan.ahead import could_fit  # which asks for the divisors
+
+    return could_fit(OmegaConf.merge(cfg, {"batch_size": batch_size}))
 
 
 def divisors(n: int) -> list[int]:

@@ -65,6 +65,12 @@ def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
     return found
 
 
+def could_fit(cfg: DictConfig) -> bool:
+    """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
+    found = predict(cfg, on_card=cfg.device == "cuda")
+    return found.estimate is not None or found.fits(_free(cfg), available_bytes() + process.rss_bytes())
+
+
 def _free(cfg: DictConfig) -> int | None:
     """Bytes that the device's tensors may take; None: a CPU's are only limited by the host."""
     limit = parse(cfg.memory.limit)

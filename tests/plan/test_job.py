@@ -83,6 +83,10 @@ def test_one_run_by_phase(planned):
         (["model=gpt5"], "Could not find 'model/gpt5'"),
         (["model=hf", "model.name=no/such-model"], "its configuration cannot be read"),
         (["gpu=1GiB", "optim.in_backward=true"], "Type clip=null"),
+        (["devices=8"], "Type strategy=fsdp to divide it"),
+        (["devices=0"], "give single, or fsdp and a number of devices"),
+        (["devices=2", "strategy=ddp"], "give single, or fsdp and a number of devices"),
+        (["devices=2", "strategy=fsdp", "precision=bf16-master"], "Type precision=bf16 for several"),
         (["batch_size=auto", "search=false"], "batch_size=auto: one run has one size"),
     ],
 )
@@ -108,3 +112,20 @@ def test_a_model_that_cannot_be_traced_gets_an_estimate(planned, monkeypatch):
 def test_compiled_blocks_are_an_estimate(planned):
     _, said, written = planned("gpu=2GiB", "search=false", "gradient_checkpointing=budget")
     assert "An estimate: compiled blocks cannot be traced" in said and written["recipes"][0]["estimate"]
+
+
+def test_devices_divide_what_is_sharded(planned):
+    typed = ("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])
+    one = planned(*typed)[2]["recipes"][0]["phases"]
+    eight = planned(*typed, "devices=8", "strategy=fsdp")[2]["recipes"][0]["phases"]
+    assert eight["save"]["device"] == pytest.approx(one["save"]["device"] / 8, rel=0.001)
+    outside, block = (
+        4 * 64 * (300 + 256 + 2),
+        4 * (12 * 64 * 64 + 13 * 64),
+    )  # embeddings and a norm; a block
+    weights = outside + 3 * block
+    state = one["save"]["device"] - weights
+    gathered = outside + 2 * block
+    assert eight["evaluation"]["device"] == pytest.approx(
+        one["evaluation"]["device"] - 7 / 8 * (weights + state) + gathered, abs=100
+    )

@@ -65,7 +65,7 @@ class Derivation:
 
         weights, state = held("weights"), held("optimizer")
         gradients = round(at(lambda t: t.gradients, own, 1))
-        how = "gone" if masters(cfg) or in_backward(cfg) else "summed" if micro_batches > 1 else "kept"
+        leave = masters(cfg) or in_backward(cfg)
 
         def host(phase: str) -> int:
             return round(at(lambda t: t.phases[phase].host, own, 1))
@@ -74,8 +74,12 @@ class Derivation:
         for phase in ("forward", "backward"):
             places = [place for place in corners[0][2].places if place.startswith(phase)]
             tops = {place: Place(*(round(at(_of(place, part))) for part in Place._fields)) for place in places}
-            top = max(tops.values(), key=lambda place: getattr(place, how))
-            there = {"gone": 0, "summed": gradients, "kept": top.kept - top.gone}[how]
+            if leave or micro_batches > 1:
+                top = max(tops.values(), key=lambda place: place.gone)
+                there = 0 if leave else gradients
+            else:
+                top = max(tops.values(), key=lambda place: place.kept)
+                there = top.kept - top.gone
             offloaded = round(at(lambda t, phase=phase: t.phases[phase].host))
             phases[phase] = _point(phase, weights, there, state, top.gone, host(phase) + offloaded)
         # an update that uses its gradients up one by one is highest where few are left
@@ -91,6 +95,7 @@ class Derivation:
             weights=weights,
             gradients=gradients,
             steps_on_host=any_trace.steps_on_host,
+            blocks=(self.depth, any_trace.blocks[1]),
             phases=phases,
             pinned=_pinned(corners, self.depth, batch),
         )

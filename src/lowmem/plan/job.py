@@ -18,8 +18,9 @@ from lowmem.plan import table
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import Plan, largest_model, search
 from lowmem.quiet import quiet
+from lowmem.refusals import masters
 
-OURS = ("gpu", "ram", "search", "rows")  # keys of conf/plan.yaml
+OURS = ("gpu", "ram", "search", "rows", "devices", "strategy")  # keys of conf/plan.yaml
 
 
 def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: Sequence[str]) -> dict:
@@ -34,6 +35,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
         raise Refused(f"search={cfg.search}: give true or false.")
     if cfg.batch_size == "auto" and not cfg.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
+    devices = _devices(cfg)
     on_card = gpu is not None or cfg.device == "cuda" or torch.cuda.is_available()
     cfg = resolved(cfg, on_card)
     check(cfg, choices)
@@ -42,14 +44,14 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     ram = ram if ram is not None else available_bytes()
     typed = [line for line in typed if line.split("=")[0] not in OURS]
     if cfg.search:
-        found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card)
+        found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card, devices)
         said, written = table.of_plan(found, typed, cfg.rows), _as_dict(found, typed)
         if found.chosen is None and any(line.startswith("model=") for line in typed):
             parameters = found.recipes[0].prediction.parameters
             smaller = largest_model(found, parameters, lambda recipe: _composed(typed, recipe, on_card), on_card)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
-        found = predict(cfg, on_card)
+        found = predict(cfg, on_card, devices)
         said = table.of_prediction(found, gpu, ram)
         written = {"chosen": None, "recipes": [found.as_dict() | {"overrides": typed, "fits": found.fits(gpu, ram)}]}
     written |= {"seconds": time.perf_counter() - start}
@@ -58,6 +60,20 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     print(said)
     print(f"\nplanned in {written['seconds']:.1f} s; {output_dir / 'plan.json'} has all of it")
     return written
+
+
+def _devices(cfg: DictConfig) -> int:
+    """That share one model."""
+    if cfg.strategy not in ("single", "fsdp") or not isinstance(cfg.devices, int) or cfg.devices < 1:
+        raise Refused(f"strategy={cfg.strategy} devices={cfg.devices}: give single, or fsdp and a number of devices.")
+    if cfg.strategy == "single" and cfg.devices > 1:
+        raise Refused(f"devices={cfg.devices}: each would hold all of the model. Type strategy=fsdp to divide it.")
+    if cfg.devices > 1 and masters(cfg):
+        raise Refused(
+            "devices: masters are those of one whole model beside one device. Type precision=bf16 for several, or "
+            "devices=1."
+        )
+    return cfg.devices
 
 
 def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:

@@ -87,8 +87,9 @@ class Prediction:
         }
 
 
-def predict(cfg: DictConfig, on_card: bool) -> Prediction:
-    """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there.
+def predict(cfg: DictConfig, on_card: bool, devices: int = 1) -> Prediction:
+    """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; devices:
+    that share the weights, gradients and state of one model.
 
     Raises:
         Refused: what the run itself would be refused for.
@@ -100,14 +101,14 @@ def predict(cfg: DictConfig, on_card: bool) -> Prediction:
         why = (
             "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
         )
-        return replace(needs(trace(cfg, on_card), cfg, on_card, libraries), estimate=why)
+        return replace(needs(trace(cfg, on_card), cfg, on_card, libraries, devices), estimate=why)
     try:
-        return needs(trace(cfg, on_card), cfg, on_card, libraries)
+        return needs(trace(cfg, on_card), cfg, on_card, libraries, devices)
     except Refused:
         raise
     except Exception as error:  # whatever a model's code raises that asks for numbers
         why = f"this model cannot be traced by shape ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
-        return replace(needs(outline(cfg), cfg, on_card, libraries), estimate=why)
+        return replace(needs(outline(cfg), cfg, on_card, libraries, devices), estimate=why)
 
 
 def outline(cfg: DictConfig) -> Trace:
@@ -136,11 +137,31 @@ def outline(cfg: DictConfig) -> Trace:
 
     phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
     phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
-    return Trace(count, largest, weights, gradients, on_host, phases)
+    return Trace(count, largest, weights, gradients, on_host, phases=phases)
 
 
-def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int) -> Prediction:
+def sharded(found: Trace, devices: int) -> Trace:
+    """Each device's part, as fully_shard keeps it: weights, gradients and state are divided; what stands outside the
+    blocks is gathered for the whole pass, and of the blocks the one that is computed and the next
+    (torch.distributed.fsdp: the root is not resharded after its forward pass, and one block is prefetched).
+    """
+    if devices == 1:
+        return found
+    count, block = found.blocks
+    outside = found.weights - count * block
+
+    def part(point: Point) -> Point:
+        held = {key: point.bytes[key] // devices for key in ("weights", "gradients", "optimizer")}
+        gathered = 0 if point.phase == "step" else outside + 2 * block
+        return point._replace(bytes=point.bytes | held | {"other": point.bytes["other"] + gathered})
+
+    phases = {name: part(point) for name, point in found.phases.items()}
+    return replace(found, weights=found.weights // devices, phases=phases, events=[])
+
+
+def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices: int = 1) -> Prediction:
     """Args: libraries: resident bytes of a process that has imported everything and built nothing."""
+    found = sharded(found, devices)
     size = getattr(torch, cfg.weights_dtype).itemsize
     largest, loaded = found.largest * size, found.parameters * size
     held = found.phases["evaluation"]  # between two windows nothing else is there

@@ -14,7 +14,7 @@ from lowmem.memory import process
 from lowmem.plan.derive import Compose, Derivation
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
-from lowmem.refusals import refused
+from lowmem.refusals import masters, refused
 
 # What is tried in the place of what was not typed: techniques that keep the update's quality. fp16 needs the same bytes
 # as bf16 and a loss scale besides, so it is tried only where it was typed; so are optimizers that need an lr of their
@@ -58,7 +58,13 @@ class Plan:
 
 
 def search(
-    cfg: DictConfig, typed: Sequence[str], compose: Compose, gpu: int | None, ram: int | None, on_card: bool
+    cfg: DictConfig,
+    typed: Sequence[str],
+    compose: Compose,
+    gpu: int | None,
+    ram: int | None,
+    on_card: bool,
+    devices: int = 1,
 ) -> Plan:
     """Args: cfg: as typed, resolved; typed: the overrides, which no recipe touches; compose: overrides -> config.
 
@@ -80,14 +86,14 @@ def search(
     found = []
     for option in options:
         recipe_cfg = composed({key: option[key] for key in ("precision", "optim")})
-        if any(refused(recipe_cfg)):
+        if any(refused(recipe_cfg)) or (devices > 1 and masters(recipe_cfg)):  # masters are those of a whole model
             continue
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
-        found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries), seconds))
+        found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries, devices), seconds))
     ranked = sorted((r for r in found if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
-        exact = predict(compose(_as_mapping(recipe.overrides)), on_card)
+        exact = predict(compose(_as_mapping(recipe.overrides)), on_card, devices)
         ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
         if exact.fits(gpu, ram):
             break

@@ -53,6 +53,7 @@ class Trace:
     weights: int  # bytes on the device
     gradients: int  # bytes of all of them, as backward makes them
     steps_on_host: bool  # whether the optimizer does
+    blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -64,9 +65,8 @@ class Trace:
 class Place(NamedTuple):
     """The highest bytes of activations between two marks, by what becomes of gradients meanwhile."""
 
-    kept: int = 0  # with those that exist by then
-    gone: int = 0  # with the one that was just made
-    summed: int = 0  # the same: all of them are there besides
+    kept: int = 0  # they stay: with all that exist by then
+    gone: int = 0  # they leave, or are added to earlier ones: with the one that was just made
 
     def higher(self, other: "Place") -> "Place":
         return Place(*map(max, self, other))
@@ -130,6 +130,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
             weights=recorder.weights,
             gradients=sum(p.nbytes for p in every if p.requires_grad),
             steps_on_host=plugins[0].optimizer_side == "host",
+            blocks=_blocks(module.model),
             work=shapes.work,
         )
     for points, _, _ in recorder.recorded:
@@ -223,6 +224,14 @@ class Recorder(MemoryMeter):
         return points
 
 
+def _blocks(model: nn.Module) -> tuple[int, int]:
+    try:
+        stack = blocks(model)
+    except Refused:
+        return 0, 0
+    return len(stack), max(sum(p.nbytes for p in block.parameters()) for block in stack)
+
+
 def _phases(points: list[Point], on_card: bool) -> dict[str, Point]:
     """The device's highest point of each phase, with the host's own highest; on a CPU, whose memory is the host's, with
     what makes the sum of both highest."""
@@ -242,7 +251,7 @@ def _places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Plac
         for before, now in pairwise(points[start : end + 1]):
             activations = now.bytes["activations"] + now.bytes["other"]
             made = max(0, now.bytes["gradients"] - before.bytes["gradients"])
-            here = Place(activations + now.bytes["gradients"], activations + made, activations + made)
+            here = Place(activations + now.bytes["gradients"], activations + made)
             found[place] = here.higher(found.get(place, Place()))
     return found
 

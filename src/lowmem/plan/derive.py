@@ -95,6 +95,7 @@ class Derivation:
             weights=weights,
             gradients=gradients,
             steps_on_host=any_trace.steps_on_host,
+            unseen=any_trace.unseen,
             blocks=(self.depth, any_trace.blocks[1]),
             phases=phases,
             pinned=_pinned(corners, self.depth, batch),

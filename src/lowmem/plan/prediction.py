@@ -180,7 +180,8 @@ def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices:
     for name in ("forward", "backward", "step"):
         point = found.phases[name]
         device = point.total + (flight if name == "backward" else 0)
-        phases[name] = need(name, device, point.host + rounding)
+        unseen = found.unseen if name == "step" else 0
+        phases[name] = need(name, device, point.host + rounding + unseen)
     evaluation = found.phases["evaluation"]
     phases["evaluation"] = need("evaluation", evaluation.total, evaluation.host)
     # beside a card each tensor is brought over to be written, and Lightning brings all of them when the run ends

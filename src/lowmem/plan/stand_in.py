@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem.memory import process
 from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.tracker import StorageTracker
 from lowmem.optim.build import MakeOptimizer
 
 SIDE = 256  # of a probe: whole blocks of every optimizer that holds its state in blocks
+WIDE = 2048  # of a probe whose scratch is pages, not what malloc has at hand
 SMALL = 1024  # elements of a probe for parameters whose state 8-bit optimizers keep in 32 bits
 THRESHOLD = 4096  # elements below which they do
 # Written in torch operators alone, which know what they do to a shape.
@@ -47,6 +49,19 @@ def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
         }
     one_pass = hasattr(make(nn.Linear(1, 1)), "step_from")
     return MakeOptimizer(partial(OnePassStandIn if one_pass else StandIn, rates=rates), make.embedding_bits)
+
+
+def unseen(make: MakeOptimizer) -> float:
+    """Bytes per element of a parameter that a real step takes beside its state, as the operating system sees them: the
+    tracker does not look inside an operator."""
+    probe = nn.Linear(WIDE, WIDE, bias=False)
+    optimizer = make(probe)
+    probe.weight.grad = torch.full_like(probe.weight, 1e-3)
+    optimizer.step()
+    process.reset_peak_rss()
+    before = process.rss_bytes()
+    optimizer.step()
+    return max(0, process.peak_rss_bytes() - before) / WIDE**2
 
 
 class StandIn(Optimizer):

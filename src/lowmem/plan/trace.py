@@ -37,9 +37,11 @@ from lowmem.instantiate import instantiate
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.tracker import Point, highest
 from lowmem.plan import card
-from lowmem.plan.stand_in import needs_one, stand_in
+from lowmem.plan.stand_in import needs_one, stand_in, unseen
 from lowmem.plan.work import Work, work_of
+from lowmem.precision.master_callback import steps_early
 from lowmem.precision.plugin import step_one
+from lowmem.refusals import masters
 
 aten = torch.ops.aten
 
@@ -53,6 +55,7 @@ class Trace:
     weights: int  # bytes on the device
     gradients: int  # bytes of all of them, as backward makes them
     steps_on_host: bool  # whether the optimizer does
+    unseen: int = 0  # bytes of host memory inside the operators of a step
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
@@ -88,8 +91,11 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:depth]
     make = build.optimizer(cfg)
+    in_operators, generated = 0.0, cfg.optim._target_.startswith("torchao.")
     if needs_one(cfg.optim._target_):
-        make = stand_in(make, one_kernel=on_card or cfg.optim._target_.startswith("torchao."))
+        if not generated and (masters(cfg) or not on_card):
+            in_operators = unseen(make)
+        make = stand_in(make, one_kernel=on_card or generated)
     accumulates = instantiate(cfg.accumulation).largest > 1
     shapes = Shapes()
     # transformers takes fake tensors for a graph that is recorded for later, and then writes every mask out
@@ -108,7 +114,8 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         recorder = Recorder(Path(folder) / "memory.csv")
         recorder.mark(module.model)
         plugins = list(instantiate(cfg.trainer.plugins).values())
-        callbacks = [recorder, *instantiate(cfg.callbacks).values(), Steady(shapes, accumulates)]
+        early = masters(cfg) and steps_early(cfg.master.get("early_step", False), cfg.clip, plugins[0].scales_loss)
+        callbacks = [recorder, *instantiate(cfg.callbacks).values(), Steady(shapes, accumulates, early)]
         trainer = Trainer(
             accelerator="cpu",
             max_steps=1,
@@ -130,6 +137,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
             weights=recorder.weights,
             gradients=sum(p.nbytes for p in every if p.requires_grad),
             steps_on_host=plugins[0].optimizer_side == "host",
+            unseen=round(in_operators * max(p.numel() for p in every)),
             blocks=_blocks(module.model),
             work=shapes.work,
         )
@@ -259,8 +267,8 @@ def _places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Plac
 class Steady(Callback):
     """Last of the callbacks: leaves what earlier windows and micro-batches would have, and counts from there on."""
 
-    def __init__(self, shapes: Shapes, accumulates: bool) -> None:
-        self.shapes, self.accumulates = shapes, accumulates
+    def __init__(self, shapes: Shapes, accumulates: bool, early: bool) -> None:
+        self.shapes, self.accumulates, self.early = shapes, accumulates, early
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
@@ -271,12 +279,16 @@ class Steady(Callback):
                 stepped.grad = torch.empty_like(stepped)
                 (plugin.update if stepped is p else step_one)(optimizer, groups[id(stepped)], stepped)
                 stepped.grad = None
-        for p in module.parameters() if self.accumulates else ():
+        held = getattr(plugin, "masters", {})
+        for p in module.parameters() if self.accumulates or held else ():
             if p.requires_grad:
-                for _ in range(2):  # masters widen their sums at the second
+                for _ in range(2 if self.accumulates else 1):  # masters widen their sums at the second
                     p.grad = torch.empty_like(p)
                     for hook in (p._post_accumulate_grad_hooks or {}).values():
                         hook(p)
+        for master in held.values() if not self.accumulates else ():
+            if master.complete:
+                master.used(self.early)  # by the step of the window before
 
     def on_train_batch_start(self, *_) -> None:
         self.shapes.phase = "forward"

@@ -50,7 +50,7 @@ def loss_alone() -> dict[str, float]:
     from torch import nn
 
     from lowmem import loss as losses
-    from lowmem.memory.ledger import Owner
+    from lowmem.memory.ledger import Ledger
     from lowmem.memory.tracker import StorageTracker
 
     class Head(nn.Module):
@@ -74,7 +74,8 @@ def loss_alone() -> dict[str, float]:
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     outside = [t for p in model.parameters() for t in (p, p.grad)] + [labels]
-    known = {t.untyped_storage()._cdata: (Owner("weights", "host", lambda: ()), t.nbytes) for t in outside}
+    ledger = Ledger()
+    ledger.own("weights", lambda: outside, "host")
     kinds = {"full": losses.full, "chunked": lambda *a: losses.chunked(*a, rows=128)}
     seconds, peak = {kind: [] for kind in kinds}, {}
     for _ in range(9):
@@ -83,7 +84,7 @@ def loss_alone() -> dict[str, float]:
             loss(model, labels, labels).backward()
             seconds[kind].append(time.perf_counter() - start)
     for kind, loss in kinds.items():
-        with StorageTracker(known) as tracker:
+        with StorageTracker(ledger.storages()) as tracker:
             loss(model, labels, labels).backward()
         peak[kind] = max(point.total for point in tracker.timeline())
     gradient = model.head.weight.nbytes  # which both hand to autograd

@@ -11,7 +11,7 @@ from torch import nn
 from lowmem import gradient_checkpointing as checkpointing
 from lowmem import loss as losses
 from lowmem.errors import Refused
-from lowmem.memory.ledger import Owner
+from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
 from test_loss import network
 from tolerances import GENERATED, PARTITIONED
@@ -105,8 +105,9 @@ def peak(model, forward, inputs=()):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     outside = [t for p in [*model.parameters(), *inputs] for t in (p, p.grad) if t is not None]
-    known = {t.untyped_storage()._cdata: (Owner("weights", "host", lambda: ()), t.nbytes) for t in outside}
-    with StorageTracker(known) as tracker:
+    ledger = Ledger()
+    ledger.own("weights", lambda: outside, "host")
+    with StorageTracker(ledger.storages()) as tracker:
         forward().backward()
     return max(point.total for point in tracker.timeline())
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lowmem import fit as job
 from lowmem import loss as losses
 from lowmem import model
 from lowmem.accumulation import fixed
+from lowmem.build import optimizer
 from lowmem.data.loader import Sequences, WindowLoader
 from lowmem.errors import Refused
+from lowmem.instantiate import instantiate
 from lowmem.module import CausalLM
 from lowmem.precision.plugin import Float16Autocast
 from tolerances import ADAMW_REORDERED, FP16
@@ -25,7 +26,7 @@ def trained(config):
         cfg = config(*overrides)
         torch.manual_seed(0)
         network = model.build(model.architecture(**cfg.model), torch.float32, **cfg.model)
-        make = job.instantiate(cfg.loss), job.optimizer(cfg), job.instantiate(cfg.scheduler)
+        make = instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler)
         module = CausalLM(network, *make, cfg.clip, cfg.clip_value)
         ids = torch.randint(0, 300, (40 * 16 + 1,), generator=torch.Generator().manual_seed(1)).numpy()
         train = WindowLoader(Sequences(ids, 16, "train"), 4, fixed(batches), seed=0)
@@ -34,7 +35,7 @@ def trained(config):
             accelerator="cpu",
             max_steps=steps,
             max_epochs=-1,
-            plugins=list(job.instantiate(cfg.trainer.plugins).values()),
+            plugins=list(instantiate(cfg.trainer.plugins).values()),
             callbacks=list(callbacks),
             **dict.fromkeys(off, False),
         )

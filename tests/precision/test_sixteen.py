@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import parity
-from lowmem import fit as job
+from lowmem import build
 from lowmem import model as models
 from lowmem.errors import Refused
 from lowmem.gradients import norm
@@ -28,7 +28,7 @@ def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_t
     architecture = [f"model.architecture.{line}" for line in small]
     cfg = config(f"model={model_type}", "model.pretrained=false", *architecture, f"precision={precision}")
     spec = OmegaConf.to_container(cfg.model)
-    module = job._module(cfg, spec, models.architecture(**spec))
+    module = build.causal_lm(cfg, spec, models.architecture(**spec))
     assert {p.dtype for p in module.parameters()} == {DTYPES[precision]}
     frequencies = dict(module.named_buffers())
     assert frequencies and {b.dtype for b in frequencies.values()} == {torch.float32}

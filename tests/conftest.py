@@ -109,3 +109,9 @@ def command(small, tmp_path, monkeypatch, capsys):
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_rates_are_kept(tmp_path_factory, monkeypatch):
+    """What a busy machine that runs tests can do is not what the next plan should count with."""
+    monkeypatch.setattr("lowmem.plan.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")

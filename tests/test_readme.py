@@ -12,7 +12,7 @@ from conftest import ROOT
 from lowmem import cli
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^    (python train\.py .*)$", README, re.MULTILINE)
+COMMANDS = re.findall(r"^    (python (?:train|plan)\.py .*)$", README, re.MULTILINE)
 
 
 def test_there_are_commands():
@@ -29,7 +29,8 @@ def test_every_command_composes(command):
             for one in (
                 [None] if sweep is None else [f"{sweep.split('=')[0]}={c}" for c in sweep.split("=")[1].split(",")]
             ):
-                compose("config", overrides=overrides if one is None else [one])
+                job = "plan" if "plan.py" in command else "config"
+                compose(job, overrides=overrides if one is None else [one])
 
 
 def test_both_commands_of_the_makefile_are_there():
@@ -80,6 +81,12 @@ def test_the_tables_about_masters_are_those_of_the_results():
         (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() for name in ("host_optimizer", "gpt2_xl")
     )
     assert len(rows) > 12 and all(row in results for row in rows)
+
+
+def test_the_figure_of_the_planner_is_that_of_the_results():
+    written = re.search(r"Kendall's tau is ([\d.]+)\]", README)[1]
+    result = (ROOT / "benchmarks" / "results" / "plan_time.md").read_text()
+    assert f"Kendall's tau {written} " in result
 
 
 def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():

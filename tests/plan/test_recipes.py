@@ -124,6 +124,12 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit(config):
     assert recipes.search(compose({}), typed, compose, 1000, 2**40, True).chosen is None
 
 
+def test_the_depth_is_that_of_the_architecture(config):
+    for name, depth in (("gpt2-xl", 48), ("llama-3.2-1b", 16), ("qwen3-0.6b", 28)):
+        cfg = OmegaConf.create(OmegaConf.to_container(config(f"model={name}"), resolve=True))
+        assert recipes.model_depth(cfg) == depth
+
+
 def test_a_model_that_is_no_stack_of_equal_blocks_is_refused_a_search(config):
     cfg = OmegaConf.create(OmegaConf.to_container(config(), resolve=True))
     cfg.model.architecture = {"model_type": "gemma3_text", "num_hidden_layers": 6}

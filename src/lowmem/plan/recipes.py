@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lowmem.batch_size import divisors
 from lowmem.cli import CONF
@@ -145,7 +145,7 @@ def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[i
 def model_depth(cfg: DictConfig) -> int:
     from lowmem import model
 
-    spec = dict(cfg.model)
+    spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec | {"pretrained": spec["architecture"] is None and cfg.model.pretrained})
     kinds = getattr(config, "layer_types", None)
     if not getattr(config, "num_hidden_layers", None) or (kinds and len(set(kinds)) > 1):

@@ -61,7 +61,7 @@ class Derivation:
             return bilinear([(d, b, value(t)) for d, b, t in of], self.depth, n)
 
         def held(category: str) -> int:
-            return round(at(lambda t: t.phases["evaluation"].bytes[category], own, 1))
+            return round(at(_held("evaluation", category), own, 1))
 
         weights, state = held("weights"), held("optimizer")
         gradients = round(at(lambda t: t.gradients, own, 1))

@@ -7,7 +7,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM
 
-from lowmem import build, model
+from lowmem import build
 from lowmem.errors import Refused
 from lowmem.host_memory import state_bytes_per_parameter
 from lowmem.memory import process
@@ -15,7 +15,7 @@ from lowmem.memory.ledger import CATEGORIES, GIB
 from lowmem.memory.link import SLOT_BYTES, SLOTS
 from lowmem.memory.tracker import Point
 from lowmem.plan.allocator import replay
-from lowmem.plan.trace import Trace, trace
+from lowmem.plan.trace import Trace, architecture, trace
 from lowmem.refusals import accumulates, masters
 
 PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
@@ -115,8 +115,7 @@ def outline(cfg: DictConfig) -> Trace:
     """Of a model that cannot be traced: weights, gradients and state are counted, and the activations of a transformer
     of its dimensions, 34 bytes per token, layer and hidden unit in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
     """
-    spec = OmegaConf.to_container(cfg.model)
-    config = model.architecture(**spec | {"pretrained": spec["architecture"] is None and cfg.model.pretrained})
+    config = architecture(cfg)
     with torch.device("meta"):
         every = list(AutoModelForCausalLM.from_config(config).parameters())
     count, largest = sum(p.numel() for p in every), max(p.numel() for p in every)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lowmem.batch_size import divisors
 from lowmem.cli import CONF
@@ -14,6 +14,7 @@ from lowmem.memory import process
 from lowmem.plan.derive import Compose, Derivation
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
+from lowmem.plan.trace import architecture
 from lowmem.refusals import masters, refused
 
 # What is tried in the place of what was not typed: techniques that keep the update's quality. fp16 needs the same bytes
@@ -143,10 +144,7 @@ def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[i
 
 
 def model_depth(cfg: DictConfig) -> int:
-    from lowmem import model
-
-    spec = OmegaConf.to_container(cfg.model)
-    config = model.architecture(**spec | {"pretrained": spec["architecture"] is None and cfg.model.pretrained})
+    config = architecture(cfg)
     kinds = getattr(config, "layer_types", None)
     if not getattr(config, "num_hidden_layers", None) or (kinds and len(set(kinds)) > 1):
         raise Refused(

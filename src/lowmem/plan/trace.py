@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
 
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
@@ -75,6 +76,12 @@ class Place(NamedTuple):
         return Place(*map(max, self, other))
 
 
+def architecture(cfg: DictConfig) -> PretrainedConfig:
+    """Of the model that a run would load: the published one only where the yaml does not say all there is to know."""
+    spec = OmegaConf.to_container(cfg.model)
+    return model.architecture(**spec | {"pretrained": spec["architecture"] is None and spec["pretrained"]})
+
+
 def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     """Args: cfg: resolved, with a number for batch_size; on_card: as CUDA does it, also where there is no CUDA; depth:
     blocks of the model, if not its own number.
@@ -84,8 +91,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     """
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
-    published = spec["architecture"] is None  # else the yaml says all there is to know, without a network
-    config = model.architecture(**spec | {"pretrained": published and cfg.model.pretrained})
+    config = architecture(cfg)
     if depth is not None:
         config.num_hidden_layers = depth
         if getattr(config, "layer_types", None):

@@ -4,18 +4,16 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import torch
-from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem.cli import quoted
 from lowmem.errors import Refused
 from lowmem.host_memory import available_bytes
 from lowmem.memory import process
 from lowmem.memory.ledger import GIB
 from lowmem.memory.limit import parse
 from lowmem.plan.prediction import Prediction, predict
-from lowmem.plan.recipes import Plan, search
+from lowmem.plan.recipes import Plan, composed, search
 from lowmem.plan.table import command
 
 log = logging.getLogger(__name__)
@@ -107,6 +105,4 @@ def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
 
 
 def _composed(typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
-    lines = [line for line in typed if line.split("=", 1)[0] not in recipe]
-    cfg = compose("config", [quoted(line) for line in (*lines, *(f"{k}={v}" for k, v in recipe.items()))])
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    return OmegaConf.create(OmegaConf.to_container(composed("config", typed, recipe), resolve=True))

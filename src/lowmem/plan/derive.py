@@ -16,7 +16,8 @@ from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import CATEGORIES
 from lowmem.memory.tracker import Point
 from lowmem.plan.machine import Machine
-from lowmem.plan.trace import Place, Trace, trace
+from lowmem.plan.recorder import Place
+from lowmem.plan.trace import Trace, trace
 from lowmem.refusals import in_backward, masters
 
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
@@ -96,6 +97,7 @@ class Derivation:
             gradients=gradients,
             steps_on_host=any_trace.steps_on_host,
             unseen=any_trace.unseen,
+            generated=any_trace.generated,
             blocks=(self.depth, any_trace.blocks[1]),
             phases=phases,
             pinned=_pinned(corners, self.depth, batch),

@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem.check import check
-from lowmem.cli import quoted
 from lowmem.errors import Refused
 from lowmem.host_memory import available_bytes
 from lowmem.memory.limit import parse
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
-from lowmem.plan.recipes import Plan, largest_model, search
+from lowmem.plan.recipes import Plan, composed, largest_model, search
 from lowmem.quiet import quiet
 from lowmem.refusals import masters
 
@@ -85,9 +83,7 @@ def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
 
 
 def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) -> DictConfig:
-    named = {line.split("=", 1)[0] for line in recipe}
-    lines = [line for line in typed if line.split("=", 1)[0] not in named]
-    return resolved(compose("plan", [quoted(o) for o in (*lines, *(f"{k}={v}" for k, v in recipe.items()))]), on_card)
+    return resolved(composed("plan", typed, recipe), on_card)
 
 
 def _as_dict(found: Plan, typed: Sequence[str]) -> dict:

@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lowmem import build
+from lowmem.instantiate import instantiate
 from lowmem.plan.trace import Trace
 from lowmem.plan.work import Work
 from lowmem.precision.master_callback import steps_early
-from lowmem.refusals import scales_loss
+from lowmem.refusals import masters, scales_loss
 
 CACHE = Path("~/.cache/lowmem").expanduser()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,7 +38,7 @@ class Machine:
     bandwidth: float  # bytes per second, of the device's memory
     overhead: float  # seconds per operator
     link: float | None = None  # bytes per second between host and device; None: they are one
-    steps: dict[str, float] = field(default_factory=dict)  # optimizer's class -> seconds per parameter on the host
+    steps: dict[str, float] = field(default_factory=dict)  # of an optimizer -> seconds per parameter, on the host
 
     def seconds(self, work: Counter[tuple[str, Work]], phases: Iterable[str]) -> float:
         """Of one micro-batch's operators in these phases."""
@@ -68,7 +69,7 @@ class Machine:
 
     def step_rate(self, cfg: DictConfig) -> float:
         """Seconds per parameter of one optimizer step on this machine's processors."""
-        kind = cfg.optim._target_
+        kind = f"{cfg.optim._target_} of {_stepped_as(cfg)}"
         if kind not in self.steps:
             self.steps[kind] = _step_seconds(cfg) / STEPPED
             self.save()
@@ -136,12 +137,31 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
 
 def _step_seconds(cfg: DictConfig) -> float:
-    """Of the optimizer on STEPPED parameters in host memory, as a matrix."""
+    """Of the optimizer on STEPPED parameters in host memory, as a matrix: of masters, or of weights as they are."""
+    cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     side = 1 << (STEPPED.bit_length() // 2)
     probe = nn.Linear(side, STEPPED // side, bias=False)
-    optimizer = build.optimizer(OmegaConf.merge(cfg, {"device": "cpu"}))(probe)
-    probe.weight.grad = torch.full_like(probe.weight, 1e-3)
-    return _seconds(optimizer.step, "cpu")
+    optimizer = build.optimizer(cfg)(probe)
+    gradient = torch.full_like(probe.weight, 1e-3)
+    if masters(cfg) or cfg.weights_dtype == "float32":
+        probe.weight.grad = gradient
+        return _seconds(optimizer.step, "cpu")
+    plugin = instantiate(cfg.trainer.plugins.precision)
+    probe.weight.data, gradient = (t.to(getattr(torch, cfg.weights_dtype)) for t in (probe.weight.data, gradient))
+
+    def step() -> None:
+        probe.weight.grad = gradient
+        plugin.update(optimizer, optimizer.param_groups[0], probe.weight)
+
+    return _seconds(step, "cpu")
+
+
+def _stepped_as(cfg: DictConfig) -> str:
+    """What the time of a step depends on beside its optimizer: one of 16-bit weights widens and rounds them."""
+    if masters(cfg):
+        return "masters"
+    stochastic = cfg.trainer.plugins.precision.get("stochastic", False)
+    return f"{cfg.weights_dtype}{' rounded at random' if stochastic else ''}"
 
 
 def _name(on_card: bool) -> str:

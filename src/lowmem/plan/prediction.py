@@ -22,6 +22,7 @@ PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
 # What cannot be known without the card: kernels and cuBLAS workspace beside torch's memory, and CUDA's libraries in the
 # host's memory. Margins, not measurements.
 CONTEXT, CUDA_ON_HOST = GIB // 2, GIB
+GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
 FRAGMENTED = 1.1  # reserved of allocated, where a recipe was derived and its allocations are not known one by one
 
 
@@ -166,7 +167,9 @@ def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices:
     held = found.phases["evaluation"]  # between two windows nothing else is there
     state = held.bytes["optimizer"]
     staging = 2 * SLOTS * SLOT_BYTES if on_card and found.steps_on_host else 0
-    base = libraries + (CUDA_ON_HOST + staging if on_card else 0)
+    generator = GENERATOR if found.generated else 0
+    base = libraries + generator + (CUDA_ON_HOST + staging if on_card else 0)
+    on_device, on_host = (found.unseen, 0) if on_card and not found.steps_on_host else (0, found.unseen)
     # beside a card the allocator of pinned memory rounds to powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in found.pinned) if on_card else 0
     flight = largest // 2 if on_card and found.steps_on_host else 0  # a gradient that is leaving, in 16 bits
@@ -179,8 +182,9 @@ def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices:
     for name in ("forward", "backward", "step"):
         point = found.phases[name]
         device = point.total + (flight if name == "backward" else 0)
-        unseen = found.unseen if name == "step" else 0
-        phases[name] = need(name, device, point.host + rounding + unseen)
+        phases[name] = need(name, device, point.host + rounding)
+    step = phases["step"]
+    phases["step"] = Need(step.device + on_device, step.host + on_host)
     evaluation = found.phases["evaluation"]
     phases["evaluation"] = need("evaluation", evaluation.total, evaluation.host)
     # beside a card each tensor is brought over to be written, and Lightning brings all of them when the run ends
@@ -192,8 +196,13 @@ def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices:
     return Prediction(
         phases=phases,
         by_category={category: top.bytes[category] for category in CATEGORIES},
-        host_categories={"libraries": libraries, "cuda": base - libraries - staging, "staging": staging}
-        | {"tensors": tensors},
+        host_categories={
+            "libraries": libraries,
+            "cuda": base - libraries - generator - staging,
+            "generator": generator,
+            "staging": staging,
+            "tensors": tensors,
+        },
         reserved=_reserved(found, max(need.device for need in phases.values()), flight) if on_card else 0,
         parameters=found.parameters,
         on_card=on_card,
@@ -201,4 +210,6 @@ def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices:
 
 
 def _reserved(found: Trace, device_peak: int, flight: int) -> int:
-    return replay(found.events).reserved + flight if found.events else round(device_peak * FRAGMENTED)
+    if not found.events:
+        return round(device_peak * FRAGMENTED)
+    return max(replay(found.events).reserved + flight, device_peak)  # generated code's scratch is in no event

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import hydra
 from omegaconf import DictConfig
 
 from lowmem.batch_size import divisors
-from lowmem.cli import CONF
+from lowmem.cli import CONF, quoted
 from lowmem.errors import Refused
 from lowmem.memory import process
 from lowmem.plan.derive import Compose, Derivation
@@ -75,7 +76,7 @@ def search(
     libraries = process.rss_bytes()
     known: dict[tuple, DictConfig] = {}
 
-    def composed(recipe: Mapping[str, str]) -> DictConfig:  # takes a tenth of a second
+    def config_of(recipe: Mapping[str, str]) -> DictConfig:  # takes a tenth of a second
         key = tuple(sorted(recipe.items()))
         known[key] = known.get(key) or compose(recipe)
         return known[key]
@@ -83,10 +84,10 @@ def search(
     options = list(candidates(cfg, typed))
     depth = model_depth(cfg)
     sizes = [int(option["batch_size"]) for option in options]
-    derivation = Derivation(composed, depth, (min(sizes), max(sizes)), on_card, machine(on_card))
+    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, machine(on_card))
     found = []
     for option in options:
-        recipe_cfg = composed({key: option[key] for key in ("precision", "optim")})
+        recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
         if any(refused(recipe_cfg)) or (devices > 1 and masters(recipe_cfg)):  # masters are those of a whole model
             continue
         shapes, seconds = derivation.trace(option, recipe_cfg)
@@ -166,6 +167,12 @@ def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) 
         if predict(compose({**recipe, "model": name}), on_card).fits(plan.gpu, plan.ram):
             return name
     return None
+
+
+def composed(name: str, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
+    """The config `name` of conf/ as typed, with a recipe in the place of what it says otherwise."""
+    lines = [line for line in typed if line.split("=", 1)[0] not in recipe]
+    return hydra.compose(name, [quoted(line) for line in (*lines, *(f"{k}={v}" for k, v in recipe.items()))])
 
 
 def _is_default(cfg: DictConfig, key: str, value: str, typed: Sequence[str]) -> bool:

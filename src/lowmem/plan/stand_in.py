@@ -39,6 +39,11 @@ def needs_one(target: str) -> bool:
     return not target.startswith(STEPS_ON_SHAPES)
 
 
+def generated(target: str) -> bool:
+    """Whether its step is code that torch.compile generates. Args: that of `needs_one`."""
+    return target.startswith("torchao.")
+
+
 def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
     """Args: one_kernel: each step is one, of a card or generated, whose scratch is not on the ledger."""
     with torch.compiler.set_stance("force_eager"):  # to generate code for a probe takes seconds, and changes no state
@@ -53,7 +58,7 @@ def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
 
 def unseen(make: MakeOptimizer) -> float:
     """Bytes per element of a parameter that a real step takes beside its state, as the operating system sees them: the
-    tracker does not look inside an operator."""
+    tracker looks neither inside an operator nor inside generated code. Where that must be generated, some 5 s."""
     probe = nn.Linear(WIDE, WIDE, bias=False)
     optimizer = make(probe)
     probe.weight.grad = torch.full_like(probe.weight, 1e-3)

@@ -16,29 +16,24 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise, repeat
+from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
-from lowmem.errors import Refused
-from lowmem.gradient_checkpointing import blocks
 from lowmem.instantiate import instantiate
-from lowmem.memory.meter import MemoryMeter
-from lowmem.memory.tracker import Point, highest
+from lowmem.memory.tracker import Point
 from lowmem.plan import card
-from lowmem.plan.stand_in import needs_one, stand_in, unseen
+from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
+from lowmem.plan.stand_in import generated, needs_one, stand_in, unseen
 from lowmem.plan.work import Work, work_of
 from lowmem.precision.master_callback import steps_early
 from lowmem.precision.plugin import step_one
@@ -56,24 +51,15 @@ class Trace:
     weights: int  # bytes on the device
     gradients: int  # bytes of all of them, as backward makes them
     steps_on_host: bool  # whether the optimizer does
-    unseen: int = 0  # bytes of host memory inside the operators of a step
+    unseen: int = 0  # bytes inside the operators of a step, beside the optimizer's state
+    generated: bool = False  # whether torch.compile generates the step
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
     events: list[tuple[int, int]] = field(default_factory=list)
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
-    places: dict[str, "Place"] = field(default_factory=dict)
-
-
-class Place(NamedTuple):
-    """The highest bytes of activations between two marks, by what becomes of gradients meanwhile."""
-
-    kept: int = 0  # they stay: with all that exist by then
-    gone: int = 0  # they leave, or are added to earlier ones: with the one that was just made
-
-    def higher(self, other: "Place") -> "Place":
-        return Place(*map(max, self, other))
+    places: dict[str, Place] = field(default_factory=dict)
 
 
 def architecture(cfg: DictConfig) -> PretrainedConfig:
@@ -97,11 +83,12 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:depth]
     make = build.optimizer(cfg)
-    in_operators, generated = 0.0, cfg.optim._target_.startswith("torchao.")
+    in_operators, compiled = 0.0, generated(cfg.optim._target_)
     if needs_one(cfg.optim._target_):
-        if not generated and (masters(cfg) or not on_card):
+        # of a card's own kernels only generated ones have scratch: that of the same graph, generated for a CPU
+        if compiled or masters(cfg) or not on_card:
             in_operators = unseen(make)
-        make = stand_in(make, one_kernel=on_card or generated)
+        make = stand_in(make, one_kernel=on_card or compiled)
     accumulates = instantiate(cfg.accumulation).largest > 1
     shapes = Shapes()
     # transformers takes fake tensors for a graph that is recorded for later, and then writes every mask out
@@ -136,7 +123,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         micro_batch = _micro_batch(cfg)
         trainer.fit(module, Windows(micro_batch), Evaluation(micro_batch))
         recorder.close()
-        every = list(module.model.parameters())
+        every, stack = list(module.model.parameters()), stack_of(module.model)
         found = Trace(
             parameters=sum(p.numel() for p in every),
             largest=max(p.numel() for p in every),
@@ -144,13 +131,14 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
             gradients=sum(p.nbytes for p in every if p.requires_grad),
             steps_on_host=plugins[0].optimizer_side == "host",
             unseen=round(in_operators * max(p.numel() for p in every)),
-            blocks=_blocks(module.model),
+            generated=compiled,
+            blocks=(len(stack), max((sum(p.nbytes for p in block.parameters()) for block in stack), default=0)),
             work=shapes.work,
         )
     for points, _, _ in recorder.recorded:
-        found.phases |= _phases(points, on_card)
+        found.phases |= highest_of_phases(points, on_card)
     points, found.events, found.pinned = recorder.recorded[0]  # the window; the evaluation comes after it
-    found.places = _places(points, recorder.marks)
+    found.places = places(points, recorder.marks)
     return found
 
 
@@ -184,90 +172,6 @@ class Shapes(TorchDispatchMode):
 
 def _yes(dtype: torch.dtype) -> bool | float | int:
     return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
-
-
-class Recorder(MemoryMeter):
-    """The meter of a run, which also keeps what its tracker saw."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file)
-        self.recorded: list[tuple[list[Point], list[tuple[int, int]], list[int]]] = []
-        self.marks: list[tuple[int, str]] = []  # (event, the place that begins with it) of the window
-        self.weights = 0
-
-    def mark(self, model: nn.Module) -> None:
-        """Tell where in the stack of blocks the passes are: the first, the last, or between."""
-        try:
-            stack = blocks(model)
-        except Refused:
-            return
-        names = ["middle"] * len(stack)
-        names[0], names[-1] = "first", "last"
-
-        def enters(*_, name: str) -> None:
-            if self._phase == "forward":  # not when it is computed again
-                self._at(f"forward {name}")
-
-        def leaves(_, __, output: object, name: str) -> None:
-            if self._phase == "forward":
-                self._at("forward end" if name == "last" else "forward middle")
-                hidden = output[0] if isinstance(output, tuple) else output
-                hidden.register_hook(lambda _: self._at(f"backward {name}"))
-
-        for block, name in zip(stack, names, strict=True):
-            block.register_forward_pre_hook(partial(enters, name=name))
-            block.register_forward_hook(partial(leaves, name=name))
-
-    def _at(self, place: str) -> None:
-        if self._tracker is not None and not self.recorded:
-            self.marks.append((len(self._tracker.events), place))
-
-    def _enter(self, phase: str) -> None:
-        super()._enter(phase)
-        self._at(f"{phase} {'end' if phase == 'backward' else 'start'}")
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        super().on_train_start(trainer, module)
-        self.weights = self.ledger.bytes()["weights"]
-
-    def _untrack(self, phase: str | None = None) -> list[Point]:
-        tracker = self._tracker
-        points = super()._untrack(phase)
-        if tracker is not None:
-            self.recorded.append((points, tracker.device_events(), tracker.host_sizes("activations")))
-        return points
-
-
-def _blocks(model: nn.Module) -> tuple[int, int]:
-    try:
-        stack = blocks(model)
-    except Refused:
-        return 0, 0
-    return len(stack), max(sum(p.nbytes for p in block.parameters()) for block in stack)
-
-
-def _phases(points: list[Point], on_card: bool) -> dict[str, Point]:
-    """The device's highest point of each phase, with the host's own highest; on a CPU, whose memory is the host's, with
-    what makes the sum of both highest."""
-    found = {}
-    for phase, top in highest(points).items():
-        mine = [point for point in points if point.phase == phase]
-        both = max(point.total + point.host for point in mine) - top.total
-        found[phase] = top._replace(host=max(point.host for point in mine) if on_card else both)
-    return found
-
-
-def _places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Place]:
-    """Args: points: after each event, and one before the first."""
-    found: dict[str, Place] = {}
-    ends = [start for start, _ in marks[1:]] + [len(points) - 1]
-    for (start, place), end in zip(marks, ends, strict=True):
-        for before, now in pairwise(points[start : end + 1]):
-            activations = now.bytes["activations"] + now.bytes["other"]
-            made = max(0, now.bytes["gradients"] - before.bytes["gradients"])
-            here = Place(activations + now.bytes["gradients"], activations + made)
-            found[place] = here.higher(found.get(place, Place()))
-    return found
 
 
 class Steady(Callback):

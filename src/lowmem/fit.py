@@ -82,7 +82,8 @@ def fit(
         if not _is_out_of_memory(error):
             raise
         held = run.meter.by_category() if run else {}
-        raise OutOfMemory(out_of_memory(held, choices, cfg.batch_size, cfg.seq_len)) from error
+        planned = ahead.instead(cfg, overrides, prediction)
+        raise OutOfMemory(out_of_memory(held, choices, cfg.batch_size, cfg.seq_len, planned)) from error
     finally:
         if run:
             run.close()

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import re
 
 import pytest
+import torch
 
 from lowmem import build
 from lowmem.plan import ahead
@@ -44,6 +46,25 @@ def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
     monkeypatch.setattr(ahead, "available_bytes", lambda: -(2**50))
     code, said = command("fit=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
     assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
+
+
+def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, monkeypatch):
+    from lowmem import loss
+
+    def too_much(model, input_ids, labels):
+        found = model(input_ids=input_ids, use_cache=False).logits.sum()
+        if input_ids.numel() > 1 and model.training and type(input_ids) is torch.Tensor:  # in no trace
+            torch.empty(2**60)
+        return found
+
+    monkeypatch.setattr(loss, "full", too_much)
+    code, said = command("fit=check", "precision=32", "model.architecture.n_embd=256")
+    assert code == 1 and "Traceback" not in said
+    need = float(re.search(r"Predicted were ([\d.]+) GiB of the device", said)[1])
+    line = re.search(r"predicted to need a tenth less, ([\d.]+) GiB:\n  (python train.py .*)\n", said)
+    assert float(line[1]) <= 0.9 * need + 0.01
+    assert "precision=32 model.architecture.n_embd=256" in line[2]
+    assert "Try, one after the other" in said
 
 
 def test_off_starts_all_the_same(fit):

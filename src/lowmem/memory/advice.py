@@ -17,13 +17,15 @@ SAVERS = {
 }
 
 
-def out_of_memory(held: Mapping[str, int], choices: Mapping[str, str], batch_size: int, seq_len: int) -> str:
-    """Args: held: bytes by category at the peak; choices: group -> what the run used."""
+def out_of_memory(
+    held: Mapping[str, int], choices: Mapping[str, str], batch_size: int, seq_len: int, planned: str | None = None
+) -> str:
+    """Args: held: bytes by category at the peak; choices: group -> what the run used; planned: what the plan says."""
     lines = ["Out of memory. Held at the peak, by category:"]
     lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in held.items()]
-    return "\n".join(
-        [*lines, "Try, one after the other:", *(f"  {line}" for line in advice(choices, batch_size, seq_len))]
-    )
+    lines += [planned] if planned else []
+    lines += ["Try, one after the other:", *(f"  {line}" for line in advice(choices, batch_size, seq_len))]
+    return "\n".join(lines)
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:

@@ -18,6 +18,8 @@ from lowmem.plan.table import command
 
 log = logging.getLogger(__name__)
 
+LESS = 0.9  # of what did not fit: what is tried next
+
 
 def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
     """fit=12GiB, fit=auto: the config with the fastest recipe that fits, beside what was typed.
@@ -61,6 +63,25 @@ def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
     elif not found.fits(gpu, ram):
         raise Refused(_does_not_fit(cfg, typed, found, gpu, ram))
     return found
+
+
+def instead(cfg: DictConfig, typed: Sequence[str], found: Prediction | None) -> str | None:
+    """After memory ran out in spite of a prediction: the recipe to try, which is predicted to need less by a tenth."""
+    if found is None:
+        return None
+    log.info("Out of memory: looking for a recipe that needs less ...")
+    try:
+        plan = _searched(cfg, typed, round(LESS * found.device_need))
+    except Exception as error:  # whatever it is, it must not stand in the place of what the run died of
+        log.info(f"No recipe was found: {error}")
+        return None
+    said = f"Predicted were {found.device_need / GIB:.2f} GiB of the device, so either more was taken or less was free."
+    if plan.chosen is None:
+        return f"{said} No recipe is predicted to need a tenth less: type a smaller seq_len or model."
+    need = plan.chosen.prediction.device_need / GIB
+    return f"{said} The fastest recipe that is predicted to need a tenth less, {need:.2f} GiB:\n  " + command(
+        typed, plan.chosen
+    )
 
 
 def could_fit(cfg: DictConfig) -> bool:

@@ -3,8 +3,9 @@
 Each difference names its source in torch. What cannot be known without the card is a margin, and the plan says so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -13,10 +14,18 @@ from torch import Tensor
 
 from lowmem.optim.build import MakeOptimizer
 
+# What CUDA's autocast computes in fp32 and a CPU's leaves in 16 bits (AT_FORALL_FP32 and _FP32_SET_OPT_DTYPE in
+# aten/src/ATen/autocast_mode.h), as far as language models use it.
+IN_FP32 = (
+    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal"),
+    *("softplus", "layer_norm", "rms_norm", "group_norm", "logsumexp"),
+)
+SUMS_IN_FP32 = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")  # by their `dtype`
+
 
 @contextmanager
 def kernels(on_card: bool) -> Iterator[None]:
-    """Dropout and attention as CUDA computes them.
+    """Dropout, attention and autocast as CUDA computes them.
 
     Dropout: aten/src/ATen/native/cuda/Dropout.cu keeps a mask of one byte per element; on a CPU autograd keeps the
     noise in the input's dtype (aten/src/ATen/native/Dropout.cpp).
@@ -32,12 +41,48 @@ def kernels(on_card: bool) -> Iterator[None]:
     def without_dropout(*args, dropout_p: float = 0.0, **kwargs) -> Tensor:
         return attention(*args, **kwargs)
 
-    with patch.object(F, "dropout", _dropout), patch.object(F, "scaled_dot_product_attention", without_dropout):
+    with (
+        patch.object(F, "dropout", _dropout),
+        patch.object(F, "scaled_dot_product_attention", without_dropout),
+        _autocast(),
+    ):
         yield
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+@contextmanager
+def _autocast() -> Iterator[None]:
+    """Registered where autocast itself is, below Python: a forward pass that is repeated in backward has it too."""
+    ours = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        for name in (*IN_FP32, *SUMS_IN_FP32):
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            ours.impl(name, partial(_with_dtype if name in SUMS_IN_FP32 else _cast, op))
+        yield
+    finally:
+        ours._destroy()
+
+
+def _cast(op: Callable, *args, **kwargs) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return op(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+
+
+def _with_dtype(op: Callable, input: Tensor, *args, **kwargs) -> Tensor:
+    given = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+    with torch.autocast("cpu", enabled=False):
+        if given or _widened(input) is input:
+            return op(input, *args, **kwargs)
+        return op(input, *(arg for arg in args if arg is not None), **kwargs | {"dtype": torch.float32})
+
+
+def _widened(value: object) -> object:
+    is_short = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_short else value
 
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:

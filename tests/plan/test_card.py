@@ -1,0 +1,122 @@
+"""What CUDA does otherwise than a CPU, each difference by itself; the sources are named in card.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import nn
+
+from lowmem.memory.ledger import Ledger, optimizer_state
+from lowmem.memory.tracker import StorageTracker
+from lowmem.optim.build import MakeOptimizer
+from lowmem.plan import card
+from lowmem.plan.trace import trace
+
+GPT2 = ["model.architecture.n_embd=64", "model.architecture.n_layer=3", "model.architecture.vocab_size=300"]
+DROPS = [f"model.architecture.{name}_pdrop=0.1" for name in ("resid", "embd", "attn")]
+SHAPE = 4, 8, 32, 16  # batch, heads, tokens, width of a head
+
+
+def traced(cfg, on_card):
+    return trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), on_card).phases["backward"]
+
+
+def kept(compute, *inputs):
+    """Bytes that stay for backward beside the inputs and the result."""
+    ids = {t.untyped_storage()._cdata for t in inputs}
+    saved = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage._cdata not in ids:
+            saved[storage._cdata] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        compute(*inputs)
+    return sum(saved.values())
+
+
+def test_dropout_keeps_a_mask_of_a_byte_per_element_and_a_cpu_its_noise():
+    x = torch.randn(SHAPE, requires_grad=True)
+    assert kept(lambda x: F.dropout(x, 0.1), x) == x.nbytes
+    with card.kernels(True):
+        assert kept(lambda x: F.dropout(x, 0.1), x) == x.numel()
+
+
+def test_attention_draws_its_mask_again_and_a_cpu_keeps_scores():
+    q, k, v = (torch.randn(SHAPE, requires_grad=True) for _ in range(3))
+    batch, heads, tokens, _ = SHAPE
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+    scores = batch * heads * tokens * tokens * 4
+    assert kept(attend, q, k, v) > 2 * scores
+    with card.kernels(True):  # the result, and a sum per row
+        assert kept(attend, q, k, v) <= v.nbytes + batch * heads * tokens * 4
+
+
+@pytest.mark.parametrize("name", [*card.IN_FP32, *card.SUMS_IN_FP32])
+def test_autocast_widens_what_a_cpu_leaves(name):
+    """torch's own registry is the witness: CUDA's autocast has a kernel for it and a CPU's does not."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    full = f"aten::{name}"
+    assert has(full, "AutocastCUDA") and not has(full, "AutocastCPU")
+    with card.kernels(True):
+        assert has(full, "AutocastCPU")
+    assert not has(full, "AutocastCPU")
+
+
+def test_widened_means_fp32_and_what_follows_is_narrow_again():
+    x = torch.rand(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    ways = (lambda x: x**3, torch.exp, lambda x: x.softmax(-1), torch.sum, lambda x: F.layer_norm(x, (8,)), torch.rsqrt)
+    for way in ways:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert way(x).dtype == torch.bfloat16
+            with card.kernels(True):
+                assert way(x).dtype == torch.float32
+                assert (way(x).reshape(-1, 1) @ x.reshape(1, -1)).dtype == torch.bfloat16
+        with card.kernels(True):
+            assert way(x).dtype == torch.bfloat16  # without autocast nothing is widened
+    assert torch.equal(torch.autograd.grad((x.float() ** 3).sum(), x)[0], cubed_on_card(x))
+
+
+def cubed_on_card(x):
+    with card.kernels(True), torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.autograd.grad((x**3).sum(), x)[0]
+
+
+def test_the_gelu_of_gpt2_keeps_four_bytes_where_a_cpu_keeps_two(config):
+    """tanh's approximation raises to the third power: that, the sum and the tanh are fp32 then, of 4 x 64 per token."""
+    cfg = config(*GPT2, "precision=bf16", "batch_size=8", "seq_len=64")
+    beyond = traced(cfg, True).bytes["activations"] - traced(cfg, False).bytes["activations"]
+    inner = 8 * 64 * 4 * 64
+    # per block: the cube's input, tanh and its sum with 1 are saved in 4 bytes, not 2, and the 16-bit input besides
+    assert 3 * 6 * inner <= beyond <= 3 * 10 * inner
+
+
+def test_a_run_has_all_of_them_at_once(config):
+    typed = [*GPT2, "batch_size=8", "seq_len=64"]
+    plain = traced(config(*typed), False).total
+    elements = 8 * 64 * 64  # of a hidden state; dropout stands behind the embedding and twice in each of three blocks
+    assert traced(config(*typed, *DROPS), True).total - plain == pytest.approx(7 * elements * 1, rel=0.35)
+    assert traced(config(*typed, *DROPS), False).total - plain > 3 * 8 * 2 * 64 * 64 * 4 + 7 * elements * 4
+
+
+def test_a_step_on_all_tensors_at_once_takes_a_copy_of_them():
+    def beside(wrap):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        optimizer = wrap(MakeOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3)))(model)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        ledger = Ledger()
+        ledger.own("weights", lambda: [t for p in model.parameters() for t in (p, p.grad)])
+        ledger.own("optimizer", lambda: optimizer_state(optimizer))
+        with StorageTracker(ledger.storages()) as tracker:
+            optimizer.step()
+        return max(point.total for point in tracker.timeline()) - sum(ledger.bytes().values())
+
+    every = 8 * 64 * 64 * 4
+    assert beside(lambda make: make) < every <= beside(card.foreach)

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.claims import xl
 from benchmarks.runner import RESULTS, ROOT, measure, medians, write
-from lowmem.memory.ledger import GIB
+from lowmem.units import GIB
 
 MODEL = [
     "model=gpt2-xl",

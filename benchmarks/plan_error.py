@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.runner import RESULTS, measure, trained, write
-from lowmem.memory.ledger import GIB
+from lowmem.units import GIB
 
 STEPS = 3
 SHORT = [f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0", "save_every=1000", "scheduler=constant"]

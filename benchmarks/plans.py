@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.runner import measure, write
-from lowmem.memory.ledger import GIB
+from lowmem.units import GIB
 
 ASKED = [
     *(("gpt2-xl", card) for card in (8, 12, 16, 24)),

@@ -86,12 +86,14 @@ def command(small, tmp_path, monkeypatch, capsys):
     """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process."""
     import train
 
-    def run(*arguments: str, base: tuple[str, ...] = small) -> tuple[int, str]:
+    def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
+        """base: beside them; None: nothing at all."""
         typed = {cli._key(a) for a in arguments}
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
         if "model" in typed:  # another model has other architecture keys
             base = tuple(a for a in base if not a.startswith("model."))
-        lines = [a for a in (*base, *folders) if cli._key(a) not in typed]
+        beside = () if base is None else (*base, *folders)
+        lines = [a for a in beside if cli._key(a) not in typed]
         lines = sorted([*lines, *arguments], key=lambda a: not a.startswith("-"))
         monkeypatch.setattr(sys, "argv", ["train.py", *lines])
         code, said = 0, ""

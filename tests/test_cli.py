@@ -41,11 +41,5 @@ def test_a_resumed_run_remembers_and_what_is_typed_wins(earlier, what):
     assert cli.prepare([resume, "lr=0.2"]) == ["precision='16'", "optim=adafactor", resume, "lr=0.2"]
 
 
-def test_exceptions_that_lead_to_each_other_are_forgotten_once():
-    one, other = ValueError(), KeyError()
-    one.__context__, other.__context__ = other, one
-    cli._forget(one)
-
-
 def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
     assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]

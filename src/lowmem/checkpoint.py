@@ -31,10 +31,17 @@ class AtomicCheckpointIO(CheckpointIO):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.writing")
-        with draft.open("wb") as stream:
-            torch.save(checkpoint, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with draft.open("wb") as stream:
+                torch.save(checkpoint, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except (OSError, RuntimeError) as error:
+            draft.unlink(missing_ok=True)  # it may hold all the room that there was
+            cause = error if isinstance(error, OSError) else error.__context__  # torch's writer hides why it stopped
+            if isinstance(cause, OSError) and cause.errno:
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
+            raise
         os.replace(draft, path)
         _sync_folder(path.parent)
 

@@ -3,13 +3,13 @@
 Nothing heavy is imported at module level: `--help` answers in well under a second.
 """
 
-import gc
 import os
 import re
 import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -19,33 +19,42 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lowmem import runs, sweep
 from lowmem.errors import Refused
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
-_failures: list[str] = []  # of this command, a line per failed job
+_failures: list[str] = []  # of this command
 
 
 def start(main: Callable[[], None]) -> None:
     """Run a Hydra main function on sys.argv and leave with its exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()
+    sweep.Report.failed = ()
     try:
         sys.argv[1:] = prepare(sys.argv[1:])
         main()
     except (HydraException, OmegaConfBaseException) as error:
         causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
         sys.exit("\n".join(map(str, causes)))
+    except Refused as error:
+        sys.exit(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
         sys.exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
-    if _failures:
-        sys.exit("\n".join(_failures))
+    if failures := [*_failures, *sweep.Report.failed]:
+        sys.exit("\n".join(failures))
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """The arguments Hydra gets: a resumed run's own overrides first, and group choices quoted."""
+    """The arguments Hydra gets: a resumed run's or sweep's own overrides first, and group choices quoted.
+
+    Raises:
+        Refused: a sweep that cannot be resumed.
+    """
+    arguments = _resumed_sweep(arguments)
     typed = {_key(argument) for argument in arguments}
     earlier = [line for line in _resumed_overrides(arguments) if _key(line) not in typed]
     return [quoted(argument) for argument in earlier + arguments]
@@ -63,6 +72,15 @@ def _key(argument: str) -> str:
     return argument.partition("=")[0].lstrip("+~")
 
 
+def _resumed_sweep(arguments: list[str]) -> list[str]:
+    named = [argument.removeprefix("sweep.resume=") for argument in arguments if argument.startswith("sweep.resume=")]
+    if not named:
+        return arguments
+    if len([argument for argument in arguments if argument not in ("-m", "--multirun")]) > 1:
+        raise Refused("sweep.resume= repeats what was typed for that sweep: type nothing else beside it.")
+    return sweep.again(Path(named[0]).expanduser())
+
+
 def _resumed_overrides(arguments: list[str]) -> list[str]:
     """What was typed for the run that `resume=` names, so that it need not be typed again."""
     named = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
@@ -74,7 +92,16 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
 
 
 def run(cfg: DictConfig) -> float:
-    """One job: fit, and turn what goes wrong into a message. Returns the validation loss, nan after a failure."""
+    """One job: fit, and turn what goes wrong into a message; of a sweep, in a process of its own.
+
+    Returns:
+        The validation loss, nan after a failure.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        job_of_sweep = sweep.job(Path(hydra.runtime.output_dir), hydra.job.num, list(hydra.overrides.task))
+        loss = runs.figure(job_of_sweep, "validation loss")
+        return float("nan") if loss is None else loss
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         from lowmem.fit import fit
@@ -85,7 +112,7 @@ def run(cfg: DictConfig) -> float:
     if summary is None:
         return float("nan")
     if summary["interrupted"]:
-        raise KeyboardInterrupt  # ends a sweep too
+        raise KeyboardInterrupt
     return summary["val_loss"]
 
 
@@ -101,28 +128,16 @@ def plan(cfg: DictConfig) -> None:
 
 
 def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debug: bool) -> dict | None:
-    """What the job returns; None after a failure.
-
-    A failed job raises nothing: Hydra keeps every exception of a sweep, its traceback keeps the frames, and those keep
-    their tensors, until the next job has no memory left. The exit code is set at the end, in `start`.
-    """
+    """What the job returns; None after a failure, of which `start` tells at the end."""
     hydra = HydraConfig.get()
     output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
         return job(output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides])
     except Exception as error:
         message = _message(error, debug)
-        _forget(error)
-        _withdraw(output_dir)
-        if hydra.mode == RunMode.MULTIRUN:
-            message = f"job {hydra.job.num} ({' '.join(overrides)}) failed: {message}"
-            print(message, file=sys.stderr, flush=True)  # now, and again when all are done
         _failures.append(message)
+        _leave(output_dir, message)
         return None
-    finally:
-        gc.collect()
-        if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-            sys.modules["torch"].cuda.empty_cache()
 
 
 def _message(error: Exception, debug: bool) -> str:
@@ -134,16 +149,10 @@ def _message(error: Exception, debug: bool) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _forget(error: BaseException | None) -> None:
-    """Let go of the frames, and so of the tensors, that an exception and what led to it hold."""
-    seen: set[int] = set()  # exceptions can lead to each other in a circle
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _withdraw(output_dir: Path) -> None:
-    """A run that was refused before it wrote anything leaves no folder."""
+def _leave(output_dir: Path, message: str) -> None:
+    """The reason in the folder of a failed run; one that was refused before it wrote anything leaves no folder."""
     if {path.name for path in output_dir.iterdir()} <= {".hydra", "train.log", "plan.log"}:
         shutil.rmtree(output_dir)
+        return
+    with suppress(OSError):  # a full disk may be what it failed of
+        (output_dir / runs.FAILED).write_text(message + "\n")

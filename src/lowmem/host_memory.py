@@ -9,11 +9,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lowmem.errors import Refused
-from lowmem.memory.ledger import GIB, Ledger, optimizer_state
+from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.link import SLOT_BYTES, SLOTS
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.master_callback import steps_early
 from lowmem.refusals import accumulates, masters, scales_loss
+from lowmem.units import GIB
 
 PROBE = 256  # a matrix of this side has whole blocks of every optimizer that holds its state in blocks
 _CGROUP = Path("/sys/fs/cgroup")

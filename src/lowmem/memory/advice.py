@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lowmem.memory.ledger import GIB
+from lowmem.units import GIB
 
 # group -> the choices that save memory, in the order of the README's table; the first is what is advised
 SAVERS = {

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
-GIB = 2**30
 
 Side = Literal["device", "host"]
 

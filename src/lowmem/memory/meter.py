@@ -17,8 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lowmem.memory import ledger, process
-from lowmem.memory.ledger import CATEGORIES, GIB, Ledger
+from lowmem.memory.ledger import CATEGORIES, Ledger
 from lowmem.memory.tracker import Point, StorageTracker, highest
+from lowmem.units import GIB
 
 log = logging.getLogger(__name__)
 

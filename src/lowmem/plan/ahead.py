@@ -10,11 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from lowmem.errors import Refused
 from lowmem.host_memory import available_bytes
 from lowmem.memory import process
-from lowmem.memory.ledger import GIB
 from lowmem.memory.limit import parse
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, composed, search
 from lowmem.plan.table import command
+from lowmem.units import GIB
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from lowmem.memory.ledger import GIB
 from lowmem.plan.prediction import CONTEXT, PHASES, Prediction
 from lowmem.plan.recipes import Plan, Recipe
+from lowmem.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:

@@ -17,8 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
 from lowmem.errors import Refused
-from lowmem.memory.ledger import GIB
 from lowmem.memory.process import seconds_since_start
+from lowmem.units import GIB
 
 COLUMNS = (
     "step",

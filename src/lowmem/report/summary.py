@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from lowmem.memory.ledger import GIB
+from lowmem.units import GIB
 
 MEASURED_AS = {"init": "load"}  # a plan's phases that the meter calls otherwise
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")

@@ -1,0 +1,147 @@
+"""What earlier runs left: folders of single runs and of sweeps, finished, failed or still running.
+
+Nothing heavy is imported: the process that starts a sweep's jobs reads them too.
+"""
+
+import csv
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from lowmem.errors import Refused
+from lowmem.units import GIB
+
+FAILED = "failed.txt"  # in a run's folder: why
+QUIET = 600  # seconds without a word after which a run without a summary is taken for dead
+
+
+@dataclass(frozen=True)
+class Run:
+    """One folder. summary: what summary.json holds, None where there is none that can be read."""
+
+    folder: Path
+    overrides: list[str]
+    summary: dict | None
+    status: str  # done, interrupted, failed, running or broken
+    reason: str = ""  # of all but done
+
+    def rows(self, file: str) -> list[dict[str, str]]:
+        """Of metrics.csv or memory.csv; of a run that was cut short, up to its last whole line."""
+        path = self.folder / file
+        if not path.is_file():
+            return []
+        with path.open(newline="", encoding="utf-8", errors="replace") as lines:
+            return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
+
+
+def load(folder: Path) -> Run:
+    """Whatever state it is in."""
+    overrides, file = _overrides(folder), folder / "summary.json"
+    if (folder / FAILED).is_file():
+        return Run(folder, overrides, None, "failed", (folder / FAILED).read_text(errors="replace").strip())
+    if file.is_file():
+        try:
+            summary = json.loads(file.read_text())
+            done = not summary["interrupted"]
+            overrides = [str(line) for line in summary["overrides"]]
+        except (ValueError, KeyError, TypeError) as error:
+            return Run(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
+        return Run(folder, overrides, summary, *(("done",) if done else ("interrupted", "ended by hand")))
+    last = max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
+    if time.time() - last < QUIET:
+        return Run(folder, overrides, None, "running", "no summary yet")
+    return Run(folder, overrides, None, "broken", "it ended without a summary")
+
+
+def found(folder: Path) -> list[Run]:
+    """The run that `folder` is, or those below it, in the order of their numbers.
+
+    Raises:
+        Refused: where there are none.
+    """
+    if not folder.exists():
+        raise Refused(f"{folder}: there is no such folder. Runs are under outputs/ and multirun/.")
+    if not folder.is_dir():
+        raise Refused(f"{folder}: this is a file. Give the folder of a run, or one with runs in it.")
+    if _is_run(folder):
+        return [load(folder)]
+    below = sorted((path.parent for path in folder.rglob(".hydra") if path.is_dir()), key=_order)
+    below += sorted({path.parent for path in folder.rglob("summary.json")} - set(below), key=_order)
+    runs = [load(path) for path in below if _is_run(path)]
+    if not runs:
+        raise Refused(f"{folder}: no run of train.py is here or below. One has a summary.json or a folder .hydra.")
+    return runs
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Keys of overrides that are not the same in all of them, in the order in which they were typed."""
+    every = [as_mapping(run.overrides) for run in runs]
+    keys = dict.fromkeys(key for one in every for key in one)
+    return [key for key in keys if len({one.get(key) for one in every}) > 1]
+
+
+def as_mapping(overrides: Iterable[str]) -> dict[str, str]:
+    return dict(line.lstrip("+").split("=", 1) for line in overrides if "=" in line)
+
+
+# column -> how it is read from a summary, and written
+FIGURES = {
+    "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
+    "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
+    "tokens/s": (lambda s: s["tokens_per_second"], "{:,.0f}"),
+    "device GiB": (lambda s: s["peak_bytes"]["device"] / GIB, "{:.3f}"),
+    "host GiB": (lambda s: s["peak_bytes"]["host_rss"] / GIB, "{:.3f}"),
+}
+
+
+def figure(run: Run, column: str) -> float | None:
+    """None where it was not measured."""
+    try:
+        return FIGURES[column][0](run.summary)
+    except (KeyError, TypeError):
+        return None
+
+
+def table(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """A line per run: what was typed differently, and what came of it."""
+    keys = differing(runs)
+    rows = [("run", *keys, *FIGURES, "status")]
+    for name, run in zip(names, runs, strict=True):
+        typed, values = as_mapping(run.overrides), {column: figure(run, column) for column in FIGURES}
+        written = ["-" if values[c] is None else FIGURES[c][1].format(values[c]) for c in FIGURES]
+        status = run.status if not run.reason else f"{run.status}: {line(run.reason)}"
+        rows.append((name, *(typed.get(key, "-") for key in keys), *written, status))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _is_run(folder: Path) -> bool:
+    hydra = folder / ".hydra" / "hydra.yaml"
+    if hydra.is_file():
+        return "name: train" in hydra.read_text(errors="replace")  # plan.py's folders have one too
+    return (folder / "summary.json").is_file()
+
+
+def _overrides(folder: Path) -> list[str]:
+    try:
+        return [str(o).replace("'", "") for o in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())]
+    except (OSError, yaml.YAMLError, TypeError):
+        return []
+
+
+def _order(folder: Path) -> tuple:
+    return folder.parent, int(folder.name) if folder.name.isdigit() else 0, folder.name
+
+
+def line(text: str) -> str:
+    """The one that says it: the first of a sentence, the last of a traceback."""
+    lines = text.splitlines()
+    return lines[-1 if lines[0].startswith("Traceback") else 0][:160]
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

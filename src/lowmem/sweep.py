@@ -1,0 +1,122 @@
+"""A sweep: every job is the command that it stands for, in a process of its own.
+
+Hydra's launcher runs jobs in one process, where memory that one leaves behind counts for the next, and what kills one
+kills all. So the job that Hydra calls starts `python train.py <its overrides>` and waits. That holds for every launcher
+and sweeper; of the existing ones none does it: joblib's workers are used again, submitit's local ones all start at
+once, and its first failure hides what the others found.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from lowmem import runs
+from lowmem.errors import Refused
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+LOG = "output.log"  # of a job: what it printed
+
+
+def job(folder: Path, number: int, typed: Sequence[str]) -> runs.Run:
+    """Run it, or see that an earlier sweep did; a line on the terminal says how it went.
+
+    Args:
+        typed: its overrides, as Hydra gives them.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, when the job has written its checkpoint.
+    """
+    plain = [line.replace("'", "") for line in typed]
+    before = runs.load(folder)
+    if before.status == "done" and before.overrides == plain:
+        print(f"job {number} was done already", flush=True)
+        return before
+    for left in (runs.FAILED, "summary.json"):
+        (folder / left).unlink(missing_ok=True)
+    code, said = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder / LOG)
+    if code == 130:
+        raise KeyboardInterrupt
+    if code and not (folder / runs.FAILED).exists():
+        _write(folder / runs.FAILED, _reason(code, said))
+    found = runs.load(folder)
+    if code and found.status != "failed":  # the disk is full
+        found = runs.Run(folder, plain, None, "failed", _reason(code, said))
+    print(f"job {number} {_line(found)}", flush=True)  # Hydra has said what it is
+    return found
+
+
+def _run(command: list[str], log: Path) -> tuple[int, str]:
+    """Returns: the exit code, minus a signal's number; what it said on stderr."""
+    _write(log, "")
+    with (
+        (log if log.exists() else Path(os.devnull)).open("a") as out,
+        subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace") as process,
+    ):
+        while True:
+            try:
+                said = process.communicate()[1]
+                break
+            except KeyboardInterrupt:  # the job got it too: it ends after its step
+                continue
+    _write(log, said, "a")
+    return process.returncode, said
+
+
+def _write(file: Path, text: str, mode: str = "w") -> None:
+    with suppress(OSError):  # no room to say so: the terminal has it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open(mode) as out:
+            out.write(text)
+
+
+def _reason(code: int, said: str) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = " (memory of the host ran out, or someone did it by hand)" if name == "SIGKILL" else ""
+        return f"killed by {name}{why}"
+    return next((line for line in reversed(said.splitlines()) if line.strip()), f"exit code {code}")
+
+
+def _line(run: runs.Run) -> str:
+    said = ", ".join(
+        f"{runs.FIGURES[column][1].format(value)} {column}"
+        for column in runs.FIGURES
+        if (value := runs.figure(run, column)) is not None
+    )
+    return f"{run.status}: {runs.line(run.reason) if run.reason else said}"
+
+
+class Report(Callback):
+    """Hydra's hooks around a sweep."""
+
+    failed: tuple[str, ...] = ()  # of the sweep that this process started, a line each
+
+    def on_multirun_end(self, config: DictConfig, **_) -> None:
+        if config.hydra.job.name != "train":
+            return
+        every = runs.found(Path(config.hydra.sweep.dir))
+        print(f"\n{runs.table(every, [run.folder.name for run in every])}\n")
+        print(f"python compare.py {config.hydra.sweep.dir} draws them")
+        Report.failed = tuple(f"job {run.folder.name} failed: {run.reason}" for run in every if run.status == "failed")
+
+
+def again(folder: Path) -> list[str]:
+    """Arguments that repeat a sweep into its folder, where what is done is not done again.
+
+    Raises:
+        Refused: a folder of something else.
+    """
+    file = folder / "multirun.yaml"
+    if not file.is_file():
+        raise Refused(f"sweep.resume={folder}: no sweep was started here. Give a folder with a multirun.yaml in it.")
+    typed = yaml.safe_load(file.read_text())["hydra"]["overrides"]
+    kept = [line for line in typed["hydra"] if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
+    return ["-m", *typed["task"], *kept, f"hydra.sweep.dir={folder}"]

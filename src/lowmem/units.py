@@ -1,0 +1,3 @@
+"""Names of sizes."""
+
+GIB = 2**30

@@ -1,0 +1,128 @@
+"""Every job of a sweep is a process: what kills one harms no other, and what is done is not done again."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from lowmem import runs, sweep
+
+FAILING = """
+import os, signal
+from lightning.pytorch import Callback
+
+class Fails(Callback):
+    \"\"\"In the way that `how` has for the seed.\"\"\"
+
+    def __init__(self, seed, how):
+        self.how = how.get(f"s{seed}")
+
+    def on_train_batch_start(self, *_):
+        if self.how == "raise":
+            raise ZeroDivisionError("a bug")
+        if self.how:
+            os.kill(os.getpid(), getattr(signal, self.how))
+"""
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """(seed -> how) -> overrides under which jobs of those seeds fail."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def overrides(**how: str) -> list[str]:
+        table = ",".join(f"{seed}:{way}" for seed, way in how.items())
+        return [f"+callbacks.fails={{_target_:failing.Fails,seed:${{seed}},how:{{{table}}}}}", "max_steps=2"]
+
+    return overrides
+
+
+def summaries(folder: Path) -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
+
+
+def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, failing, tmp_path, monkeypatch):
+    code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
+    assert code == 1 and "Traceback" not in said
+    assert "job 0 done: " in said and "bits per byte" in said
+    assert "job 1 failed: killed by SIGKILL (memory of the host ran out" in said
+    first = summaries(tmp_path / "sweep")
+    assert first.keys() == {"0", "2"}
+    table = said[said.index("run  seed") :].splitlines()  # what differs, and nothing of what does not
+    assert table[0].split()[:4] == ["run", "seed", "validation", "loss"] and table[0].endswith("status")
+    assert [line.split()[:2] for line in table[1:4]] == [["0", "0"], ["1", "1"], ["2", "2"]]
+    assert f"{first['2']['val_loss']:.4f}" in table[3] and table[3].endswith("done")
+
+    (tmp_path / "failing.py").write_text(FAILING.replace("if self.how:", "if False:"))
+    code, said = command(f"sweep.resume={tmp_path}/sweep", base=None)
+    assert code == 0, said
+    assert "job 0 was done already" in said and "job 1 done: " in said and "job 2 was done already" in said
+    second = summaries(tmp_path / "sweep")
+    assert second["0"] == first["0"] and second["2"] == first["2"] and second["1"]["steps"] == 2
+    assert not (tmp_path / "sweep" / "1" / runs.FAILED).exists()
+
+
+@pytest.mark.slow
+def test_eighteen_jobs_of_which_three_fail_leave_fifteen_results_and_three_reasons(command, failing, tmp_path):
+    ways = failing(s3="SIGKILL", s8="SIGSEGV", s13="raise")
+    code, said = command("-m", f"seed={','.join(map(str, range(18)))}", *ways)
+    assert code == 1 and len(summaries(tmp_path / "sweep")) == 15
+    reasons = {run.folder.name: run.reason for run in runs.found(tmp_path / "sweep") if run.status == "failed"}
+    assert reasons.keys() == {"3", "8", "13"}
+    assert reasons["3"].startswith("killed by SIGKILL") and reasons["8"] == "killed by SIGSEGV"
+    assert reasons["13"].splitlines()[-1] == "ZeroDivisionError: a bug"
+    assert all(f"job {number} failed: " in said for number in reasons)
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond this many bytes: what a disk does that is full, to the large files alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(command, small_files, tmp_path):
+    code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
+    assert code == 1 and "Traceback" not in said
+    assert "job 0 failed: " in said and "File too large" in said and "with room left" in said
+    assert summaries(tmp_path / "sweep").keys() == {"1"}
+
+
+def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import sys; sys.exit('no room on the disk')")
+    monkeypatch.setattr(sweep, "TRAIN", script)
+    (tmp_path / "job").mkdir()
+    monkeypatch.setattr(sweep, "_write", lambda *_: None)
+    found = sweep.job(tmp_path / "job", 4, ["lr=1"])
+    assert (found.status, found.reason) == ("failed", "no room on the disk")
+    assert "job 4 failed: no room on the disk" in capsys.readouterr().out
+
+
+def test_ctrl_c_waits_for_the_job_and_ends_the_sweep(tmp_path, monkeypatch):
+    """The job gets the signal from the terminal too: it ends after its step, with a checkpoint, and exit code 130."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(1)\n"
+        "pathlib.Path(sys.argv[1]).write_text('checkpoint')\n"
+        "sys.exit(130)\n"
+    )
+    monkeypatch.setattr(sweep, "TRAIN", script)
+    (tmp_path / "job").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.job(tmp_path / "job", 0, [str(tmp_path / "written")])
+    assert (tmp_path / "written").read_text() == "checkpoint"
+
+
+def test_only_a_sweep_can_be_resumed_and_as_it_was(tmp_path, command):
+    code, said = command(f"sweep.resume={tmp_path}", base=None)
+    assert code == 1 and "no sweep was started here" in said and "multirun.yaml" in said
+    code, said = command(f"sweep.resume={tmp_path}", "lr=1e-3", base=())
+    assert code == 1 and "type nothing else beside it" in said

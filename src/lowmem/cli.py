@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -52,9 +53,11 @@ def prepare(arguments: list[str]) -> list[str]:
     """The arguments Hydra gets: a resumed run's or sweep's own overrides first, and group choices quoted.
 
     Raises:
-        Refused: a sweep that cannot be resumed.
+        Refused: a sweep that cannot be resumed, or a launcher that is not installed.
     """
     arguments = _resumed_sweep(arguments)
+    if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
+        raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
     typed = {_key(argument) for argument in arguments}
     earlier = [line for line in _resumed_overrides(arguments) if _key(line) not in typed]
     return [quoted(argument) for argument in earlier + arguments]

@@ -1,0 +1,1 @@
+"""Finished runs, side by side: folders -> figures -> a table and a page."""

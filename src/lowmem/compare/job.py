@@ -1,0 +1,67 @@
+"""compare.py as a function."""
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowmem import runs
+from lowmem.compare.page import page
+from lowmem.errors import Refused
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="compare.py", description="Runs side by side: a table, a csv and a page.")
+    parser.add_argument("folders", nargs="+", type=Path, help="of a run, or with runs below it")
+    parser.add_argument("--to", type=Path, help="where comparison.csv and .html go (the folder, if there is but one)")
+    options = parser.parse_args(arguments)
+    try:
+        compare(options.folders, options.to)
+    except Refused as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}. Type --to <a folder that can be written>.")
+
+
+def compare(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
+    """Prints the table.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        Refused: folders without a run.
+    """
+    found = list({run.folder.resolve(): run for folder in folders for run in runs.found(folder)}.values())
+    names = _names([run.folder for run in found])
+    print(runs.table(found, names))
+    to = to or (folders[0] if len(folders) == 1 else Path())
+    to.mkdir(parents=True, exist_ok=True)
+    table, html = to / "comparison.csv", to / "comparison.html"
+    with table.open("w", newline="", encoding="utf-8") as out:
+        _write(out, found, names)
+    html.write_text(page(found, names), encoding="utf-8")
+    print(f"\nwrote {table}\nwrote {html}")
+    return [table, html]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """As short as they can be: below the folder that holds them all."""
+    if len(folders) == 1:
+        return [folders[0].resolve().name]
+    whole = [folder.resolve() for folder in folders]
+    above = Path(os.path.commonpath(whole))
+    return [str(folder.relative_to(above)) for folder in whole]
+
+
+def _write(out, found: Sequence[runs.Run], names: Sequence[str]) -> None:
+    """All overrides, and figures unrounded; bytes are GiB."""
+    keys = dict.fromkeys(key for run in found for key in runs.as_mapping(run.overrides))
+    writer = csv.writer(out)
+    writer.writerow(["run", *keys, *runs.FIGURES, "status", "reason"])
+    for run, name in zip(found, names, strict=True):
+        typed = runs.as_mapping(run.overrides)
+        figures = [runs.figure(run, column) for column in runs.FIGURES]
+        writer.writerow([name, *(typed.get(key, "") for key in keys), *figures, run.status, run.reason])

@@ -135,3 +135,29 @@ def test_an_architecture_has_the_parameters_of_the_published_model(model, millio
     with torch.device("meta"):
         network = models.build(models.architecture(**spec), torch.float32, **spec)
     assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)
+
+
+PRESETS = sorted(yaml.stem for yaml in (CONF / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed(preset):
+    head = (CONF / "experiment" / f"{preset}.yaml").read_text().split("defaults:")[0]
+    assert re.search(r"^# (Measured|Traced)", head, re.M) and "GiB" in head
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=[f"experiment={preset}", "lr=0.5", "optim=sgd"])
+    check(cfg, {})
+    assert cfg.lr == 0.5 and "SGD" in cfg.optim._target_
+
+
+def test_the_presets_that_are_promised_are_there():
+    assert set(PRESETS) >= {"baseline", "combine_all", "gpt2_xl_12gb", "llama_1b_8gb", "debug"}
+
+
+def test_combine_all_steps_on_the_tokens_of_baseline():
+    sizes = []
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for preset in ("baseline", "combine_all"):
+            cfg = compose("config", overrides=[f"experiment={preset}"])
+            sizes.append(cfg.batch_size * cfg.accumulation.get("batches", 1) * cfg.seq_len)
+    assert sizes[0] == sizes[1]

@@ -34,7 +34,7 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
         raise Refused("\n".join(errors))
     if cfg.resume is not None:
         checkpoint.find(cfg.resume)
-    _device(cfg.device)
+    _device(cfg.device, cfg.memory.snapshot)
 
 
 def _numbers(cfg: DictConfig) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
     for key in ("clip", "clip_value"):
         if cfg[key] is not None and not _is_positive(cfg[key]):
             yield f"{key}={cfg[key]}: give a positive number, or {key}=null to switch it off."
-    switches = ["optim.in_backward", "model.stable_embedding"]
+    switches = ["optim.in_backward", "model.stable_embedding", "memory.snapshot"]
     if "master" in cfg:
         switches += ["master.early_step"] if "early_step" in cfg.master else []
         if not _is_int(cfg.master.skips_in_a_row) or cfg.master.skips_in_a_row < 1:
@@ -111,9 +111,14 @@ def targets(cfg: DictConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
             yield from targets(cfg[key], (*path, str(key)))
 
 
-def _device(device: str) -> None:
+def _device(device: str, snapshot: bool) -> None:
     import torch
 
+    if snapshot and (device == "cpu" or not torch.cuda.is_available()):
+        raise Refused(
+            "memory.snapshot=true: only CUDA's allocator keeps one. Leave it out, and look at memory.png, or type "
+            "device=cuda."
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused(
             f"device=cuda: this torch ({torch.__version__}) sees no CUDA device. "

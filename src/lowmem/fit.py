@@ -26,6 +26,7 @@ from lowmem.memory import process
 from lowmem.memory.advice import out_of_memory
 from lowmem.memory.limit import capped, parse
 from lowmem.memory.meter import MemoryMeter
+from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.plan import ahead
 from lowmem.quiet import quiet
@@ -73,7 +74,11 @@ def fit(
         tokens = data.tokens
         output_dir.mkdir(parents=True, exist_ok=True)
         run = _assemble(cfg, output_dir, tokens, module)
-        with run.stop.listening(), capped(parse(cfg.memory.limit), cfg.device):
+        with (
+            run.stop.listening(),
+            capped(parse(cfg.memory.limit), cfg.device),
+            recorded(output_dir, cfg.memory.snapshot, cfg.device),
+        ):
             run.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
         about = {"overrides": list(overrides), "resumed_from": str(start) if start else None}
         about |= {"predicted": prediction.beside(before) if prediction else None, "rss_before_model_bytes": before}
@@ -171,7 +176,9 @@ def _report(
     with run.trainer.precision_plugin.widest(module):
         model.export(module.model, tokens.tokenizer, output_dir / "model", cfg.export_dtype)
     title = " ".join(about["overrides"]) or f"{cfg.model.name}, as shipped"
-    picture.memory_picture(output_dir / "memory.png", run.meter.rows(), run.meter.timeline, title)
+    card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None
+    room = parse(cfg.memory.limit) or card
+    picture.memory_picture(output_dir / "memory.png", run.meter.rows(), run.meter.timeline, title, room)
     picture.send(output_dir / "memory.png", run.loggers, summary["steps"])
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")

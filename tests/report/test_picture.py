@@ -26,3 +26,16 @@ def test_it_marks_the_peak_and_its_phase(tmp_path):
     assert any("peak 0.024 GiB in backward" in s for s in said)
     assert {s.strip() for s in said} >= {"forward", "backward", "step"}
     picture.plt.close(figure)
+
+
+@pytest.mark.parametrize(("limit", "line"), [(0.03, True), (0.3, False)])
+def test_the_limit_is_a_line_where_it_is_near_and_a_word_where_it_would_flatten_the_rest(limit, line):
+    figure, axes = picture.plt.subplots()
+    picture._inside_one_step(axes, points())
+    high = axes.get_ylim()[1]
+    picture._mark_limit(axes, limit)
+    assert axes.get_ylim()[1] <= 1.5 * high
+    assert any(drawn.get_ydata()[0] == limit for drawn in axes.lines) == line
+    (said,) = [text.get_text() for text in axes.texts if "limit" in text.get_text()]
+    assert f"{limit:.2f} GiB" in said and ("far above" in said) != line
+    picture.plt.close(figure)

@@ -22,12 +22,18 @@ COLOURS = {
 }
 
 
-def memory_picture(file: Path, rows: list[dict], timeline: list[Point], title: str) -> None:
-    """Left: live tensors by category through the last sampled step. Right: peaks over the optimizer steps."""
+def memory_picture(file: Path, rows: list[dict], timeline: list[Point], title: str, limit: int | None = None) -> None:
+    """Left: live tensors by category through the last sampled step. Right: peaks over the optimizer steps.
+
+    Args:
+        limit: bytes of the card, or of `memory.limit`.
+    """
     figure, (inside, over) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), constrained_layout=True)
     figure.suptitle(title)
     _inside_one_step(inside, timeline)
     _over_the_run(over, rows)
+    for axes in (inside, over) if limit is not None else ():
+        _mark_limit(axes, limit / GIB)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
@@ -69,6 +75,23 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point]) -> None:
     axes.legend(loc="upper right", fontsize=8)
 
 
+def _mark_limit(axes: plt.Axes, limit: float) -> None:
+    """A line where it is near, a word where it is far above: the bytes must stay readable."""
+    low, high = axes.get_ylim()
+    near = limit < 2 * high
+    if near:
+        axes.set_ylim(low, max(high, 1.08 * limit))
+        axes.axhline(limit, color="#c0392b", linestyle="--", linewidth=1)
+    axes.text(
+        *(0.01, limit if near else 0.9),
+        f"the device's limit: {limit:.2f} GiB{'' if near else ', far above'}",
+        color="#c0392b",
+        fontsize=8,
+        va="bottom",
+        transform=axes.get_yaxis_transform() if near else axes.transAxes,
+    )
+
+
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
     first = {}
     for i, point in enumerate(timeline):
@@ -97,4 +120,5 @@ def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
             axes.plot(list(by_step), list(by_step.values()), marker=".", markersize=3, linewidth=1, label=label)
     axes.set(xlabel="optimizer step", ylabel="GiB")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    if axes.has_data():
+        axes.legend(fontsize=8)

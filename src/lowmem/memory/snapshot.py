@@ -1,0 +1,46 @@
+"""memory.snapshot=true: every allocation of CUDA's caching allocator, with the line of Python that asked for it.
+
+The allocator's last events are kept in any case, which costs a record in a ring and no stack: so a run that dies of
+memory leaves a picture of how it came to that.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+FILE = "memory_snapshot.pickle"
+EVENTS = 200_000  # that the ring holds: some steps of a large model
+
+
+@contextmanager
+def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
+    """Args: stacks: keep who asked for each allocation, and leave the file when the run ends well too."""
+    if device != "cuda":
+        yield
+        return
+    memory = torch.cuda.memory
+    memory._record_memory_history(context="all" if stacks else None, stacks="python", max_entries=EVENTS)
+    try:
+        yield
+        if stacks:
+            _dump(folder / FILE)
+    except torch.OutOfMemoryError:
+        _dump(folder / FILE)
+        raise
+    finally:
+        memory._record_memory_history(enabled=None)
+
+
+def _dump(file: Path) -> None:
+    try:
+        torch.cuda.memory._dump_snapshot(str(file))
+    except OSError as error:  # it must not stand in the place of what the run died of
+        log.info(f"{file} could not be written: {error.strerror}.")
+        return
+    opened = f"python -m torch.cuda._memory_viz trace_plot {file} -o {file.with_suffix('.html')}"
+    log.info(f"The allocator's snapshot is {file}. To open it: {opened}")

@@ -1,0 +1,74 @@
+"""The allocator's snapshot: on CUDA alone, and always when its memory runs out."""
+
+import pytest
+import torch
+
+from lowmem.memory import snapshot
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What was asked of torch, in order."""
+    asked = []
+
+    def dump(file):
+        asked.append("dump")
+        with open(file, "w") as out:
+            out.write("snapshot")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: asked.append(how))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    return asked
+
+
+OFF = {"enabled": None}
+
+
+@pytest.mark.parametrize("stacks", [True, False])
+def test_a_run_that_ends_well_leaves_one_where_it_was_asked_for(asked, tmp_path, stacks, caplog):
+    caplog.set_level("INFO", "lowmem")
+    with snapshot.recorded(tmp_path, stacks, "cuda"):
+        pass
+    assert asked[0]["context"] == ("all" if stacks else None) and asked[-1] == OFF
+    assert (
+        ("dump" in asked) == (tmp_path / snapshot.FILE).exists() == ("_memory_viz trace_plot" in caplog.text) == stacks
+    )
+
+
+def test_out_of_memory_leaves_one_always(asked, tmp_path):
+    with pytest.raises(torch.OutOfMemoryError), snapshot.recorded(tmp_path, False, "cuda"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert asked[1:] == ["dump", OFF]
+
+
+def test_another_error_leaves_none(asked, tmp_path):
+    with pytest.raises(ValueError), snapshot.recorded(tmp_path, False, "cuda"):
+        raise ValueError
+    assert asked[1:] == [OFF]
+
+
+def test_a_full_disk_hides_nothing(asked, tmp_path):
+    with pytest.raises(torch.OutOfMemoryError), snapshot.recorded(tmp_path / "nowhere", True, "cuda"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert asked[-1] == OFF
+
+
+def test_a_cpu_has_no_allocator_to_ask(asked, tmp_path, command):
+    with snapshot.recorded(tmp_path, True, "cpu"):
+        pass
+    assert asked == []
+    code, said = command("memory.snapshot=true")
+    assert code == 1 and "memory.snapshot=true: only CUDA's allocator keeps one" in said
+    code, said = command("memory.snapshot=1")
+    assert code == 1 and "memory.snapshot=1: give true or false." in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_card_it_can_be_opened(tmp_path):
+    import pickle
+
+    with snapshot.recorded(tmp_path, True, "cuda"):
+        torch.ones(1000, device="cuda")
+    found = pickle.loads((tmp_path / snapshot.FILE).read_bytes())
+    assert any(event["action"] == "alloc" for trace in found["device_traces"] for event in trace)

@@ -30,6 +30,7 @@ from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.plan import ahead
 from lowmem.quiet import quiet
+from lowmem.report import step
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.sample import Sample
@@ -179,6 +180,7 @@ def _report(
     card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None
     room = parse(cfg.memory.limit) or card
     picture.memory_picture(output_dir / "memory.png", run.meter.rows(), run.meter.timeline, title, room)
+    step.write(output_dir / "memory_step.csv", run.meter.timeline)
     picture.send(output_dir / "memory.png", run.loggers, summary["steps"])
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")

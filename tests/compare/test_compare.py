@@ -42,6 +42,8 @@ def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: f
         for phase, size in (("forward", peak // 2), ("backward", int(0.9 * peak)), ("step", peak))
     ]
     (folder / "memory.csv").write_text("\n".join(",".join(map(str, row)) for row in [head, *rows]) + "\n")
+    lines = [f"{row[1]},{','.join(map(str, row[4:]))}" for row in rows[-3:]]
+    (folder / "memory_step.csv").write_text("\n".join(["phase," + ",".join(head[4:]), *lines]) + "\n")
     return folder
 
 

@@ -32,7 +32,8 @@ function layout(more) {
 
 function draw(id, traces, more) {
   const empty = { text: "nothing was measured", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 };
-  const wanted = layout({ ...more, annotations: traces.length ? [] : [empty] });
+  const { labels = [], ...rest } = more;
+  const wanted = layout({ ...rest, annotations: traces.length ? labels : [empty] });
   Plotly.react(id, traces, wanted, { responsive: true, displayModeBar: false });
 }
 
@@ -90,15 +91,21 @@ function memory() {
 
 function inside() {
   const run = runs[Number(byId("inside-of").value)];
-  const bySteps = byId("inside-x").value === "steps";
-  const rows = run ? run[bySteps ? "steps" : "phases"] : [];
-  const x = rows.map(([at]) => at);
-  const kind = bySteps ? { type: "scatter", mode: "lines", stackgroup: "all" } : { type: "bar" };
+  const by = byId("inside-x").value;
+  const rows = run ? run[by] : [];
+  const x = rows.map(([at], i) => by === "inside" ? i : at);
+  const kind = by === "phases" ? { type: "bar" } : { type: "scatter", mode: "lines", stackgroup: "all", line: { width: 0 } };
+  const starts = by === "inside" ? rows.flatMap(([phase], i) => i === 0 || rows[i - 1][0] !== phase ? [[phase, i]] : []) : [];
   draw("inside", rows.length === 0 ? [] : categories.map((category, i) => ({
     ...kind, name: category, x, y: rows.map(([, sizes]) => inUnit(sizes[i])),
-    marker: { color: OF_CATEGORY[category] }, line: { color: OF_CATEGORY[category], width: 0.5 },
-    hovertemplate: `%{x}<br>${category} %{y:.3f} ${NAME}<extra></extra>`,
-  })), { barmode: "stack", xaxis: bySteps ? titled("optimizer step") : {}, yaxis: titled(NAME, { rangemode: "tozero" }), ...LEGEND });
+    marker: { color: OF_CATEGORY[category] }, fillcolor: OF_CATEGORY[category], text: rows.map(([at]) => at),
+    hovertemplate: `${by === "steps" ? "step " : ""}%{text}<br>${category} %{y:.3f} ${NAME}<extra></extra>`,
+  })), {
+    barmode: "stack", yaxis: titled(NAME, { rangemode: "tozero" }), ...LEGEND,
+    xaxis: titled({ inside: "allocations and releases, in order", steps: "optimizer step", phases: "" }[by]),
+    shapes: starts.map(([, i]) => ({ type: "line", x0: i, x1: i, yref: "paper", y0: 0, y1: 1, line: { width: 1, dash: "dot", color: "#8a8f98" } })),
+    labels: starts.map(([phase, i]) => ({ text: phase, x: i, yref: "paper", y: 1, showarrow: false, xanchor: "left", yanchor: "top" })),
+  });
 }
 
 function planned() {
@@ -147,7 +154,7 @@ function table() {
 
 function all() { [peak, pareto, loss, memory, inside, planned].forEach((chart) => chart()); }
 
-runs.forEach((run, i) => { if (run.phases.length) byId("inside-of").append(new Option(run.label, i)); });
+runs.forEach((run, i) => { if (run.inside.length || run.steps.length) byId("inside-of").append(new Option(run.label, i)); });
 table();
 all();
 byId("loss-x").onchange = loss;

@@ -61,6 +61,7 @@ def _figures(run: Run, name: str, label: str) -> dict:
         "host_bytes": _highest(steps, ("rss_peak_bytes",)),
         "phases": _stacked(memory, "phase"),
         "steps": _stacked(steps, "step"),
+        "inside": _inside(run.rows("memory_step.csv")),
         "planned": {phase: sides["device"] for phase, sides in both(summary).items() if "device" in sides},
     }
 
@@ -94,6 +95,12 @@ def _stacked(rows: Sequence[dict[str, str]], by: str) -> list[tuple[str, list[fl
         if None not in sizes and (by == "phase" or sum(sizes) > sum(found.get(row["step"], [0]))):
             found[row[by]] = sizes
     return list(found.items())[:: max(1, len(found) // POINTS)]
+
+
+def _inside(rows: Sequence[dict[str, str]]) -> list[tuple[str, list[float]]]:
+    """(phase, bytes of each category) at every allocation of one step."""
+    found = [(row.get("phase", ""), [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]) for row in rows]
+    return [(phase, sizes) for phase, sizes in found if None not in sizes]
 
 
 def _number(text: str | None) -> float | None:

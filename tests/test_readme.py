@@ -108,6 +108,12 @@ def test_both_commands_of_the_makefile_are_there():
         assert target in targets
 
 
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    assert links and all(((ROOT / page).parent / link).exists() for link in links if "://" not in link)
+
+
 def test_no_figure_is_missing():
     assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE", README)
 

@@ -95,7 +95,7 @@ function inside() {
   const rows = run ? run[by] : [];
   const x = rows.map(([at], i) => by === "inside" ? i : at);
   const kind = by === "phases" ? { type: "bar" } : { type: "scatter", mode: "lines", stackgroup: "all", line: { width: 0 } };
-  const starts = by === "inside" ? rows.flatMap(([phase], i) => i === 0 || rows[i - 1][0] !== phase ? [[phase, i]] : []) : [];
+  const starts = by === "inside" ? rows.flatMap(([phase], i) => rows.findIndex(([other]) => other === phase) === i ? [[phase, i]] : []) : [];
   draw("inside", rows.length === 0 ? [] : categories.map((category, i) => ({
     ...kind, name: category, x, y: rows.map(([, sizes]) => inUnit(sizes[i])),
     marker: { color: OF_CATEGORY[category] }, fillcolor: OF_CATEGORY[category], text: rows.map(([at]) => at),

@@ -1,0 +1,98 @@
+"""The pictures of docs/how-memory-works.md: where the bytes are inside one step, and what each technique does to them.
+
+python -m benchmarks.anatomy             # about three minutes on two cores
+"""
+
+import argparse
+import csv
+import json
+import os
+from pathlib import Path
+
+from benchmarks.runner import ROOT, measure, trained, write
+from lowmem.memory.ledger import CATEGORIES
+
+MIB = 2**20
+SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "sample_tokens=0", "logger=none", "fit=off"]
+RECIPES = {
+    "as shipped": [],
+    "precision=bf16": ["precision=bf16"],
+    "gradient_checkpointing=every_layer": ["gradient_checkpointing=every_layer"],
+    "loss=chunked": ["loss=chunked", "loss.rows=128"],
+    "accumulation=fixed, 4 x 2": ["accumulation=fixed", "accumulation.batches=4", "batch_size=2"],
+    "optim=adam8bit": ["optim=adam8bit"],
+    "precision=bf16-sr": ["precision=bf16-sr"],
+    "precision=bf16-master optim=adamw8bit": ["precision=bf16-master", "optim=adamw8bit"],
+    "all of them": [
+        *("precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=chunked"),
+        *("loss.rows=128", "accumulation=fixed", "accumulation.batches=4", "batch_size=2"),
+    ],
+}
+
+
+def row(recipe: str) -> dict:
+    """The last step of a run: (phase, bytes of each category) at every allocation and release."""
+    summary = trained([*SHORT, *RECIPES[recipe]])
+    with (Path(os.environ["ROW_FOLDER"]) / "memory_step.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    points = [[row["phase"], *(int(row[f"{category}_bytes"]) for category in CATEGORIES)] for row in rows]
+    return {"peak_bytes": summary["peak_bytes"]["device"], "points": points}
+
+
+def draw(found: dict, file: Path, names: list[str], columns: int) -> None:
+    """Panels with the same height, so that they can be compared."""
+    from lowmem.report.picture import COLOURS, plt
+
+    rows = -(-len(names) // columns)
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(5 * columns, 3 * rows), sharey=True, squeeze=False, constrained_layout=True
+    )
+    for axes, name in zip(panels.flat, names, strict=False):
+        points = found[name][0]["points"]
+        stacked = [[point[1 + i] / MIB for point in points] for i in range(len(CATEGORIES))]
+        axes.stackplot(range(len(points)), stacked, labels=CATEGORIES, colors=[COLOURS[c] for c in CATEGORIES])
+        axes.set_title(f"{name}: {max(sum(point[1:]) for point in points) / MIB:.0f} MiB", fontsize=10)
+        first = {}
+        for i, (phase, *_) in enumerate(points):
+            first.setdefault(phase, i)
+        ends = [*list(first.values())[1:], len(points)]
+        for (phase, i), end in zip(first.items(), ends, strict=True):
+            axes.axvline(i, color="black", linewidth=0.6, linestyle=":")
+            if end - i > 0.1 * len(points):  # there is room for the word
+                axes.text(i, 0.98, f" {phase}", fontsize=7, va="top", transform=axes.get_xaxis_transform())
+        axes.set(xlim=(0, len(points) - 1), xticks=[])
+    for axes in panels[:, 0]:
+        axes.set_ylabel("MiB")
+    panels.flat[0].legend(loc="center right", fontsize=7)
+    figure.savefig(file, dpi=80)
+    plt.close(figure)
+
+
+def table(found: dict) -> str:
+    lines = [
+        "| recipe | peak MiB | in | weights | gradients | optimizer | activations |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, (one,) in found.items():
+        phase, *sizes = max(one["points"], key=lambda point: sum(point[1:]))
+        cells = [f"{size / MIB:.1f}" for size in (sum(sizes), *sizes[:4])]
+        lines.append(f"| {name} | {cells[0]} | {phase} | {' | '.join(cells[1:])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", help="run one recipe in this process")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(row(options.row)), flush=True)
+        return
+    found = measure({name: ["-m", "benchmarks.anatomy", "--row", name] for name in RECIPES}, 1)
+    draw(found, ROOT / "docs" / "one-step.png", ["as shipped"], 1)
+    draw(found, ROOT / "docs" / "techniques.png", list(RECIPES), 3)
+    peaks = {name: [{"peak_bytes": one["peak_bytes"]} for one in rounds] for name, rounds in found.items()}
+    write("anatomy", {"rounds": peaks}, table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,22 @@
 """The same training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
 
-    python -m benchmarks.loops <loop> <precision> <model>
+    python -m benchmarks.loops <loop> <recipe> <model>
 
-Each prints {"tokens_per_second", "seconds_per_step", ...} over the steps after the third. Same model, data, optimizer,
-schedule, clipping and precision; only who drives differs.
+Same weights, windows of micro-batches, optimizer, schedule, clipping and precision, all built by lowmem; only who
+drives differs. Each prints its speed over the steps after the third, the loss of every step, and its peak of live
+tensors, counted at every operator of the third step.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,16 +29,25 @@ MODELS = {
     # the default of train.py
     "tiny": {"vocab_size": 4096, "n_positions": 256, "n_embd": 192, "n_layer": 4, "n_head": 4, "T": 128},
 }
-BATCH_SIZE, LR, WARM_UP_RATE = 8, 2e-3, 50
+BATCH_SIZE = 8  # sequences of an optimizer step
+FOUR = ["accumulation=fixed", "accumulation.batches=4", "batch_size=2"]
+RECIPES = {
+    "32": ["precision=32"],
+    "bf16": ["precision=bf16"],
+    "accumulation": FOUR,
+    "checkpointing": ["gradient_checkpointing=every_layer"],
+    "adafactor": ["optim=adafactor"],
+    "adam8bit": ["optim=adam8bit"],
+    "all": ["precision=bf16", "gradient_checkpointing=every_layer", "optim=adam8bit", *FOUR],
+}
 
 
-def overrides(precision: str, model: str, steps: int = STEPS) -> list[str]:
+def shape(model: str, steps: int = STEPS) -> list[str]:
     """What makes train.py run this benchmark's model; everything else as shipped."""
-    shape = dict(MODELS[model])
-    seq_len = shape.pop("T")
+    sizes = dict(MODELS[model])
+    seq_len = sizes.pop("T")
     return [
-        f"precision={precision}",
-        *(f"model.architecture.{key}={value}" for key, value in shape.items()),
+        *(f"model.architecture.{key}={value}" for key, value in sizes.items()),
         f"seq_len={seq_len}",
         f"max_steps={steps}",
         f"val_every={steps}",
@@ -44,19 +56,22 @@ def overrides(precision: str, model: str, steps: int = STEPS) -> list[str]:
     ]
 
 
-def lowmem(precision: str, model: str, metered: bool = True) -> dict:
-    """train.py as shipped: meter, metrics, W&B (offline), checkpoint."""
-    from lowmem import fit
+def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
+    """train.py as shipped: meter, metrics, W&B (offline), plan, checkpoint."""
+    from lowmem import fit, runs
 
     if not metered:
         fit.MemoryMeter = silent_meter()
-    summary = trained(overrides(precision, model))
-    speed = summary["tokens_per_second"]
-    seconds = BATCH_SIZE * MODELS[model]["T"] / speed  # the mean, as the other loops report it
+    summary = trained([*shape(model), *RECIPES[recipe], "log_every=1"])
+    speed, phases = summary["tokens_per_second"], summary["peak_bytes_by_phase"]
+    rows = runs.load(Path(os.environ["ROW_FOLDER"])).rows("metrics.csv")
     return {
         "tokens_per_second": speed,
-        "seconds_per_step": seconds,
+        "seconds_per_step": BATCH_SIZE * MODELS[model]["T"] / speed,  # the mean, as the other loops report it
         "first_step_seconds": summary["first_step_seconds"],
+        "losses": [float(row["train_loss"]) for row in rows if row["train_loss"]],
+        "peak_bytes": max(phases[p].get("device") or 0 for p in ("forward", "backward", "step") if p in phases),
+        "rss_bytes": summary["peak_bytes"]["host_rss"] - summary["rss_before_model_bytes"],
     }
 
 
@@ -73,178 +88,220 @@ def silent_meter() -> type:
 # --- what the other loops share ----------------------------------------------------------------------------------
 
 
-def materials(model: str) -> tuple[torch.nn.Module, Iterator[torch.Tensor], Callable, Callable]:
-    """(network, batches of (B, T + 1) tokens, optimizer of a module, schedule of an optimizer)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+class Materials(NamedTuple):
+    """What is trained, as lowmem builds it."""
 
-    from lowmem.optim.build import parameter_groups
-    from lowmem.scheduler import cosine
-
-    shape = dict(MODELS[model])
-    sequences = packed(shape.pop("T"), min(4096, shape["vocab_size"]))
-    torch.manual_seed(0)
-    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape, **drop)).train()
-    order = torch.randperm(len(sequences))
-    batches = (torch.stack([sequences[i] for i in order[n : n + BATCH_SIZE]]) for n in range(0, len(order), BATCH_SIZE))
-
-    def optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
-        groups = parameter_groups(module)
-        return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-    return network, batches, optimizer, partial(cosine, warmup_steps=WARM_UP_RATE, total_steps=STEPS)
+    network: torch.nn.Module
+    windows: list  # of lists of micro-batches, each with input_ids and labels (B, T)
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    bf16: bool
+    checkpointing: bool
+    micro_batches: int  # of a window
 
 
-class packed(torch.utils.data.Dataset):
-    """The default corpus as (T + 1,) token tensors, from the cache that train.py uses."""
+def materials(recipe: str, model: str) -> tuple[Materials, "Watch"]:
+    from hydra import compose, initialize_config_dir
+    from lightning.pytorch import seed_everything
+    from omegaconf import OmegaConf
 
-    def __init__(self, seq_len: int, vocab_size: int) -> None:
-        from lowmem.data import corpus
-        from lowmem.data.loader import Sequences
-        from lowmem.data.tokens import tokenize
+    from lowmem import build, cli
+    from lowmem.memory import process
 
-        tokens = tokenize(corpus.stdlib(0.05), Path(".cache"), vocab_size)
-        self.sequences = Sequences(tokens.train, seq_len, "train")
+    typed = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
+    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
+        cfg = compose("config", [cli.quoted(line) for line in (*typed, "device=cpu")])
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    seed_everything(cfg.seed, verbose=False)
+    data = build.data(cfg)
+    before = process.rss_bytes()
+    module = build.module(cfg, data)
+    optimizer = module.make_optimizer(module.model)
+    made = Materials(
+        module.model.train(),
+        [window.micro_batches for window in islice(data.train, STEPS)],
+        optimizer,
+        module.make_scheduler(optimizer),
+        "precision=bf16" in RECIPES[recipe],
+        "gradient_checkpointing=every_layer" in RECIPES[recipe],
+        4 if FOUR[0] in RECIPES[recipe] else 1,
+    )
+    if made.checkpointing:
+        made.network.gradient_checkpointing_enable({"use_reentrant": False})
+    return made, Watch(made, BATCH_SIZE * MODELS[model]["T"], before)
 
-    def __len__(self) -> int:
-        return len(self.sequences)
 
-    def __getitem__(self, i: int) -> torch.Tensor:
-        batch = self.sequences.micro_batch([int(i)])
-        return torch.cat([batch.input_ids[0], batch.labels[0, -1:]])
-
-
-def loss_of(network: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """rows (B, T + 1) -> mean cross entropy."""
-    logits = network(input_ids=rows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+def loss_of(network: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy."""
+    logits = network(input_ids=input_ids, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-class Clock:
-    """Tokens per second of the steps after the warm-up."""
+class Watch:
+    """Speed of the steps after the warm-up, the loss of all, and the live tensors of the last one of the warm-up."""
 
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step, self.steps = tokens_per_step, 0
+    def __init__(self, of: Materials, tokens_per_step: int, rss_before: int) -> None:
+        self.of, self.tokens_per_step, self.rss_before = of, tokens_per_step, rss_before
+        self.steps, self.losses = 0, [0.0]
+        self.tracker = None
 
-    def tick(self) -> None:
+    def add(self, loss: torch.Tensor) -> None:
+        """Of a micro-batch, already divided by how many there are."""
+        self.losses[-1] = self.losses[-1] + loss.detach()
+
+    def begin(self) -> None:
+        if self.steps == WARM_UP - 1:
+            from lowmem.memory.ledger import Ledger, optimizer_state
+            from lowmem.memory.tracker import StorageTracker
+
+            ledger = Ledger()
+            ledger.own("weights", lambda: list(self.of.network.parameters()))
+            ledger.own("optimizer", lambda: optimizer_state(self.of.optimizer))
+            self.tracker = StorageTracker(ledger.storages())
+            self.tracker.__enter__()
+
+    def end(self) -> None:
         self.steps += 1
+        self.losses.append(0.0)
         if self.steps == WARM_UP:
+            self.tracker.__exit__(None, None, None)
             self.start = time.perf_counter()
 
     def result(self) -> dict:
+        from lowmem.memory import process
+
         seconds = (time.perf_counter() - self.start) / (self.steps - WARM_UP)
-        return {"tokens_per_second": self.tokens_per_step / seconds, "seconds_per_step": seconds}
-
-
-def clock(model: str) -> Clock:
-    return Clock(BATCH_SIZE * MODELS[model]["T"])
+        return {
+            "tokens_per_second": self.tokens_per_step / seconds,
+            "seconds_per_step": seconds,
+            "losses": [float(loss) for loss in self.losses[:-1]],
+            "peak_bytes": max(point.total for point in self.tracker.timeline()),
+            "rss_bytes": process.peak_rss_bytes() - self.rss_before,
+        }
 
 
 # --- the other loops ---------------------------------------------------------------------------------------------
 
 
-def plain(precision: str, model: str) -> dict:
+def plain(recipe: str, model: str) -> dict:
     """By hand: the least that trains."""
-    network, batches, make_optimizer, make_schedule = materials(model)
-    optimizer = make_optimizer(network)
-    schedule, timer = make_schedule(optimizer), clock(model)
-    for _ in range(STEPS):
-        rows = next(batches)
-        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
-            loss = loss_of(network, rows)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        timer.tick()
-    return timer.result()
+    of, watch = materials(recipe, model)
+    for window in of.windows:
+        watch.begin()
+        for micro_batch in window:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if of.bf16 else nullcontext():
+                loss = loss_of(of.network, *micro_batch) / len(window)
+            loss.backward()
+            watch.add(loss)
+        torch.nn.utils.clip_grad_norm_(of.network.parameters(), 1.0)
+        of.optimizer.step()
+        of.schedule.step()
+        of.optimizer.zero_grad(set_to_none=True)
+        watch.end()
+    return watch.result()
 
 
-def lightning(precision: str, model: str) -> dict:
+def lightning(recipe: str, model: str) -> dict:
     """Lightning with everything off that can be, clipping by hand because it refuses to clip for a fused optimizer."""
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-    network, batches, make_optimizer, make_schedule = materials(model)
-    timer = clock(model)
+    of, watch = materials(recipe, model)
 
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = network
+            self.network = of.network
 
-        def training_step(self, rows: torch.Tensor, _: int) -> torch.Tensor:
-            return loss_of(self.network, rows)
+        def training_step(self, micro_batch, _: int) -> torch.Tensor:
+            loss = loss_of(self.network, *micro_batch)
+            watch.add(loss / of.micro_batches)
+            return loss
 
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
 
         def configure_optimizers(self) -> dict:
-            optimizer = make_optimizer(self.network)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_schedule(optimizer), "interval": "step"}}
+            return {"optimizer": of.optimizer, "lr_scheduler": {"scheduler": of.schedule, "interval": "step"}}
 
-    class Tick(Callback):
-        def on_train_batch_end(self, *_) -> None:
-            timer.tick()
+    class Steps(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+            if batch_idx % of.micro_batches == 0:
+                watch.begin()
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+            if (batch_idx + 1) % of.micro_batches == 0:
+                watch.end()
 
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(
+    Trainer(
         accelerator="cpu",
         max_steps=STEPS,
-        precision="bf16-mixed" if precision == "bf16" else "32-true",
-        callbacks=[Tick()],
+        accumulate_grad_batches=of.micro_batches,
+        precision="bf16-mixed" if of.bf16 else "32-true",
+        callbacks=[Steps()],
         **dict.fromkeys(off, False),
-    )
-    trainer.fit(Module(), Batches(batches))
-    return timer.result()
+    ).fit(Module(), Batches(of.windows))
+    return watch.result()
 
 
 class Batches:
-    def __init__(self, batches: Iterator[torch.Tensor]) -> None:
-        self.batches = batches
+    """The micro-batches of all windows, one after the other."""
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self.batches
+    def __init__(self, windows: list) -> None:
+        self.windows = windows
+
+    def __iter__(self) -> Iterator:
+        return (micro_batch for window in self.windows for micro_batch in window)
 
 
-def trainer(precision: str, model: str) -> dict:
-    """transformers.Trainer with the matching arguments. It shifts the labels itself: T inputs, T - 1 targets."""
+def trainer(recipe: str, model: str) -> dict:
+    """transformers.Trainer with the matching arguments."""
+    from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    network, _, make_optimizer, make_schedule = materials(model)
-    timer = clock(model)
+    of, watch = materials(recipe, model)
 
-    class Tick(TrainerCallback):
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_, **__) -> None:
+            watch.begin()
+
         def on_step_end(self, *_, **__) -> None:
-            timer.tick()
+            watch.end()
 
-    class Rows(packed):
-        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-            ids = super().__getitem__(i)[:-1]
-            return {"input_ids": ids, "labels": ids}
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_) -> SequentialSampler:
+            return SequentialSampler(rows)
 
+        def training_step(self, *args, **kwargs) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            watch.add(loss)
+            return loss
+
+    rows = [
+        {"input_ids": ids, "labels": labels, "shift_labels": labels}
+        for micro_batch in Batches(of.windows)
+        for ids, labels in zip(*micro_batch, strict=True)
+    ]
     arguments = TrainingArguments(
         output_dir=os.environ["ROW_FOLDER"],
-        per_device_train_batch_size=BATCH_SIZE,
+        per_device_train_batch_size=BATCH_SIZE // of.micro_batches,
+        gradient_accumulation_steps=of.micro_batches,
+        gradient_checkpointing=of.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if of.checkpointing else None,
         max_steps=STEPS,
         max_grad_norm=1.0,
-        bf16=precision == "bf16",
+        bf16=of.bf16,
+        remove_unused_columns=False,
         use_cpu=True,
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
     )
-    optimizer = make_optimizer(network)
-    shape = MODELS[model]
-    Trainer(
-        network,
-        arguments,
-        train_dataset=Rows(shape["T"], min(4096, shape["vocab_size"])),
-        optimizers=(optimizer, make_schedule(optimizer)),
-        callbacks=[Tick()],
+    InOrder(
+        of.network, arguments, train_dataset=rows, optimizers=(of.optimizer, of.schedule), callbacks=[Steps()]
     ).train()
-    return timer.result()
+    return watch.result()
 
 
 LOOPS = {
@@ -257,6 +314,6 @@ LOOPS = {
 
 
 if __name__ == "__main__":
-    name, precision, model = sys.argv[1:]
-    result = LOOPS[name](precision, model)
+    name, recipe, model = sys.argv[1:]
+    result = LOOPS[name](recipe, model)
     print(json.dumps(result), flush=True)

@@ -6,7 +6,7 @@ python -m benchmarks.speed               # about ten minutes on two cores
 import argparse
 import json
 
-from benchmarks.loops import overrides
+from benchmarks.loops import shape
 from benchmarks.runner import measure, medians, ratio, trained, write
 
 CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload")
@@ -35,7 +35,7 @@ ASKED = (
 def row(name: str) -> dict:
     model, typed = ROWS[name]
     keys = {line.split("=")[0] for line in typed}
-    shipped = [line for line in overrides("32", model)[1:] if line.split("=")[0] not in keys]
+    shipped = [line for line in shape(model) if line.split("=")[0] not in keys]
     summary = trained([*shipped, "logger=none", *typed])
     return {"seconds_per_step": summary["seconds_per_step"]} | summary["peak_bytes_by_category"]
 

@@ -7,7 +7,7 @@ import argparse
 import json
 from statistics import median
 
-from benchmarks.loops import overrides
+from benchmarks.loops import shape
 from benchmarks.runner import RESULTS, measure, medians, trained, write
 from lowmem.cli import CONF
 
@@ -30,7 +30,7 @@ ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOIC
 
 def row(arguments: list[str]) -> dict:
     """One run of train.py on `tiny`: peaks in bytes and tokens/s."""
-    summary = trained([*overrides("32", "tiny")[1:], "logger=none", *arguments])
+    summary = trained([*shape("tiny"), "logger=none", *arguments])
     return {
         "peak_bytes": summary["peak_bytes"]["device"],  # None: compiled, not counted
         "rss_bytes": summary["peak_bytes"]["host_rss"],

@@ -1,0 +1,42 @@
+"""Every benchmark on this machine, one after the other: python -m benchmarks
+
+Each writes results/<name>.json and .md with versions and machine, its rows in processes of their own. On two cores all
+of them take some four hours; --only runs some.
+"""
+
+import argparse
+import subprocess
+import sys
+
+from benchmarks.runner import ROOT
+
+EVERY = {
+    "side_by_side": "lowmem, a plain loop, Lightning and transformers.Trainer",
+    "overhead": "what the meter and the loop cost",
+    "techniques": "every technique of the README's table",
+    "anatomy": "the pictures of docs/how-memory-works.md",
+    "speed": "what checkpointing and the chunked loss cost in time",
+    "learning_rates": "which lr each optimizer wants",
+    "claims": "what guides say, beside what is",
+    "host_optimizer": "the optimizer's step on the host",
+    "gpt2_xl": "GPT-2 XL with masters on the host",
+    "plan_error": "predicted over measured",
+    "plan_time": "counted times beside a stopwatch's",
+    "plans": "what the planner chooses for known models and cards",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=EVERY, default=list(EVERY))
+    failed = []
+    for name in parser.parse_args().only:
+        print(f"\n{name}: {EVERY[name]}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT).returncode:
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

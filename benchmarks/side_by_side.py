@@ -22,7 +22,7 @@ SAME_LOSS = 1e-3
 def table(found: dict) -> str:
     speed, peak, rss = (medians(found, key) for key in ("tokens_per_second", "peak_bytes", "rss_bytes"))
     lines = [
-        "| recipe | loop | tokens/s | live tensors, peak MiB | resident, net of imports, MiB | losses differ by at most |",
+        "| recipe | loop | tokens/s | live tensors, peak MiB | resident net of imports, MiB | losses apart by |",
         "|---|---|---|---|---|---|",
     ]
     for name, rounds in found.items():

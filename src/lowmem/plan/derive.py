@@ -51,58 +51,30 @@ class Derivation:
         """
         way = {key: recipe[key] for key in ("gradient_checkpointing", "loss")}
         way["precision"] = COMPUTES.get(recipe["precision"], recipe["precision"])
-        corners = self._traced({**way, "optim": "sgd", "clip": "null"}, self.batches)
-        micro_batches = windows(cfg, recipe)
+        micro_batches, batch = windows(cfg, recipe), int(recipe["batch_size"])
         owns = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
         sums = masters(cfg) and micro_batches > 1
-        own = self._traced(owns | ({"accumulation": "fixed"} if sums else {}), (1, 1))
-        batch = int(recipe["batch_size"])
-
-        def at(value: Callable[[Trace], float], of: list = corners, n: int = batch) -> float:
-            return bilinear([(d, b, value(t)) for d, b, t in of], self.depth, n)
-
-        def held(category: str) -> int:
-            return round(at(_held("evaluation", category), own, 1))
-
-        weights, state = held("weights"), held("optimizer")
-        gradients = round(at(lambda t: t.gradients, own, 1))
-        leave = masters(cfg) or in_backward(cfg)
-
-        def host(phase: str) -> int:
-            return round(at(lambda t: t.phases[phase].host, own, 1))
-
-        phases = {}
-        for phase in ("forward", "backward"):
-            places = [place for place in corners[0][2].places if place.startswith(phase)]
-            tops = {place: Place(*(round(at(_of(place, part))) for part in Place._fields)) for place in places}
-            if leave or micro_batches > 1:
-                top = max(tops.values(), key=lambda place: place.gone)
-                there = 0 if leave else gradients
-            else:
-                top = max(tops.values(), key=lambda place: place.kept)
-                there = top.kept - top.gone
-            offloaded = round(at(lambda t, phase=phase: t.phases[phase].host))
-            phases[phase] = _point(phase, weights, there, state, top.gone, host(phase) + offloaded)
-        # an update that uses its gradients up one by one is highest where few are left
-        step = {category: round(at(_held("step", category), own, 1)) for category in CATEGORIES}
-        step["activations"] = round(at(_held("step", "activations")))  # the micro-batch itself
-        phases["step"] = Point("step", step, host("step"))
-        activations = round(at(lambda t: t.phases["evaluation"].bytes["activations"]))
-        phases["evaluation"] = _point("evaluation", weights, 0, state, activations, host("evaluation"))
-        any_trace = own[0][2]
+        passes = Corners(self._traced({**way, "optim": "sgd", "clip": "null"}, self.batches), self.depth, batch)
+        own = Corners(self._traced(owns | ({"accumulation": "fixed"} if sums else {}), (1, 1)), self.depth, 1)
         found = Trace(
-            parameters=round(at(lambda t: t.parameters, own, 1)),
-            largest=any_trace.largest,
-            weights=weights,
-            gradients=gradients,
-            steps_on_host=any_trace.steps_on_host,
-            unseen=any_trace.unseen,
-            generated=any_trace.generated,
-            blocks=(self.depth, any_trace.blocks[1]),
-            phases=phases,
-            pinned=_pinned(corners, self.depth, batch),
+            parameters=own.bytes(lambda t: t.parameters),
+            largest=own.any.largest,
+            weights=own.bytes(_held("evaluation", "weights")),
+            gradients=own.bytes(lambda t: t.gradients),
+            steps_on_host=own.any.steps_on_host,
+            unseen=own.any.unseen,
+            generated=own.any.generated,
+            blocks=(self.depth, own.any.blocks[1]),
+            pinned=_pinned(passes),
         )
-        pass_seconds = at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
+        gone = masters(cfg) or in_backward(cfg)
+        found.phases |= {
+            "forward": _pass("forward", passes, own, found, gone, micro_batches),
+            "backward": _pass("backward", passes, own, found, gone, micro_batches),
+            "step": _step(passes, own),
+            "evaluation": _evaluation(passes, own, found),
+        }
+        pass_seconds = passes.at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
         return found, self.machine.window(cfg, found, pass_seconds, micro_batches)
 
     def _traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
@@ -129,12 +101,61 @@ def windows(cfg: DictConfig, recipe: Mapping[str, str]) -> int:
     return instantiate(cfg.accumulation).largest
 
 
+@dataclass(frozen=True)
+class Corners:
+    """Traces at two depths and one or more batches, and the depth and batch that is asked for."""
+
+    traces: list[tuple[int, int, Trace]]
+    depth: int
+    batch: int
+
+    @property
+    def any(self) -> Trace:
+        return self.traces[0][2]
+
+    def at(self, value: Callable[[Trace], float]) -> float:
+        return bilinear([(depth, batch, value(found)) for depth, batch, found in self.traces], self.depth, self.batch)
+
+    def bytes(self, value: Callable[[Trace], int]) -> int:
+        return round(self.at(value))
+
+
 def _held(phase: str, category: str) -> Callable[[Trace], int]:
     return lambda t: t.phases[phase].bytes[category]
 
 
+def _host(phase: str) -> Callable[[Trace], int]:
+    return lambda t: t.phases[phase].host
+
+
 def _of(place: str, part: str) -> Callable[[Trace], int]:
     return lambda t: getattr(t.places.get(place, Place()), part)
+
+
+def _pass(phase: str, passes: Corners, own: Corners, found: Trace, gone: bool, micro_batches: int) -> Point:
+    """The highest place of forward or backward. Args: gone: gradients leave as they are made."""
+    places = [place for place in passes.any.places if place.startswith(phase)]
+    tops = [Place(*(passes.bytes(_of(place, part)) for part in Place._fields)) for place in places]
+    if gone or micro_batches > 1:
+        top = max(tops, key=lambda place: place.gone)
+        gradients = 0 if gone else found.gradients
+    else:
+        top = max(tops, key=lambda place: place.kept)
+        gradients = top.kept - top.gone
+    host = own.bytes(_host(phase)) + passes.bytes(_host(phase))  # the optimizer's side, and offloaded boundaries
+    return _point(phase, found.weights, gradients, own.bytes(_held("evaluation", "optimizer")), top.gone, host)
+
+
+def _step(passes: Corners, own: Corners) -> Point:
+    """Traced as it is: an update that uses its gradients up one by one is highest where few are left."""
+    held = {category: own.bytes(_held("step", category)) for category in CATEGORIES}
+    held["activations"] = passes.bytes(_held("step", "activations"))  # the micro-batch itself
+    return Point("step", held, own.bytes(_host("step")))
+
+
+def _evaluation(passes: Corners, own: Corners, found: Trace) -> Point:
+    state, activations = own.bytes(_held("evaluation", "optimizer")), passes.bytes(_held("evaluation", "activations"))
+    return _point("evaluation", found.weights, 0, state, activations, own.bytes(_host("evaluation")))
 
 
 def bilinear(corners: list[tuple[int, int, float]], depth: int, batch: int) -> float:
@@ -157,7 +178,7 @@ def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host
     return Point(phase, dict.fromkeys(CATEGORIES, 0) | held, host)
 
 
-def _pinned(corners: list[tuple[int, int, Trace]], depth: int, batch: int) -> list[int]:
+def _pinned(passes: Corners) -> list[int]:
     """Offloaded boundaries: as many as blocks, each as large as its micro-batch."""
-    _, b, found = corners[0]
-    return [found.pinned[0] * batch // b] * depth if found.pinned else []
+    _, batch, found = passes.traces[0]
+    return [found.pinned[0] * passes.batch // batch] * passes.depth if found.pinned else []

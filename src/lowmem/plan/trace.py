@@ -31,6 +31,7 @@ from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
 from lowmem.memory.tracker import Point
+from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.stand_in import generated, needs_one, stand_in, unseen
@@ -77,18 +78,8 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     """
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
-    config = architecture(cfg)
-    if depth is not None:
-        config.num_hidden_layers = depth
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:depth]
-    make = build.optimizer(cfg)
-    in_operators, compiled = 0.0, generated(cfg.optim._target_)
-    if needs_one(cfg.optim._target_):
-        # of a card's own kernels only generated ones have scratch: that of the same graph, generated for a CPU
-        if compiled or masters(cfg) or not on_card:
-            in_operators = unseen(make)
-        make = stand_in(make, one_kernel=on_card or compiled)
+    config = _of_depth(architecture(cfg), depth)
+    make, in_operators = _optimizer(cfg, on_card)
     accumulates = instantiate(cfg.accumulation).largest > 1
     shapes = Shapes()
     # transformers takes fake tensors for a graph that is recorded for later, and then writes every mask out
@@ -102,7 +93,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         tempfile.TemporaryDirectory() as folder,
     ):
         module = build.causal_lm(cfg, spec, config)
-        module.make_optimizer = card.foreach(make) if on_card else make
+        module.make_optimizer = make
         module.to = module.cpu = lambda *_, **__: module  # a fake tensor cannot be moved, and is nowhere
         recorder = Recorder(Path(folder) / "memory.csv")
         recorder.mark(module.model)
@@ -131,7 +122,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
             gradients=sum(p.nbytes for p in every if p.requires_grad),
             steps_on_host=plugins[0].optimizer_side == "host",
             unseen=round(in_operators * max(p.numel() for p in every)),
-            generated=compiled,
+            generated=generated(cfg.optim._target_),
             blocks=(len(stack), max((sum(p.nbytes for p in block.parameters()) for block in stack), default=0)),
             work=shapes.work,
         )
@@ -140,6 +131,25 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     points, found.events, found.pinned = recorder.recorded[0]  # the window; the evaluation comes after it
     found.places = places(points, recorder.marks)
     return found
+
+
+def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
+    if depth is not None:
+        config.num_hidden_layers = depth
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:depth]
+    return config
+
+
+def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
+    """(one that steps on shapes, bytes per element that the real one takes unseen)."""
+    make, compiled, scratch = build.optimizer(cfg), generated(cfg.optim._target_), 0.0
+    if needs_one(cfg.optim._target_):
+        # of a card's own kernels only generated ones have scratch: that of the same graph, generated for a CPU
+        if compiled or masters(cfg) or not on_card:
+            scratch = unseen(make)
+        make = stand_in(make, one_kernel=on_card or compiled)
+    return (card.foreach(make) if on_card else make), scratch
 
 
 @contextmanager

@@ -33,6 +33,11 @@ def test_what_is_found_fits_and_the_next_larger_does_not(fit):
         fit(*AUTO[1:], "batch_size=6", f"memory.limit={room}", folder="larger")
 
 
+def test_as_typed_it_is_found_and_trained_with(command):
+    code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "fit=check", "max_steps=1")
+    assert code == 0 and "batch_size=4 fits." in said and "1 micro-batches per optimizer step" in said, said
+
+
 def test_one_try_says_what_fits(config):
     cfg = config(*AUTO, "memory.limit=100KiB")
     assert not batch_size.fits(cfg, 1)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -47,13 +48,17 @@ def test_every_command_composes(command):
             compose("plan" if "plan.py" in command else "config", overrides=lines)
 
 
+WORDS = ("we", "think", "that", "a", "day", "is", "too", "short", "for", "what", "it", "holds")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where a newcomer stands: their notes, and the runs that the README names by their dates."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "notes").mkdir()
     for number in range(20):
-        (folder / "notes" / f"{number}.txt").write_text(f"what I thought on day {number}, and again. " * 200)
+        thoughts = random.Random(number).choices(WORDS, k=20_000)
+        (folder / "notes" / f"{number}.txt").write_text(" ".join(thoughts))
     day = "2026-01-31"
     as_typed("python train.py max_steps=1 hydra.run.dir=outputs/2026-01-31/12-00-00", folder)
     as_typed("python train.py max_steps=1 hydra.run.dir=outputs/2026-01-31/13-00-00", folder)
@@ -71,7 +76,7 @@ def as_typed(command: str, folder, *more: str) -> str:
 
 
 # Published weights are not here: the same commands, from a random start of two thin layers.
-THIN = ["n_layer=2", "n_embd=64", "n_head=2", "vocab_size=4096", "bos_token_id=null", "eos_token_id=null"]
+THIN = ["n_layer=2", "n_embd=64", "n_head=2", "vocab_size=4096"]
 THIN_LLAMA = ["num_hidden_layers=2", "hidden_size=64", "intermediate_size=128", "num_attention_heads=4"]
 THIN_LLAMA += ["num_key_value_heads=2", "head_dim=16", "vocab_size=4096", "bos_token_id=null", "eos_token_id=null"]
 
@@ -156,6 +161,13 @@ def test_the_tables_about_masters_are_those_of_the_results():
         (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() for name in ("host_optimizer", "gpt2_xl")
     )
     assert len(rows) > 12 and all(row in results for row in rows)
+
+
+def test_the_tables_about_the_planner_are_those_of_the_results():
+    section = README.split("## What fits: the planner")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    results = "".join((ROOT / "benchmarks" / "results" / f"{name}.md").read_text() for name in ("plan_error", "plans"))
+    assert len(rows) > 16 and all(row in results for row in rows)
 
 
 def test_the_figure_of_the_planner_is_that_of_the_results():

@@ -21,7 +21,7 @@ from lowmem import batch_size, build, checkpoint, model
 from lowmem.check import check
 from lowmem.data.tokens import Tokens
 from lowmem.errors import Refused
-from lowmem.instantiate import instantiate
+from lowmem.instantiate import instantiate, plain
 from lowmem.memory import process
 from lowmem.memory.advice import out_of_memory
 from lowmem.memory.limit import capped, parse
@@ -61,8 +61,8 @@ def fit(
     choices = choices or {}
     check(cfg, choices)
     quiet()
-    cfg = ahead.chosen(_resolved(cfg, output_dir), overrides)
-    cfg = _resolved(batch_size.resolve(cfg), output_dir)
+    cfg = ahead.chosen(_placed(cfg, output_dir), overrides)
+    cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
     prediction = ahead.expected(cfg, overrides)
     seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
@@ -148,13 +148,13 @@ def _assemble(cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalL
     return Run(trainer, loggers, meter, metrics, sample, stop)
 
 
-def _resolved(cfg: DictConfig, output_dir: Path) -> DictConfig:
-    """A copy without interpolations, and with the device that `auto` means."""
+def _placed(cfg: DictConfig, output_dir: Path) -> DictConfig:
+    """A copy with its folder, and with the device that `auto` means."""
     cfg = cfg.copy()
     cfg.output_dir = str(output_dir)
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    return cfg
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

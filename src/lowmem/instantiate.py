@@ -1,8 +1,8 @@
-"""Hydra's instantiate, with plain lists and with refusals as they were said."""
+"""A config as values, and the objects that its targets name."""
 
 import hydra.utils
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lowmem.errors import Refused
 
@@ -15,3 +15,8 @@ def instantiate(node: DictConfig) -> object:
         if isinstance(error.__cause__, Refused):
             raise error.__cause__ from None
         raise
+
+
+def plain(cfg: DictConfig) -> DictConfig:
+    """A copy without interpolations."""
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))

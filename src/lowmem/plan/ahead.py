@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowmem.errors import Refused
 from lowmem.host_memory import available_bytes
+from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.memory.limit import parse
 from lowmem.plan.prediction import Prediction, predict
@@ -31,7 +32,7 @@ def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
         return cfg
     gpu = _free(cfg) if cfg.fit == "auto" else parse(cfg.fit, "fit", plain=False)
     typed = [line for line in typed if not line.startswith("fit=")]
-    plan = _searched(cfg, typed, gpu)
+    plan = _searched(plain(cfg), typed, gpu)
     if plan.chosen is None:
         least = plan.recipes[0]
         raise Refused(
@@ -86,7 +87,7 @@ def instead(cfg: DictConfig, typed: Sequence[str], found: Prediction | None) -> 
 
 def could_fit(cfg: DictConfig) -> bool:
     """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
-    found = predict(cfg, on_card=cfg.device == "cuda")
+    found = predict(plain(cfg), on_card=cfg.device == "cuda")
     return found.estimate is not None or found.fits(_free(cfg), available_bytes() + process.rss_bytes())
 
 
@@ -126,4 +127,4 @@ def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
 
 
 def _composed(typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
-    return OmegaConf.create(OmegaConf.to_container(composed("config", typed, recipe), resolve=True))
+    return plain(composed("config", typed, recipe))

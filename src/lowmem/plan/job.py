@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.host_memory import available_bytes
+from lowmem.instantiate import plain
 from lowmem.memory.limit import parse
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
@@ -79,7 +80,7 @@ def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     if cfg.batch_size == "auto" and cfg.memory.limit is None:  # which is refused without a card's size
         cfg = OmegaConf.merge(cfg, {"memory": {"limit": cfg.get("gpu")}})
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    return plain(cfg)
 
 
 def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) -> DictConfig:

@@ -122,7 +122,8 @@ def table(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _is_run(folder: Path) -> bool:
     hydra = folder / ".hydra" / "hydra.yaml"
     if hydra.is_file():
-        return "name: train" in hydra.read_text(errors="replace")  # plan.py's folders have one too
+        job = {line.strip() for line in hydra.read_text(errors="replace").splitlines()}
+        return "name: train" in job  # plan.py's folders have one too
     return (folder / "summary.json").is_file()
 
 
@@ -139,7 +140,7 @@ def _order(folder: Path) -> tuple:
 
 def line(text: str) -> str:
     """The one that says it: the first of a sentence, the last of a traceback."""
-    lines = text.splitlines()
+    lines = text.splitlines() or [""]
     return lines[-1 if lines[0].startswith("Traceback") else 0][:160]
 
 

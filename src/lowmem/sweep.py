@@ -43,6 +43,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> runs.Run:
         (folder / left).unlink(missing_ok=True)
     code, said = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder / LOG)
     if code == 130:
+        print(f"job {number} was interrupted; sweep.resume={folder.parent} goes on", flush=True)
         raise KeyboardInterrupt
     if code and not (folder / runs.FAILED).exists():
         _write(folder / runs.FAILED, _reason(code, said))
@@ -105,7 +106,11 @@ class Report(Callback):
         every = runs.found(Path(config.hydra.sweep.dir))
         print(f"\n{runs.table(every, [run.folder.name for run in every])}\n")
         print(f"python compare.py {config.hydra.sweep.dir} draws them")
-        Report.failed = tuple(f"job {run.folder.name} failed: {run.reason}" for run in every if run.status == "failed")
+        Report.failed = tuple(
+            f"job {run.folder.name} failed: {runs.line(run.reason)} ({run.folder / runs.FAILED} says all of it)"
+            for run in every
+            if run.status == "failed"
+        )
 
 
 def again(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -123,10 +124,19 @@ def records(run):
     return found
 
 
+def whole(run, seconds=60):
+    """The records, with the last of them: another process writes the file, and may still be at it."""
+    deadline = time.monotonic() + seconds
+    while "exit" not in [r.WhichOneof("record_type") for r in (found := records(run))]:
+        assert time.monotonic() < deadline, "W&B's process never ended the run"
+        time.sleep(0.1)
+    return found
+
+
 def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path):
     code, said = command("logger=wandb", "precision=bf16")
     assert code == 0, said
-    kinds = records(tmp_path / "run")
+    kinds = whole(tmp_path / "run")
     history = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in r.history.item}
         for r in kinds

@@ -127,10 +127,12 @@ def records(run):
 def whole(run, seconds=60):
     """The records, with the last of them: another process writes the file, and may still be at it."""
     deadline = time.monotonic() + seconds
-    while "exit" not in [r.WhichOneof("record_type") for r in (found := records(run))]:
+    while True:
+        found = records(run)
+        if "exit" in [r.WhichOneof("record_type") for r in found]:
+            return found
         assert time.monotonic() < deadline, "W&B's process never ended the run"
         time.sleep(0.1)
-    return found
 
 
 def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path):
@@ -162,7 +164,7 @@ def test_a_multirun_is_one_run_per_job(command, tmp_path):
     code, said = command("-m", "logger=wandb", "lr=1e-3,2e-3", "max_steps=1")
     assert code == 0, said
     for job in ("0", "1"):
-        runs = [r.run for r in records(tmp_path / "sweep" / job) if r.WhichOneof("record_type") == "run"]
+        runs = [r.run for r in whole(tmp_path / "sweep" / job) if r.WhichOneof("record_type") == "run"]
         assert len({r.run_id for r in runs}) == 1
     ids = {p.name for p in (tmp_path / "sweep").glob("*/wandb/offline-run-*")}
     assert len(ids) == 2

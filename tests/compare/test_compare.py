@@ -17,7 +17,7 @@ from lowmem.compare.page import CATEGORIES
 
 MIB = 2**20
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LR = {"0": "0.001", "1": "0.002", "2": "0.003"}
+LONG = "data.path=a/folder/whose/name/is/longer/than/any/label/of/an/axis/"
 
 
 def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: float = 1000.0, **more) -> Path:
@@ -51,11 +51,11 @@ def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: f
 def sweep(tmp_path):
     """Three finished runs of which the second is beaten by the first, a failed, a running and two broken ones."""
     folder = tmp_path / "sweep"
-    finished(folder / "0", ["lr=0.001"], 600 * MIB, 1000.0)
-    finished(folder / "1", ["lr=0.002"], 900 * MIB, 900.0)
-    finished(folder / "2", ["lr=0.003"], 800 * MIB, 2000.0, device="NVIDIA H200")
+    finished(folder / "0", [f"{LONG}0", "lr=0.001"], 600 * MIB, 1000.0)
+    finished(folder / "1", [f"{LONG}1", "lr=0.002"], 900 * MIB, 900.0)
+    finished(folder / "2", [f"{LONG}2", "lr=0.003"], 800 * MIB, 2000.0, device="NVIDIA H200")
     for number in range(3, 7):
-        (finished(folder / str(number), [f"lr=0.00{number + 1}"]) / "summary.json").unlink()
+        (finished(folder / str(number), [f"{LONG}{number}", f"lr=0.00{number + 1}"]) / "summary.json").unlink()
     (folder / "3" / runs.FAILED).write_text(
         "Traceback (most recent call last):\n  ...\nZeroDivisionError: </script><b>\n"
     )
@@ -69,7 +69,7 @@ def sweep(tmp_path):
 def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
     job.main([str(sweep)])
     said = capsys.readouterr().out
-    table = dict(re.findall(r"^(\d) +0\.00\d .*?(done|failed.*|broken.*|running.*)$", said, re.MULTILINE))
+    table = dict(re.findall(r"^(\d) +a/folder.*? 0\.00\d .*?(done|failed.*|broken.*|running.*)$", said, re.MULTILINE))
     assert [table[str(n)].split(":")[0] for n in range(7)] == [*["done"] * 3, "failed", "broken", "broken", "running"]
     assert "ZeroDivisionError" in table["3"] and "summary.json cannot be read (JSONDecodeError" in table["4"]
     assert "ended without a summary" in table["5"] and "no summary yet" in table["6"]
@@ -133,6 +133,7 @@ addEventListener("load", () => setTimeout(async () => {
   found.names = document.getElementById("memory").data.map((trace) => trace.name);
   found.stars = document.getElementById("pareto").data.filter((t) => t.marker && t.marker.symbol === "star").length;
   found.bars = document.getElementById("peak").data.map((trace) => trace.x);
+  found.places = new Set(document.getElementById("peak").data.map((trace) => [...trace.y]).flat()).size;
   found.svg = charts.filter((chart) => chart.querySelector("svg.main-svg")).length;
   found.wide = document.documentElement.scrollWidth - innerWidth;
   document.querySelector("tbody tr").click();
@@ -186,10 +187,11 @@ def test_the_page_draws_every_run_and_a_click_hides_one(sweep, width):
     found = browsed(sweep / "comparison.html", width)
     assert found["errors"] == [] and found["rows"] == 7 and found["svg"] == 6
     # curves exist of all whose csv can be read, figures only of the finished
-    assert found["names"] == [f"lr=0.00{n}" for n in range(1, 7)]
+    assert found["names"] == [f"{LONG}{n - 1} lr=0.00{n}" for n in range(1, 7)]
     assert found["before"] == {"peak": 5, "pareto": 4, "loss": 14, "memory": 6, "inside": 5, "planned": 3}
     assert found["stars"] == 2  # the second is slower and larger than the first
     assert sum(column[2] for column in found["bars"]) == pytest.approx(600 / 1024, rel=1e-6)  # the first, from below
+    assert found["places"] == 3  # each has a bar of its own, however alike the names are
     assert found["left"] == found["names"][1:]
     assert found["hidden"] == {"peak": 5, "pareto": 2, "loss": 12, "memory": 5, "inside": 5, "planned": 2}
     assert found["after"] == found["before"]

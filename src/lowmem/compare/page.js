@@ -11,7 +11,7 @@ runs.forEach((run, i) => {
 const byId = (id) => document.getElementById(id);
 const sum = (sizes) => Object.values(sizes).reduce((a, b) => a + b, 0);
 const shown = () => runs.filter((run) => !hidden.has(run));
-const short = (text) => (text.length > 48 ? text.slice(0, 47) + "…" : text);
+const wrapped = (text) => safe(text).replace(/(.{16,}?) /g, "$1<br>"); // a label beside an axis
 const safe = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;"); // plotly reads some HTML
 
 // One unit for the whole page, so that charts can be compared.
@@ -42,11 +42,14 @@ const LEGEND = { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor:
 
 function peak() {
   const mine = shown().filter((run) => run.peak).reverse();
-  const names = mine.map((run) => safe(short(run.label)));
   draw("peak", mine.length === 0 ? [] : categories.map((category) => ({
-    type: "bar", orientation: "h", name: category, y: names, x: mine.map((run) => inUnit(run.peak[category] || 0)),
-    marker: { color: OF_CATEGORY[category] }, hovertemplate: `%{y}<br>${category} %{x:.3f} ${NAME}<extra></extra>`,
-  })), { barmode: "stack", xaxis: titled(NAME), yaxis: { type: "category" }, ...LEGEND });
+    type: "bar", orientation: "h", name: category, y: mine.map((_, i) => i), x: mine.map((run) => inUnit(run.peak[category] || 0)),
+    text: mine.map((run) => safe(run.label)), textposition: "none", marker: { color: OF_CATEGORY[category] },
+    hovertemplate: `%{text}<br>${category} %{x:.3f} ${NAME}<extra></extra>`,
+  })), {
+    barmode: "stack", xaxis: titled(NAME), ...LEGEND,
+    yaxis: { tickvals: mine.map((_, i) => i), ticktext: mine.map((run) => wrapped(run.label)), tickfont: { size: mine.length > 5 ? 10 : 12 } },
+  });
 }
 
 function pareto() {

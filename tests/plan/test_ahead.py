@@ -77,9 +77,9 @@ def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
     full = ("precision=32", "optim=adamw", "batch_size=8", "max_steps=3", "val_every=3")
     command("fit=off", *full)
     peak = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_bytes"]["device"]
-    limit = int(0.6 * peak)
+    limit = int(0.75 * peak)
     code, said = command(f"fit={limit}B", f"memory.limit={limit}", *full, f"hydra.run.dir={tmp_path}/chosen")
-    assert code == 0 and "the fastest of" in said
+    assert code == 0 and "the fastest of" in said, said
     summary = json.loads((tmp_path / "chosen" / "summary.json").read_text())
     assert summary["peak_bytes"]["device"] <= limit and summary["steps"] == 3
     with (tmp_path / "run" / "metrics.csv").open() as one, (tmp_path / "chosen" / "metrics.csv").open() as other:

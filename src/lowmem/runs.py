@@ -16,6 +16,7 @@ from lowmem.errors import Refused
 from lowmem.units import GIB
 
 FAILED = "failed.txt"  # in a run's folder: why
+LINE = 240  # characters of a reason in a table
 QUIET = 600  # seconds without a word after which a run without a summary is taken for dead
 
 
@@ -141,7 +142,7 @@ def _order(folder: Path) -> tuple:
 def line(text: str) -> str:
     """The one that says it: the first of a sentence, the last of a traceback."""
     lines = text.splitlines() or [""]
-    return lines[-1 if lines[0].startswith("Traceback") else 0][:160]
+    return lines[-1 if lines[0].startswith("Traceback") else 0][:LINE]
 
 
 def _name(error: Exception) -> str:

@@ -87,6 +87,14 @@ def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # precision and optimizer were typed: the same update
 
 
+def test_as_typed_where_the_device_is_not(command, tmp_path):
+    """device=auto is the default, and precisions want to know which it is."""
+    code, said = command("fit=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
+    assert code == 0 and "the fastest of" in said, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["device"] in ("cpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+
+
 def test_nothing_that_fits_is_said(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     code, said = command("fit=1KiB", *typed)

@@ -46,7 +46,7 @@ def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
         f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of the device."
     )
     recipe = dict(line.split("=", 1) for line in plan.chosen.overrides)
-    return OmegaConf.merge(_composed(typed, recipe), {"device": cfg.device, "output_dir": cfg.output_dir})
+    return _composed(cfg, typed, recipe)
 
 
 def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
@@ -123,8 +123,10 @@ def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
     ram = available_bytes() + process.rss_bytes()
-    return search(cfg, typed, lambda recipe: _composed(typed, recipe), gpu, ram, cfg.device == "cuda")
+    return search(cfg, typed, lambda recipe: _composed(cfg, typed, recipe), gpu, ram, cfg.device == "cuda")
 
 
-def _composed(typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
-    return plain(composed("config", typed, recipe))
+def _composed(cfg: DictConfig, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
+    """Where `cfg` runs, which is known by now: what was typed may be device=auto."""
+    where = {"device": cfg.device, "output_dir": cfg.output_dir}
+    return plain(OmegaConf.merge(composed("config", typed, recipe), where))

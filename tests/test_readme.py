@@ -17,7 +17,7 @@ from conftest import ROOT
 from lowmem import cli
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^    (python (?:train|plan|compare)\.py .*)$", README, re.MULTILINE)
+COMMANDS = list(dict.fromkeys(re.findall(r"^    (python (?:train|plan|compare)\.py .*)$", README, re.MULTILINE)))
 
 
 def test_there_are_commands():

@@ -72,7 +72,9 @@ class Optuna(Sweeper):
         """The best run, or those of which none is better in everything; search.json has all trials."""
         finished = [trial for trial in study.trials if trial.values]
         best = sorted({known.index(_key(trial)) for trial in (study.best_trials if finished else [])})
-        trials = [{"job": known.index(_key(t)), "overrides": t.params, "values": t.values} for t in study.trials]
+        trials = [
+            {"job": known.index(_key(t)), "overrides": _plain(t.params), "values": t.values} for t in study.trials
+        ]
         found = {"objectives": self.objectives, "best_jobs": best, "trials": trials}
         (folder / "search.json").write_text(json.dumps(found, indent=2) + "\n")
         what = "best is" if len(self.objectives) == 1 else "none is better in all of them than"
@@ -91,6 +93,11 @@ def _distribution(override: Override):
             high -= value.step if whole else 0  # Hydra's range ends before its stop
         return (IntDistribution if whole else FloatDistribution)(low, high, **steps)
     return CategoricalDistribution(list(override.sweep_iterator(transformer=Transformer.encode)))
+
+
+def _plain(typed: Mapping[str, object]) -> dict[str, object]:
+    """Without the quotes that tell Hydra the choice '32' from the number."""
+    return {key: value.strip("'") if isinstance(value, str) else value for key, value in typed.items()}
 
 
 def _key(trial) -> tuple:

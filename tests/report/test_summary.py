@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lowmem.report import summary
+from lowmem.units import GIB
 
 
 def test_what_was_not_measured_is_null(tmp_path):
@@ -26,6 +27,8 @@ def test_the_table(fit):
     assert lines["parameters"].strip() == "43,264"
     assert float(lines["seconds per step"]) > 0  # one step is all warm-up, and all there is
     assert "seconds per step          -" in summary.table(whole | {"seconds_per_step": None})
-    assert lines["peak host memory"].strip().startswith("0.")
+    resident = whole["peak_bytes"]["host_rss"] / GIB  # of this process, whatever ran in it before
+    assert lines["peak host memory"].strip() == f"{resident:.3f} GiB (resident, libraries included)"
+    assert 0.2 < resident < 8
     assert "skipped" not in summary.table(whole)
     assert "2 skipped" in summary.table(whole | {"skipped_steps": 2})

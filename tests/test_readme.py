@@ -154,6 +154,13 @@ def test_the_measured_figures_are_those_of_the_results():
         assert row[1].rstrip(" ¹²³⁴⁵") == written, name
 
 
+def test_the_table_of_the_four_loops_is_that_of_the_results():
+    section = README.split("## How fast")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    result = (ROOT / "benchmarks" / "results" / "side_by_side.md").read_text()
+    assert len(rows) > 20 and all(row in result for row in rows)
+
+
 def test_the_tables_about_masters_are_those_of_the_results():
     section = README.split("## A model that does not fit")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from benchmarks.runner import ROOT, measure, trained, write
-from lowmem.memory.ledger import CATEGORIES
+from lowmem.units import CATEGORIES
 
 MIB = 2**20
 SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "sample_tokens=0", "logger=none", "fit=off"]

@@ -1,3 +1,4 @@
-"""Names of sizes."""
+"""In what memory is counted, and by what: known without importing torch."""
 
 GIB = 2**30
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lowmem.memory import meter as meters
-from lowmem.memory.ledger import CATEGORIES, PHASES
+from lowmem.memory.ledger import PHASES
 from lowmem.memory.meter import MemoryMeter, curve, is_compiled
 from lowmem.precision.plugin import FullPrecision
+from lowmem.units import CATEGORIES
 
 LIVE = [f"{category}_bytes" for category in CATEGORIES]
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lowmem.memory.ledger import CATEGORIES, Ledger, gradients, optimizer_state, weights
+from lowmem.memory.ledger import Ledger, gradients, optimizer_state, weights
 from lowmem.memory.tracker import StorageTracker, highest
+from lowmem.units import CATEGORIES
 
 KIB = 1024
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowmem.memory.ledger import CATEGORIES
 from lowmem.memory.tracker import Point
 from lowmem.report import picture
+from lowmem.units import CATEGORIES
 
 
 def points():

@@ -4,9 +4,9 @@ import csv
 
 import pytest
 
-from lowmem.memory.ledger import CATEGORIES
 from lowmem.memory.tracker import Point
 from lowmem.report import step
+from lowmem.units import CATEGORIES
 
 
 @pytest.mark.parametrize("count", [0, 1, 1999, 2000, 2001, 12345])

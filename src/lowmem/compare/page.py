@@ -8,9 +8,9 @@ from pathlib import Path
 from lowmem import runs
 from lowmem.report.summary import both
 from lowmem.runs import Run
+from lowmem.units import CATEGORIES
 
 HERE = Path(__file__).parent
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 POINTS = 2000  # of a curve: more than a screen has
 
 

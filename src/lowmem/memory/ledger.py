@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
+from lowmem.units import CATEGORIES
+
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
 
 Side = Literal["device", "host"]

@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lowmem.memory import ledger, process
-from lowmem.memory.ledger import CATEGORIES, Ledger
+from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import Point, StorageTracker, highest
-from lowmem.units import GIB
+from lowmem.units import CATEGORIES, GIB
 
 log = logging.getLogger(__name__)
 

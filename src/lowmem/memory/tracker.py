@@ -15,7 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.memory.ledger import CATEGORIES, Held, Owner, Side, parts
+from lowmem.memory.ledger import Held, Owner, Side, parts
+from lowmem.units import CATEGORIES
 
 
 class Point(NamedTuple):

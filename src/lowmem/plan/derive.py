@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem.instantiate import instantiate
-from lowmem.memory.ledger import CATEGORIES
 from lowmem.memory.tracker import Point
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
 from lowmem.refusals import in_backward, masters
+from lowmem.units import CATEGORIES
 
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
 SHORT = 8  # tokens of a trace of the parameters alone

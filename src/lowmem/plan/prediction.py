@@ -11,13 +11,12 @@ from lowmem import build
 from lowmem.errors import Refused
 from lowmem.host_memory import state_bytes_per_parameter
 from lowmem.memory import process
-from lowmem.memory.ledger import CATEGORIES
 from lowmem.memory.link import SLOT_BYTES, SLOTS
 from lowmem.memory.tracker import Point
 from lowmem.plan.allocator import replay
 from lowmem.plan.trace import Trace, architecture, trace
 from lowmem.refusals import accumulates, masters
-from lowmem.units import GIB
+from lowmem.units import CATEGORIES, GIB
 
 PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
 # What cannot be known without the card: kernels and cuBLAS workspace beside torch's memory, and CUDA's libraries in the

@@ -9,9 +9,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from lowmem.memory.ledger import CATEGORIES
 from lowmem.memory.tracker import Point
-from lowmem.units import GIB
+from lowmem.units import CATEGORIES, GIB
 
 COLOURS = {
     "weights": "#3b6fb6",

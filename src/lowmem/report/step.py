@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowmem.memory.ledger import CATEGORIES
 from lowmem.memory.tracker import Point
+from lowmem.units import CATEGORIES
 
 MOST = 2000  # rows: more than a screen has columns
 

@@ -3,26 +3,28 @@
     python -m benchmarks.loops <loop> <recipe> <model>
 
 Same weights, windows of micro-batches, optimizer, schedule, clipping and precision, all built by lowmem; only who
-drives differs. Each prints its speed over the steps after the third, the loss of every step, and its peak of live
-tensors, counted at every operator of the third step.
+drives differs. Each prints how long each step took and its loss, its speed over the steps after the third, and its peak
+of live tensors, counted at every operator of the third step.
 """
 
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.runner import trained
+from benchmarks.turns import Turns
 
-STEPS, WARM_UP = 23, 3  # the meter's break-down is taken once in the last twenty, as it is in a long run
+# Of the steps after the warm-up all are timed but the last: twenty, in one of which the meter's break-down is taken, as
+# it is in a long run.
+STEPS, WARM_UP = 24, 3
 MODELS = {
     # 13.9M parameters
     "13.9M": {"vocab_size": 8192, "n_positions": 256, "n_embd": 384, "n_layer": 6, "n_head": 6, "T": 256},
@@ -58,21 +60,37 @@ def shape(model: str, steps: int = STEPS) -> list[str]:
 
 def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
     """train.py as shipped: meter, metrics, W&B (offline), plan, checkpoint."""
-    from lowmem import fit, runs
+    from lowmem import fit
 
     if not metered:
         fit.MemoryMeter = silent_meter()
-    summary = trained([*shape(model), *RECIPES[recipe], "log_every=1"])
-    speed, phases = summary["tokens_per_second"], summary["peak_bytes_by_phase"]
-    rows = runs.load(Path(os.environ["ROW_FOLDER"])).rows("metrics.csv")
+    turns, losses = Turns(), []
+
+    class InTurn(fit.Stop):
+        def on_train_batch_start(self, *_) -> None:
+            turns.next()
+
+        def on_train_batch_end(self, trainer, module, outputs: dict, *_) -> None:
+            losses.append(outputs["loss"])
+            super().on_train_batch_end(trainer, module)
+
+    fit.Stop = InTurn
+    summary = trained([*shape(model), *RECIPES[recipe]])
+    phases = summary["peak_bytes_by_phase"]
     return {
-        "tokens_per_second": speed,
-        "seconds_per_step": BATCH_SIZE * MODELS[model]["T"] / speed,  # the mean, as the other loops report it
+        **speed(turns, model),
         "first_step_seconds": summary["first_step_seconds"],
-        "losses": [float(row["train_loss"]) for row in rows if row["train_loss"]],
-        "peak_bytes": max(phases[p].get("device") or 0 for p in ("forward", "backward", "step") if p in phases),
+        "losses": [float(loss) for loss in losses],
+        "peak_bytes": max(
+            (phases[p].get("device") or 0 for p in ("forward", "backward", "step") if p in phases), default=None
+        ),
         "rss_bytes": summary["peak_bytes"]["host_rss"] - summary["rss_before_model_bytes"],
     }
+
+
+def speed(turns: Turns, model: str) -> dict:
+    tokens, timed = BATCH_SIZE * MODELS[model]["T"], turns.seconds[WARM_UP:]
+    return {"seconds": turns.seconds, "tokens_per_second": tokens / mean(timed)}
 
 
 def silent_meter() -> type:
@@ -128,7 +146,7 @@ def materials(recipe: str, model: str) -> tuple[Materials, "Watch"]:
     )
     if made.checkpointing:
         made.network.gradient_checkpointing_enable({"use_reentrant": False})
-    return made, Watch(made, BATCH_SIZE * MODELS[model]["T"], before)
+    return made, Watch(made, model, before)
 
 
 def loss_of(network: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -138,10 +156,11 @@ def loss_of(network: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Ten
 
 
 class Watch:
-    """Speed of the steps after the warm-up, the loss of all, and the live tensors of the last one of the warm-up."""
+    """Time and loss of every step, and the live tensors of the last one of the warm-up."""
 
-    def __init__(self, of: Materials, tokens_per_step: int, rss_before: int) -> None:
-        self.of, self.tokens_per_step, self.rss_before = of, tokens_per_step, rss_before
+    def __init__(self, of: Materials, model: str, rss_before: int) -> None:
+        self.of, self.model, self.rss_before = of, model, rss_before
+        self.turns = Turns()
         self.steps, self.losses = 0, [0.0]
         self.tracker = None
 
@@ -150,6 +169,7 @@ class Watch:
         self.losses[-1] = self.losses[-1] + loss.detach()
 
     def begin(self) -> None:
+        self.turns.next()
         if self.steps == WARM_UP - 1:
             from lowmem.memory.ledger import Ledger, optimizer_state
             from lowmem.memory.tracker import StorageTracker
@@ -165,15 +185,12 @@ class Watch:
         self.losses.append(0.0)
         if self.steps == WARM_UP:
             self.tracker.__exit__(None, None, None)
-            self.start = time.perf_counter()
 
     def result(self) -> dict:
         from lowmem.memory import process
 
-        seconds = (time.perf_counter() - self.start) / (self.steps - WARM_UP)
         return {
-            "tokens_per_second": self.tokens_per_step / seconds,
-            "seconds_per_step": seconds,
+            **speed(self.turns, self.model),
             "losses": [float(loss) for loss in self.losses[:-1]],
             "peak_bytes": max(point.total for point in self.tracker.timeline()),
             "rss_bytes": process.peak_rss_bytes() - self.rss_before,

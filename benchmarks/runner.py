@@ -41,9 +41,14 @@ def row(arguments: Sequence[str]) -> dict:
             capture_output=True,
             text=True,
         )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return result(arguments, done.returncode, done.stdout, done.stderr)
+
+
+def result(arguments: Sequence[str], code: int, stdout: str, stderr: str) -> dict:
+    """What a process printed last."""
+    if code:
+        raise SystemExit(f"{' '.join(arguments)} failed:\n{stdout[-2000:]}{stderr[-4000:]}")
+    return json.loads(stdout.strip().splitlines()[-1])
 
 
 def trained(arguments: Sequence[str]) -> dict:

@@ -82,7 +82,7 @@ class CausalLM(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip, after every callback has seen the gradients at their true size."""
-        self.gradient_norm = self.trainer.precision_plugin.clip(optimizer, self.clip_value, self.clip)
+        self.gradient_norm = self.trainer.precision_plugin.clip(self.model, self.clip_value, self.clip)
 
     def configure_optimizers(self) -> dict:
         optimizer = self.make_optimizer(self.model, self.trainer.precision_plugin.master)

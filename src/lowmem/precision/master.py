@@ -144,7 +144,7 @@ class BFloat16Master(FullPrecision):
     def drop_gradients(self, optimizer: Optimizer) -> None:
         """The host drops each when it has been used, perhaps later than this; and those of a skipped step above."""
 
-    def clip(self, optimizer: Optimizer, value: float | None, largest: float | None) -> Tensor | None:
+    def clip(self, model: nn.Module, value: float | None, largest: float | None) -> Tensor | None:
         collected = self._collected()
         if not collected:  # each gradient was used up in backward
             return None

@@ -65,13 +65,14 @@ class FullPrecision(Precision):
         """Bring the window's gradients to their true size. False: they overflowed, skip this step."""
         return True
 
-    def clip(self, optimizer: Optimizer, value: float | None, largest: float | None) -> Tensor | None:
+    def clip(self, model: nn.Module, value: float | None, largest: float | None) -> Tensor | None:
         """Limit each element to +-value, then the global norm to `largest`; None: off.
 
         Returns:
             The global norm before it was limited, where it was asked for.
         """
-        parameters = [p for _, p in with_gradient(optimizer)]
+        # In the model's order, not the optimizer's groups': a sum in the order of every other loop has the same bits.
+        parameters = [p for p in model.parameters() if p.grad is not None]
         if not parameters:  # each gradient was used up in backward
             return None
         if value is not None:

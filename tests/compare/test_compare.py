@@ -135,6 +135,7 @@ addEventListener("load", () => setTimeout(async () => {
   found.bars = document.getElementById("peak").data.map((trace) => trace.x);
   found.places = new Set(document.getElementById("peak").data.map((trace) => [...trace.y]).flat()).size;
   found.svg = charts.filter((chart) => chart.querySelector("svg.main-svg")).length;
+  found.states = [...document.querySelectorAll("td.reason")].map((cell) => cell.textContent);
   found.wide = document.documentElement.scrollWidth - innerWidth;
   document.querySelector("tbody tr").click();
   await new Promise((done) => setTimeout(done, 300));
@@ -186,6 +187,7 @@ def test_the_page_draws_every_run_and_a_click_hides_one(sweep, width):
     job.main([str(sweep)])
     found = browsed(sweep / "comparison.html", width)
     assert found["errors"] == [] and found["rows"] == 7 and found["svg"] == 6
+    assert found["states"][2] == "done" and found["states"][3] == "failed: ZeroDivisionError: </script><b>"
     # curves exist of all whose csv can be read, figures only of the finished
     assert found["names"] == [f"{LONG}{n - 1} lr=0.00{n}" for n in range(1, 7)]
     assert found["before"] == {"peak": 5, "pareto": 4, "loss": 14, "memory": 6, "inside": 5, "planned": 3}

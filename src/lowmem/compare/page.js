@@ -140,7 +140,9 @@ function table() {
     first.prepend(swatch);
     const number = (c) => run.figures[c] === null ? "-" : run.figures[c].toLocaleString("en", { minimumFractionDigits: digits[c] ?? 3, maximumFractionDigits: digits[c] ?? 3 });
     row.append(first, ...columns.map((c) => element("td", number(c), "number")), element("td", run.device || "-"));
-    row.append(element("td", run.reason ? `${run.status}: ${run.reason.split("\n")[0]}` : run.status, "reason"));
+    const status = element("td", run.reason ? `${run.status}: ${run.short}` : run.status, "reason");
+    status.title = run.reason;
+    row.append(status);
     row.tabIndex = 0;
     row.onclick = () => {
       hidden.has(run) ? hidden.delete(run) : hidden.add(run);

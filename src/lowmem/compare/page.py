@@ -52,6 +52,7 @@ def _figures(run: Run, name: str, label: str) -> dict:
         "overrides": run.overrides,
         "status": run.status,
         "reason": run.reason,
+        "short": runs.line(run.reason),
         "device": summary.get("device"),
         "figures": {column: runs.figure(run, column) for column in runs.FIGURES},
         "peak": summary.get("peak_bytes_by_category"),

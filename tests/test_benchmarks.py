@@ -1,0 +1,94 @@
+"""What the benchmarks stand on: loops that take turns, and the same mathematics in every one of them."""
+
+import pytest
+from benchmarks import turns
+from benchmarks.loops import RECIPES
+from benchmarks.side_by_side import LOOPS
+
+# A loop of as many steps as it is told. It writes down when each of its steps begins and ends.
+COUNTING = """
+import json, sys, time
+from benchmarks.turns import Turns
+name, steps, diary = sys.argv[1], int(sys.argv[2]), open(sys.argv[3], "a")
+turns = Turns()
+for _ in range(steps):
+    turns.next()
+    print(name, "begins", file=diary, flush=True)
+    time.sleep(0.02)
+    print(name, "ends", file=diary, flush=True)
+print(json.dumps({"seconds": turns.seconds, "tokens_per_second": 1.0}))
+"""
+
+
+def test_loops_take_turns_and_none_steps_while_another_does(tmp_path):
+    diary = tmp_path / "diary"
+    found = turns.together({name: ["-c", COUNTING, name, str(n), str(diary)] for name, n in (("a", 3), ("b", 2))})
+    steps = [line.split() for line in diary.read_text().splitlines()]
+    assert [what for _, what in steps] == ["begins", "ends"] * 5
+    assert [name for name, what in steps if what == "begins"] == ["a", "b", "b", "a", "a"]
+    assert [len(found[name]["seconds"]) for name in "ab"] == [2, 1]  # the last one's end is nobody's start
+
+
+def test_time_spent_waiting_for_a_turn_is_nobodys(monkeypatch):
+    clock = [0.0]
+
+    def wait(*_) -> bytes:
+        clock[0] += 100.0
+        return b"."
+
+    monkeypatch.setenv(turns.PIPES, "0 1")
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(turns.os, "read", wait)
+    monkeypatch.setattr(turns.os, "write", lambda *_: None)
+    loop = turns.Turns()
+    for _ in range(3):
+        loop.next()
+        clock[0] += 1.0
+    assert loop.seconds == [1.0, 1.0]
+
+
+def test_a_loop_that_fails_says_why_and_the_others_do_not_wait_for_it(tmp_path):
+    broken = "import sys; sys.exit('no such model')"
+    rows = {"broken": ["-c", broken], "whole": ["-c", COUNTING, "whole", "2", str(tmp_path / "diary")]}
+    with pytest.raises(SystemExit, match="no such model"):
+        turns.together(rows)
+    assert (tmp_path / "diary").read_text().count("whole ends") == 2
+
+
+def test_a_loop_alone_waits_for_nobody(monkeypatch):
+    monkeypatch.delenv(turns.PIPES, raising=False)
+    alone = turns.Turns()
+    alone.next()
+    alone.next()
+    assert len(alone.seconds) == 1
+
+
+def test_the_ratio_is_the_median_of_pairs_after_the_warm_up():
+    ours = [{"seconds": [9.0, 1.0, 2.0]}, {"seconds": [9.0, 4.0, 1.0]}]
+    theirs = [{"seconds": [1.0, 1.0, 4.0]}, {"seconds": [1.0, 2.0, 3.0]}]
+    assert turns.speed_ratio(ours, theirs, warm_up=1) == 1.5  # of 1, 2, 0.5 and 3
+    assert turns.difference(ours, theirs, warm_up=1) == 1.0  # of 0, 2, -2 and 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_loop_has_the_same_losses_to_the_last_bit(recipe):
+    rows = {loop: ["-m", "benchmarks.loops", loop, recipe, "tiny"] for loop in LOOPS}
+    losses = {loop: one["losses"] for loop, one in turns.together(rows).items()}
+    assert losses["plain"][-1] < losses["plain"][0] - 0.5  # there is training in them
+    assert all(losses[loop] == losses["plain"] for loop in LOOPS), losses
+
+
+@pytest.mark.slow
+def test_another_order_of_additions_has_other_bits():
+    """The wrong variant: a plain loop that clips by the same norm, summed from the last parameter to the first."""
+    wrong = """
+import json, torch
+from benchmarks import loops
+right = torch.nn.utils.clip_grad_norm_
+torch.nn.utils.clip_grad_norm_ = lambda parameters, largest: right(list(parameters)[::-1], largest)
+print(json.dumps(loops.plain("adafactor", "tiny")))
+"""
+    rows = {"wrong": ["-c", wrong], "plain": ["-m", "benchmarks.loops", "plain", "adafactor", "tiny"]}
+    found = turns.together(rows)
+    assert found["wrong"]["losses"] != found["plain"]["losses"]

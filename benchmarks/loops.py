@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from statistics import mean
+from statistics import mean, median
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,8 @@ def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
 
 def speed(turns: Turns, model: str) -> dict:
     tokens, timed = BATCH_SIZE * MODELS[model]["T"], turns.seconds[WARM_UP:]
-    return {"seconds": turns.seconds, "tokens_per_second": tokens / mean(timed)}
+    pages = median(turns.pages[WARM_UP:])
+    return {"seconds": turns.seconds, "tokens_per_second": tokens / mean(timed), "pages_per_step": pages}
 
 
 def silent_meter() -> type:

@@ -7,6 +7,7 @@ loop's. Same weights, data, optimizer and seed (see loops.py); the four loops of
 """
 
 import argparse
+import os
 
 from benchmarks.loops import RECIPES, WARM_UP
 from benchmarks.runner import medians, ratio, write
@@ -19,14 +20,15 @@ OF_PLAIN = {"bf16": 0.95}  # 0.97 elsewhere
 
 
 def table(found: dict) -> str:
-    speed, peak, rss = (medians(found, key) for key in ("tokens_per_second", "peak_bytes", "rss_bytes"))
+    keys = ("tokens_per_second", "pages_per_step", "peak_bytes", "rss_bytes")
+    speed, pages, peak, rss = (medians(found, key) for key in keys)
     lines = [
-        "| recipe | loop | tokens/s | live tensors, MiB | resident net of imports, MiB | losses |",
-        "|---|---|---|---|---|---|",
+        "| recipe | loop | tokens/s | pages faulted in per step | live tensors, MiB | resident net of imports, MiB | losses |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, rounds in found.items():
         recipe, loop = name.split(" ")
-        figures = f"{speed[name]:,.0f} | {peak[name] / 2**20:.1f} | {rss[name] / 2**20:,.0f}"
+        figures = f"{speed[name]:,.0f} | {pages[name]:,.0f} | {peak[name] / 2**20:.1f} | {rss[name] / 2**20:,.0f}"
         losses = "-" if loop == "plain" else apart(rounds[0]["losses"], found[f"{recipe} plain"][0]["losses"])
         lines.append(f"| {recipe} | {loop} | {figures} | {losses} |")
     lines += [
@@ -57,10 +59,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", default="13.9M", help="of loops.py")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument(
+        "--kept-heap",
+        action="store_true",
+        help="the C library gives no memory back between steps, in a file of its own: what it gives back, and has to "
+        "fault in again, differs by a quarter between two processes of the same loop",
+    )
     options = parser.parse_args()
-    teams = [{f"{r} {loop}": ["-m", "benchmarks.loops", loop, r, options.model] for loop in LOOPS} for r in RECIPES]
+    if options.kept_heap:
+        os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**25), MALLOC_TRIM_THRESHOLD_=str(2**36))
+    teams = [
+        {f"{r} {loop}": ["-m", "benchmarks.loops", loop, r, options.model] for loop in LOOPS} for r in options.only
+    ]
     found = measure(teams, options.rounds)
-    write("side_by_side", {"rounds": found}, table(found))
+    write("side_by_side" + "_kept_heap" * options.kept_heap, {"rounds": found}, table(found))
 
 
 if __name__ == "__main__":

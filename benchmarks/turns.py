@@ -6,6 +6,7 @@ seconds apart. Started by hand, a loop waits for nobody.
 """
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []  # of every step but the last, from its start to the next one's
+        self.pages: list[int] = []  # that had to be faulted in meanwhile
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
         self._start: float | None = None
 
@@ -32,11 +34,16 @@ class Turns:
         """Call it where a step starts: gives the turn back, and returns when it is this loop's again."""
         if self._start is not None:
             self.seconds.append(time.perf_counter() - self._start)
+            self.pages.append(_pages() - self._pages)
         if self._pipes:
             to_read, to_write = self._pipes
             os.write(to_write, b".")
             os.read(to_read, 1)
-        self._start = time.perf_counter()
+        self._start, self._pages = time.perf_counter(), _pages()
+
+
+def _pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class _Loop:

@@ -23,7 +23,7 @@ def table(found: dict) -> str:
     keys = ("tokens_per_second", "pages_per_step", "peak_bytes", "rss_bytes")
     speed, pages, peak, rss = (medians(found, key) for key in keys)
     lines = [
-        "| recipe | loop | tokens/s | pages faulted in per step | live tensors, MiB | resident net of imports, MiB | losses |",
+        "| recipe | loop | tokens/s | pages faulted in | live tensors, MiB | resident net of imports, MiB | losses |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, rounds in found.items():

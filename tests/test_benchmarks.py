@@ -67,7 +67,7 @@ def test_the_ratio_is_the_median_of_pairs_after_the_warm_up():
     ours = [{"seconds": [9.0, 1.0, 2.0]}, {"seconds": [9.0, 4.0, 1.0]}]
     theirs = [{"seconds": [1.0, 1.0, 4.0]}, {"seconds": [1.0, 2.0, 3.0]}]
     assert turns.speed_ratio(ours, theirs, warm_up=1) == 1.5  # of 1, 2, 0.5 and 3
-    assert turns.difference(ours, theirs, warm_up=1) == 1.0  # of 0, 2, -2 and 2
+    assert turns.difference(ours, theirs, warm_up=1) == -1.0  # of 0, -2, 2 and -2
 
 
 @pytest.mark.slow

@@ -28,22 +28,24 @@ class Turns:
         self.seconds: list[float] = []  # of every step but the last, from its start to the next one's
         self.pages: list[int] = []  # that had to be faulted in meanwhile
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
-        self._start: float | None = None
+        self._start: tuple[float, int] | None = None
 
     def next(self) -> None:
         """Call it where a step starts: gives the turn back, and returns when it is this loop's again."""
         if self._start is not None:
-            self.seconds.append(time.perf_counter() - self._start)
-            self.pages.append(_pages() - self._pages)
+            seconds, pages = _now()
+            self.seconds.append(seconds - self._start[0])
+            self.pages.append(pages - self._start[1])
         if self._pipes:
             to_read, to_write = self._pipes
             os.write(to_write, b".")
             os.read(to_read, 1)
-        self._start, self._pages = time.perf_counter(), _pages()
+        self._start = _now()
 
 
-def _pages() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def _now() -> tuple[float, int]:
+    """Seconds, and the pages that this process has faulted in."""
+    return time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class _Loop:

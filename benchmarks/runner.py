@@ -37,11 +37,16 @@ def row(arguments: Sequence[str]) -> dict:
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
-            env=os.environ | {"WANDB_SILENT": "true", "ROW_FOLDER": folder},
+            env=environment(folder),
             capture_output=True,
             text=True,
         )
     return result(arguments, done.returncode, done.stdout, done.stderr)
+
+
+def environment(folder: str | Path) -> dict[str, str]:
+    """Of a row's process. Args: folder: where it may write."""
+    return os.environ | {"WANDB_SILENT": "true", "ROW_FOLDER": str(folder)}
 
 
 def result(arguments: Sequence[str], code: int, stdout: str, stderr: str) -> dict:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.runner import ROOT, result
+from benchmarks.runner import ROOT, environment, result
 
 PIPES = "ROW_PIPES"  # in the environment of a loop: what it reads its turns from, and where it gives them back
 SETTLE = 0.05  # seconds between two turns, in which the threads of the last one fall asleep
@@ -56,11 +56,10 @@ class _Loop:
         self.arguments, self.folder = arguments, folder
         (to_read, self.go), (self.back, to_write) = os.pipe(), os.pipe()
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-            environment = {"WANDB_SILENT": "true", "ROW_FOLDER": str(folder), PIPES: f"{to_read} {to_write}"}
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=ROOT,
-                env=os.environ | environment,
+                env=environment(folder) | {PIPES: f"{to_read} {to_write}"},
                 stdout=out,
                 stderr=err,
                 pass_fds=(to_read, to_write),
@@ -104,7 +103,8 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
 
 
 def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """How many times as fast we are: the median over the steps of all rounds, each beside the other's same step."""
+    """How many times as fast we are: the median over the steps of all rounds, each beside the other's same step. What is
+    done in few steps, such as the meter's break-down, is not in it; it is in `tokens_per_second`."""
     return median(their / our for our, their in _steps(ours, theirs, warm_up))
 
 

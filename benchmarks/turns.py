@@ -103,8 +103,10 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
 
 
 def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """How many times as fast we are: the median over the steps of all rounds, each beside the other's same step. What is
-    done in few steps, such as the meter's break-down, is not in it; it is in `tokens_per_second`."""
+    """How many times as fast we are: the median over the steps of all rounds, each beside the other's same step.
+
+    What is done in few steps, such as the meter's break-down, is not in it; it is in `tokens_per_second`.
+    """
     return median(their / our for our, their in _steps(ours, theirs, warm_up))
 
 

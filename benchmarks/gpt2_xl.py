@@ -90,7 +90,7 @@ def alone() -> dict:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lowmem.gradient_checkpointing import every_layer
-    from lowmem.loss import chunked
+    from lowmem.loss import Chunked
 
     shape = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape), dtype=torch.bfloat16).train()
@@ -101,7 +101,7 @@ def alone() -> dict:
     for _ in range(6):
         ids = torch.randint(0, 50257, (1, 257))
         start = time.perf_counter()
-        (chunked(model, ids[:, :-1], ids[:, 1:], 1024) / 256).backward()
+        (Chunked(1024)(model, ids[:, :-1], ids[:, 1:]) / 256).backward()
         seconds.append(time.perf_counter() - start)
     return {"seconds_per_step": median(seconds[2:])}
 

@@ -1,8 +1,13 @@
 """What people type becomes what Hydra reads."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import yaml
 
+from conftest import ROOT
 from lowmem import cli
 
 
@@ -43,3 +48,13 @@ def test_a_resumed_run_remembers_and_what_is_typed_wins(earlier, what):
 
 def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
     assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]
+
+
+@pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])
+def test_what_the_config_alone_can_tell_is_told_before_torch_is_imported(typed, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    line = [sys.executable, "train.py", *typed.split(), f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(typed.split()[-1])
+    assert "Type seq_len=" in done.stderr or "give" in done.stderr

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from lowmem import loss as losses
 from lowmem.errors import Refused
+from lowmem.head import Head
 from lowmem.memory.tracker import StorageTracker
 from tolerances import BF16, FP16, FP32_REORDERED
 
@@ -27,7 +28,10 @@ def network(model_type="gpt2", **changes):
         }
     else:
         shape = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        shape |= {"num_key_value_heads": 1, "head_dim": 16}
+        known = CONFIG_MAPPING[model_type]()
+        shape |= {
+            key: value for key, value in {"num_key_value_heads": 1, "head_dim": 16}.items() if hasattr(known, key)
+        }
     config = AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | shape | changes))
     return AutoModelForCausalLM.from_config(config).train()
 
@@ -44,7 +48,7 @@ def value_and_gradients(model, loss, batch, scale=1.0):
     model.zero_grad()
     value = loss(model, *batch)
     (value * scale).backward()
-    return value.item(), [p.grad.clone() for p in model.parameters()]
+    return value.item(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def worst(ours, theirs):
@@ -52,31 +56,58 @@ def worst(ours, theirs):
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True))
 
 
+def worst_of_shared(ours, theirs):
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True) if a is not None)
+
+
 def chunked(model, input_ids, labels):
-    return losses.chunked(model, input_ids, labels, rows=ROWS)
+    return losses.Chunked(ROWS)(model, input_ids, labels)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("gpt2", {}),  # tied head
-        ("llama", {"tie_word_embeddings": False}),
-        ("gemma2", {"final_logit_softcapping": 3.0, "attn_implementation": "eager"}),
-    ],
-)
-def test_chunked_is_full(model_type, changes, batch):
-    model = network(model_type, **changes)
+# What stands around the product with the head: nothing, a factor or a cap (each under a name of its own), layers.
+AROUND = {
+    "gpt2": {},  # tied head
+    "llama": {"tie_word_embeddings": False},
+    "gemma2": {"final_logit_softcapping": 0.2, "attn_implementation": "eager"},
+    "recurrent_gemma": {"logits_soft_cap": 0.2, "attn_implementation": "eager", "lru_width": WIDTH},
+    "cohere": {"logit_scale": 0.5},
+    "granite": {"logits_scaling": 2.0},
+    "modernbert-decoder": dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")], 0),
+}
 
-    def oracle(model, input_ids, labels):  # written out, so that `full` is checked too
-        logits = model(input_ids=input_ids, use_cache=False).logits.double()
-        kept = labels != losses.IGNORED
-        return -torch.log_softmax(logits[kept], -1)[torch.arange(int(kept.sum())), labels[kept]].sum()
 
+def oracle(model, input_ids, labels):  # written out, so that `full` is checked too
+    logits = model(input_ids=input_ids, use_cache=False).logits.double()
+    kept = labels != losses.IGNORED
+    return -torch.log_softmax(logits[kept], -1)[torch.arange(int(kept.sum())), labels[kept]].sum()
+
+
+@pytest.mark.parametrize("model_type", AROUND)
+def test_chunked_is_full(model_type, batch):
+    model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch, 0.37)
     for loss in (losses.full, chunked):
         ours, our_gradients = value_and_gradients(model, loss, batch, 0.37)
         assert ours == pytest.approx(value, rel=FP32_REORDERED)
         assert worst(our_gradients, gradients) < FP32_REORDERED
+
+
+@pytest.mark.parametrize("model_type", [t for t in AROUND if t not in ("gpt2", "llama")])
+def test_a_loss_that_leaves_out_what_stands_around_the_head_is_caught(model_type, batch, monkeypatch):
+    """As `chunked` did for years of models: the head's matrix on what leaves the body, and nothing else."""
+    model = network(model_type, **AROUND[model_type])
+    value, gradients = value_and_gradients(model, oracle, batch)
+
+    def bare(model, input_ids):
+        return Head(
+            model.get_output_embeddings(),
+            model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state,
+            None,
+        )
+
+    monkeypatch.setattr(losses, "enter", bare)
+    ours, our_gradients = value_and_gradients(model, chunked, batch)
+    assert max(abs(ours / value - 1), worst_of_shared(our_gradients, gradients)) > 100 * FP32_REORDERED
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
@@ -132,12 +163,47 @@ def test_chunked_never_holds_all_logits(batch):
     assert largest_tensor(chunked, batch) == VOCABULARY * WIDTH * 4 < logits
 
 
-def test_models_whose_logits_are_not_the_head_alone_are_refused(batch):
-    scaled = network()
-    scaled.config.logits_scaling = 8.0
-    with pytest.raises(Refused, match="logits_scaling"):
-        chunked(scaled, *batch)
+def test_a_head_that_is_no_matrix_is_refused(batch):
     headless = network()
     headless.set_output_embeddings(nn.Identity())
     with pytest.raises(Refused, match="loss=full"):
         chunked(headless, *batch)
+
+
+def test_a_head_that_is_applied_twice_is_refused(batch):
+    class Twice(type(network())):
+        def forward(self, **inputs):
+            super().forward(**inputs)
+            return super().forward(**inputs)
+
+    twice = network()
+    twice.__class__ = Twice
+    with pytest.raises(Refused, match="once to every token"):
+        chunked(twice, *batch)
+
+
+class AcrossTokens(GPT2LMHeadModel):
+    """Logits that no row of the head's product determines alone."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits - output.logits.mean(dim=1, keepdim=True)
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_before_the_first_step_the_logits_are_compared_with_the_models_own(dtype, batch):
+    model = network().to(dtype).eval()
+    loss = losses.Chunked(ROWS)
+    loss.verify(model, batch[0])
+    model.__class__ = AcrossTokens
+    with pytest.raises(Refused, match="another function"):
+        loss.verify(model, batch[0])
+
+
+def test_a_run_verifies_its_loss_before_its_first_step(fit, monkeypatch):
+    fit("loss=chunked")
+    monkeypatch.setattr(losses, "agrees", lambda *_: False)
+    fit("loss=full")
+    with pytest.raises(Refused, match="loss=chunked"):
+        fit("loss=chunked", folder="other")

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
 
 from lowmem import checkpoint, model
-from lowmem.check import OPTIM_KEYS, check_positions, check_vocabulary
+from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
 from lowmem.host_memory import check_host
@@ -34,7 +34,6 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     windows = instantiate(cfg.accumulation)
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    check_positions(cfg.seq_len, model.positions(config))
     check_host(cfg, config, optimizer(cfg))
     tokens = _tokens(cfg, spec, config)
     start = saved.position if saved else START

@@ -1,7 +1,7 @@
 """Refuse a run that cannot work before anything heavy is built: every error at once, each a sentence.
 
-The cheap questions come first (numbers, paths), then those that import the classes a yaml names. What only the data or
-the weights can tell is refused where they are read, with the same exception.
+The cheap questions come first (numbers, paths), before torch is imported; then those that import the classes a yaml
+names. What only the data or the weights can tell is refused where they are read, with the same exception.
 """
 
 import inspect
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem import checkpoint
 from lowmem.errors import Refused
 from lowmem.memory import limit
 from lowmem.refusals import refused
@@ -19,22 +18,36 @@ from lowmem.refusals import refused
 COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "save_every", "log_every")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+# Under which name a model's config has the length of the longest sequence, if it has one.
+POSITIONS = ("max_position_embeddings", "n_positions")
 # Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
 OPTIM_KEYS = ("in_backward", "embedding_bits")
 
 
 def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Args: choices: group -> chosen yaml, to name the file an error comes from."""
-    missing = sorted(key for key in OmegaConf.missing_keys(cfg))
-    if missing:
-        raise Refused("\n".join(f"{key} has no value: type {key}=<value>." for key in missing))
-    errors = [*_numbers(cfg), *_keys(cfg, choices)]
+    check_values(cfg)
+    errors = [*_keys(cfg, choices)]
     errors = errors or [*refused(cfg)]
     if errors:
         raise Refused("\n".join(errors))
     if cfg.resume is not None:
+        from lowmem import checkpoint
+
         checkpoint.find(cfg.resume)
     _device(cfg.device, cfg.memory.snapshot)
+
+
+def check_values(cfg: DictConfig) -> None:
+    """What the config alone can tell, within milliseconds."""
+    missing = sorted(key for key in OmegaConf.missing_keys(cfg))
+    errors = [f"{key} has no value: type {key}=<value>." for key in missing] or [*_numbers(cfg)]
+    if errors:
+        raise Refused("\n".join(errors))
+    architecture = cfg.model.get("architecture") or {}
+    _check_positions(
+        cfg, next((architecture[key] for key in POSITIONS if isinstance(architecture.get(key), int)), None)
+    )
 
 
 def _numbers(cfg: DictConfig) -> Iterator[str]:
@@ -126,9 +139,16 @@ def _device(device: str, snapshot: bool) -> None:
         )
 
 
-def check_positions(seq_len: int, positions: int | None) -> None:
-    if positions is not None and seq_len > positions:
-        raise Refused(f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
+def check_architecture(cfg: DictConfig) -> None:
+    """Of the whole architecture, the published keys too: before anything is planned for it."""
+    from lowmem.model import architecture_of, positions
+
+    _check_positions(cfg, positions(architecture_of(cfg)))
+
+
+def _check_positions(cfg: DictConfig, positions: int | None) -> None:
+    if positions is not None and cfg.seq_len > positions:
+        raise Refused(f"seq_len={cfg.seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
 
 
 def check_vocabulary(vocab_size: int, tokens: int) -> None:

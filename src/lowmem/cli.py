@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem import runs, sweep
+from lowmem.check import check_values
 from lowmem.errors import Refused
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -107,7 +108,8 @@ def run(cfg: DictConfig) -> float:
         return float("nan") if loss is None else loss
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
-        from lowmem.fit import fit
+        check_values(cfg)
+        from lowmem.fit import fit  # which imports torch
 
         return fit(cfg, output_dir, choices, typed)
 

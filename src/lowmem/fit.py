@@ -8,6 +8,7 @@ summary = fit(cfg, Path("outputs/notebook"))
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem import batch_size, build, checkpoint, model
-from lowmem.check import check
+from lowmem.check import check, check_architecture
 from lowmem.data.tokens import Tokens
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate, plain
+from lowmem.loss import Verified
 from lowmem.memory import process
 from lowmem.memory.advice import out_of_memory
 from lowmem.memory.limit import capped, parse
@@ -61,16 +63,19 @@ def fit(
     choices = choices or {}
     check(cfg, choices)
     quiet()
+    check_architecture(cfg)
     cfg = ahead.chosen(_placed(cfg, output_dir), overrides)
     cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
     prediction = ahead.expected(cfg, overrides)
-    seed_everything(cfg.seed, verbose=False)
     start = checkpoint.find(cfg.resume) if cfg.resume else None
     run = None
     try:
         saved = checkpoint.Saved(start, cfg.max_steps) if start else None
         data = build.data(cfg, saved)
         before = process.rss_bytes()
+        seed_everything(
+            cfg.seed, verbose=False
+        )  # just before the weights are drawn: whatever drew until here must not matter
         module = build.module(cfg, data, saved)
         tokens = data.tokens
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -85,6 +90,11 @@ def fit(
         about |= {"predicted": prediction.beside(before) if prediction else None, "rss_before_model_bytes": before}
         return _report(run, cfg, output_dir, tokens, module, about)
     except (RuntimeError, MemoryError) as error:
+        if run and mixes_dtypes(error, module.model):
+            raise Refused(
+                f"precision: the code of {type(module.model).__name__} computes partly in fp32, which its 16-bit "
+                f"weights do not fit ({error}). Type precision=bf16, with which weights are fp32."
+            ) from error
         if not _is_out_of_memory(error):
             raise
         held = run.meter.by_category() if run else {}
@@ -127,7 +137,7 @@ def _assemble(cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalL
     sample, stop = Sample(tokens.tokenizer, cfg.sample_tokens, cfg.seed), Stop()
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)
     plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
-    callbacks = [meter, metrics, *instantiate(cfg.callbacks).values(), stop, saves, sample]
+    callbacks = [meter, metrics, *instantiate(cfg.callbacks).values(), Verified(), stop, saves, sample]
     loggers = [logger for logger in instantiate(cfg.logger).values() if logger is not None]
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
@@ -155,6 +165,12 @@ def _placed(cfg: DictConfig, output_dir: Path) -> DictConfig:
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     return cfg
+
+
+def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:
+    """Whether an error is that of a product of 16-bit weights with fp32 activations."""
+    narrow = any(p.dtype.itemsize == 2 for p in network.parameters())
+    return narrow and re.search("same dtype|mixed dtype|scalar type", str(error)) is not None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -200,6 +216,7 @@ def _summary(run: Run, cfg: DictConfig, tokens: Tokens, module: CausalLM) -> dic
         "seconds_per_step": metrics.seconds_per_step(),
         "first_step_seconds": metrics.first_step_seconds,
         "train_loss": metrics.train_loss,
+        "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
         "bits_per_byte": tokens.bits_per_byte(metrics.val_loss),
         "trigram_bits_per_byte": tokens.trigram_bits_per_byte,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import Cache, PreTrainedModel
 
 from lowmem.errors import Refused
 from lowmem.memory.boundary import Boundary, OnDevice, OnHost
@@ -96,12 +97,12 @@ def budget(model: nn.Module, fraction: float, backend: str) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that a model calls one after the other.
+    """The modules that a model calls one after the other; of one that also sees or hears, those of its text decoder.
 
     Raises:
         Refused: a model without a list of blocks.
     """
-    level = [model]
+    level = [_text_decoder(model)]
     while level:  # breadth first: the experts inside a block are a list too
         for module in level:
             if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
@@ -111,6 +112,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         f"gradient_checkpointing: {type(model).__name__} has no list of blocks to keep the inputs of. "
         "Type gradient_checkpointing=none, and loss=chunked or a smaller batch_size to save memory."
     )
+
+
+def _text_decoder(model: nn.Module) -> nn.Module:
+    if not isinstance(model, PreTrainedModel):
+        return model
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model  # some call the matrix of their head a decoder
 
 
 class Segment:
@@ -140,6 +148,7 @@ class Segment:
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._repeating or not block.training or not torch.is_grad_enabled():
             return
+        _refuse_cache(block, args, kwargs)
         entered = _hidden(args, kwargs)
         if self._pass is not None and entered is not self._output:
             self._close()  # the model changed the hidden states between two blocks: a segment of its own
@@ -194,6 +203,15 @@ class Call:
         entering = {} if self.by_position else {"hidden_states": hidden}
         output = self.block(*([hidden] if self.by_position else []), *self.args, **self.kwargs, **entering)
         return output[0] if isinstance(output, tuple) else output
+
+
+def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:
+    if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
+        raise Refused(
+            f"gradient_checkpointing: {type(block).__name__} adds its keys and values to a cache in training too, and "
+            "would add them again when it is computed again. Type gradient_checkpointing=none, and loss=chunked or a "
+            "smaller batch_size to save memory."
+        )
 
 
 def _hidden(args: tuple, kwargs: dict) -> Tensor:

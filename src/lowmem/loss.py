@@ -2,21 +2,27 @@
 
 A loss takes the model, `input_ids` (B, T) and `labels` (B, T), where `labels[b, t]` is the token that follows
 `input_ids[b, t]`, or -100 where it is not to be learnt. It returns the *sum* in fp32, so that whoever knows the tokens
-of the whole window can divide by them.
+of the whole window can divide by them. One that does not take the model's own logits has a `verify` besides.
 
 `full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: at a vocabulary of
-150 000 they are the peak of the run. `chunked` holds those of a few rows and computes the gradient in the forward pass,
-while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv 2410.10989.
+150 000 they are the peak of the run. `Chunked` holds those of a few rows and computes the gradient in the forward pass,
+while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv 2410.10989. What
+stands before and behind the product with the head is left to the model (`head.py`).
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowmem.data.loader import IGNORED
 from lowmem.errors import Refused
+from lowmem.head import agrees, enter
 
+VERIFIED = 16  # tokens
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
 
 
@@ -25,18 +31,47 @@ def full(model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def chunked(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, rows: int) -> Tensor:
+class Chunked:
     """The same number as `full` with the logits of at most `rows` tokens in memory at once."""
-    head = _linear_head(model)
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, H)
-    hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    if not every_label_counts(labels):  # positions that do not count never reach the head
-        counted = labels != IGNORED
-        hidden, labels = hidden[counted], labels[counted]
-    if torch.is_autocast_enabled(hidden.device.type):  # inside the function autocast no longer acts
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    softcap = getattr(model.config, "final_logit_softcapping", None)
-    return _ChunkedCrossEntropy.apply(hidden, head.weight, head.bias, labels, rows, softcap)
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
+        head = enter(model, input_ids)
+        hidden, labels = head.hidden.flatten(0, 1), labels.flatten()  # (B x T, H)
+        if not every_label_counts(labels):  # positions that do not count never reach the head
+            counted = labels != IGNORED
+            hidden, labels = hidden[counted], labels[counted]
+        if torch.is_autocast_enabled(hidden.device.type):  # inside the function autocast no longer acts
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        return _ChunkedCrossEntropy.apply(hidden, head.linear.weight, head.linear.bias, labels, self.rows, head.finish)
+
+    def verify(self, model: PreTrainedModel, input_ids: Tensor) -> None:
+        """Args: input_ids: (B, T), a few real ones.
+
+        Raises:
+            Refused: a model whose logits are another function of what enters its head.
+        """
+        if not agrees(model, input_ids):
+            raise Refused(
+                f"loss=chunked: computed in chunks the logits of {type(model).__name__} are not the model's own, and "
+                "another function would be trained. Type loss=full."
+            )
+
+
+class Verified(Callback):
+    """A loss that computes logits its own way shows that they are the model's: before the first step, in the run's
+    precision."""
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not hasattr(module.loss, "verify"):
+            return
+        window = next(iter(trainer.train_dataloader))
+        few = window.micro_batches[0].input_ids[:1, :VERIFIED].to(module.device)
+        module.model.eval()  # without dropout; the module's own `on_train_start` comes later
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            module.loss.verify(module.model, few)
 
 
 def every_label_counts(labels: Tensor) -> bool:
@@ -44,25 +79,12 @@ def every_label_counts(labels: Tensor) -> bool:
     return bool((labels != IGNORED).all())
 
 
-# Attributes with which a model multiplies its logits after the head.
-_LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
-
-
-def _linear_head(model: PreTrainedModel) -> nn.Linear:
-    head = model.get_output_embeddings()
-    scaled = [name for name in _LOGIT_FACTORS if getattr(model.config, name, None) not in (None, 1, 1.0)]
-    if not isinstance(head, nn.Linear) or scaled:
-        why = f"scales its logits ({', '.join(scaled)})" if scaled else "has no linear head"
-        raise Refused(f"loss=chunked: {type(model).__name__} {why}. Type loss=full.")
-    return head
-
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """sum_i -log softmax(head(hidden_i))[label_i], one chunk of rows after the other."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, rows, softcap):
-        """hidden (N, H); weight (V, H); bias (V) or None; labels (N). The sum is fp32."""
+    def forward(ctx, hidden, weight, bias, labels, rows, finish):
+        """hidden (N, H); weight (V, H); bias (V) or None; labels (N); finish: that of `Head`. The sum is fp32."""
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -73,25 +95,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in range(0, len(labels), rows):
             rows_hidden, rows_labels = hidden[part : part + rows], labels[part : part + rows]
-            logits = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype)).float()
-            if softcap is not None:
-                logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
-            logp = torch.log_softmax(logits, dim=-1)  # (rows, V)
+            logits, back = _logits(rows_hidden, matrix, bias, finish)  # (rows, V), fp32
+            logp = torch.log_softmax(logits, dim=-1)
             total += F.nll_loss(logp, rows_labels, reduction="sum")
             if not any(ctx.needs_input_grad):
                 continue
-            d_logits = logp.exp_()  # softmax minus one-hot is the gradient of the sum
-            d_logits[torch.arange(len(rows_labels), device=logits.device), rows_labels] -= 1.0
-            if softcap is not None:
-                d_logits.mul_(1.0 - (logits / softcap).square_())
-            d_rows = d_logits.to(hidden.dtype)
+            d_product = logp.exp_()  # softmax minus one-hot is the gradient of the sum
+            d_product[torch.arange(len(rows_labels), device=logits.device), rows_labels] -= 1.0
+            d_product = back(d_product)
+            d_rows = d_product.to(hidden.dtype)
             if needs_hidden:
                 torch.mm(d_rows, matrix, out=d_hidden[part : part + rows])
             if needs_weight:
                 _add_product(d_weight, d_rows, rows_hidden)
             if needs_bias:
-                d_bias += d_logits.sum(0)
-            del logits, logp, d_logits, d_rows  # before the next chunk's, not after
+                d_bias += d_product.sum(0)
+            del logits, logp, d_product, d_rows, back  # before the next chunk's, not after
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total
@@ -104,6 +123,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         each = (d_hidden, None if d_hidden is None else d_hidden.dtype), (d_weight, ctx.dtype), (d_bias, ctx.dtype)
         return *(scaled(*gradient) for gradient in each), None, None, None
+
+
+def _logits(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, finish: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """(fp32 logits (N, V) of hidden states (N, H), their gradient -> that of the product with the head)."""
+    product = F.linear(hidden, matrix, None if bias is None else bias.to(hidden.dtype))
+    if finish is None:
+        return product.float(), lambda d_logits: d_logits
+    with torch.enable_grad():
+        logits = finish(product.requires_grad_())
+
+    def back(d_logits: Tensor) -> Tensor:
+        return torch.autograd.grad(logits, product, d_logits.to(logits.dtype))[0]
+
+    return logits.detach().float(), back
 
 
 def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:

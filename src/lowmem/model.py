@@ -1,16 +1,21 @@
 """A Hugging Face causal language model, from its published weights or its architecture alone.
 
 Weights come from safetensors files, memory-mapped and copied into the model one tensor at a time, in the dtype that the
-precision asks for: never two copies in host memory.
+precision asks for: never two copies in host memory. A random start is drawn in fp32, tensor by tensor, and rounded to
+that dtype: the same seed is the same start, whatever the precision.
 """
 
+import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -19,10 +24,14 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    initialization,
 )
 
+from lowmem.check import POSITIONS
 from lowmem.errors import Refused
 from lowmem.stable_embedding import folded, stabilise
+
+log = logging.getLogger(__name__)
 
 
 def architecture(
@@ -43,6 +52,12 @@ def architecture(
     return _of_type(architecture["model_type"], **changes)
 
 
+def architecture_of(cfg: DictConfig) -> PretrainedConfig:
+    """Of the model that a run would load: the published one only where the yaml does not say all there is to know."""
+    spec = OmegaConf.to_container(cfg.model)
+    return architecture(**spec | {"pretrained": spec["architecture"] is None and spec["pretrained"]})
+
+
 def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.")
@@ -51,11 +66,12 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
     """transformers keeps any key it is given, so that a typing error would change nothing and say nothing."""
-    unknown = [key for key in keys if not hasattr(config, key)]
+    known = config.to_dict()
+    unknown = [key for key in keys if key not in known and not hasattr(config, key)]
     if unknown:
         raise Refused(
             f"model.architecture: {config.model_type} models have no {', '.join(unknown)}. "
-            f"They have: {', '.join(sorted(key for key in config.to_dict() if not key.startswith('_')))}."
+            f"They have: {', '.join(sorted(key for key in known if not key.startswith('_')))}."
         )
 
 
@@ -69,10 +85,9 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise Refused(
-            f"model.name={name}: its configuration cannot be read ({reason}) Give a hub id that this machine "
-            "reaches or a local folder, or type model.pretrained=false for a random start of a model of conf/model."
+            f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a hub id that this "
+            "machine reaches or a local folder, or type model.pretrained=false for a random start of one of conf/model."
         ) from None
 
 
@@ -91,12 +106,15 @@ def build(
     Raises:
         Refused: weights that cannot be loaded or lack a tensor; an attention this machine does not have.
     """
-    how = {"dtype": weights_dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    try:
-        model = _load(name, config, how) if pretrained else AutoModelForCausalLM.from_config(config, **how)
-    except (ImportError, ValueError) as error:  # what transformers says of an attention it cannot use
-        reason = str(error).strip().splitlines()[0]
-        raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.") from None
+    how = {"dtype": weights_dtype, "trust_remote_code": trust_remote_code}
+
+    def made(attention: str) -> PreTrainedModel:
+        if pretrained:
+            return _load(name, config, how | {"attn_implementation": attention})
+        with drawn_in_fp32():
+            return AutoModelForCausalLM.from_config(config, attn_implementation=attention, **how)
+
+    model = _with_attention(attention, made)
     if stable_embedding:
         stabilise(model)
     wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
@@ -106,14 +124,56 @@ def build(
     return model.train()
 
 
+def _with_attention(attention: str, made: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """Every model has `eager`: where there is no `sdpa` it stands in, and what fails with it too failed for another
+    reason."""
+    try:
+        return made(attention)
+    except (ImportError, ValueError) as error:
+        reason = _first_line(error)
+    try:
+        model = made("eager")
+    except (ImportError, ValueError) as error:
+        raise Refused(f"This model cannot be built: {_first_line(error)}") from None
+    if attention != "sdpa":
+        raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.")
+    log.info(f"model.attention=sdpa: {type(model).__name__} has none; it takes eager, whose scores take memory.")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+@contextmanager
+def drawn_in_fp32() -> Iterator[None]:
+    """Within it parameters of 16 bits start as what fp32 ones would start as, rounded: drawn in 16 bits, most
+    distributions give other numbers. One tensor at a time is held in fp32."""
+
+    def widened(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def drawn(tensor: Tensor, *args, **kwargs) -> Tensor:
+            if tensor.dtype not in (torch.float16, torch.bfloat16):
+                return draw(tensor, *args, **kwargs)
+            wide = torch.empty_like(tensor, dtype=torch.float32)
+            draw(wide, *args, **kwargs)
+            with torch.no_grad():
+                return tensor.copy_(wide)
+
+        return drawn
+
+    draws = {name: widened(draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
+    # torch's own modules start with the same functions, before transformers' rules do
+    with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
+        yield
+
+
 def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name, config=config, use_safetensors=True, output_loading_info=True, **how
         )
     except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise Refused(f"model.name={name}: its weights cannot be loaded ({reason})") from None
+        raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
     missing = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if missing:
         raise Refused(
@@ -128,8 +188,7 @@ def tokenizer(name: str, trust_remote_code: bool, **_: object) -> PreTrainedToke
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise Refused(f"model.name={name}: its tokenizer cannot be read ({reason})") from None
+        raise Refused(f"model.name={name}: its tokenizer cannot be read ({_first_line(error)})") from None
 
 
 def export(
@@ -162,4 +221,5 @@ def _held_in(network: PreTrainedModel, dtype: str | None) -> Iterator[None]:
 
 def positions(config: PretrainedConfig) -> int | None:
     """Longest sequence the architecture takes; None where it has no limit."""
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    text = config.get_text_config()
+    return next((getattr(text, key) for key in POSITIONS if getattr(text, key, None)), None)

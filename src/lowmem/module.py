@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.optim.build import MakeOptimizer
 
@@ -41,7 +42,7 @@ class CausalLM(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
-        self.loss = loss
+        self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value
         self.position = Position()  # after the last completed window
@@ -54,17 +55,24 @@ class CausalLM(LightningModule):
     # --- training ------------------------------------------------------------------------------------------------
 
     def training_step(self, window: Window, _: int) -> dict:
-        loss_sum = torch.zeros((), device=self.device)
+        loss_sum, auxiliary_sum = torch.zeros((), device=self.device), None
+        tokens = max(1, window.tokens)
         for number, micro_batch in enumerate(window.micro_batches, start=1):
             self.last_micro_batch = number == len(window.micro_batches)
             with self.trainer.precision_plugin.forward_context():
                 loss = self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
             loss_sum += loss.detach()
-            self.manual_backward(loss / max(1, window.tokens))
+            if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean: it weighs as much as its tokens
+                auxiliary = auxiliary * micro_batch.tokens
+                auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
+                loss = loss + auxiliary
+            self.manual_backward(loss / tokens)
         stepped = self._step()
         self.position = window.end
         self.tokens += window.tokens
-        return {"loss": loss_sum / max(1, window.tokens), "tokens": window.tokens, "stepped": stepped}
+        auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
+        about = {"auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
+        return {"loss": loss_sum / tokens, **about}
 
     def _step(self) -> bool:
         """One optimizer step, or none where the scaled gradients overflowed."""

@@ -1,5 +1,7 @@
 """Recipes: derived from small traces as exactly as if each were traced, ranked, and only what may be changed is."""
 
+import time
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -135,6 +137,30 @@ def test_a_model_that_is_no_stack_of_equal_blocks_is_refused_a_search(config):
     cfg.model.architecture = {"model_type": "gemma3_text", "num_hidden_layers": 6}
     with pytest.raises(Refused, match="search=false"):
         recipes.model_depth(cfg)
+
+
+def test_a_search_says_that_it_takes_long_before_it_does(config, composed, capsys, monkeypatch):
+    cfg = composed({"batch_size": "2"})
+    options = [{"gradient_checkpointing": name, "loss": "full", "precision": "32"} for name in ("none", "every_layer")]
+    said = []
+
+    class Slow:
+        def traced(self, recipe, batches):
+            said.append(capsys.readouterr().err)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(recipes, "WAIT", 0.005)
+    recipes._trace_all(cfg, Slow(), [(option, (1, 2)) for option in options])
+    assert "Tracing 2 ways" in said[0] and "which takes about" in said[1]
+
+
+def test_a_model_that_cannot_be_traced_is_refused_a_search(composed):
+    class Untraceable:
+        def traced(self, recipe, batches):
+            raise RuntimeError("numbers are asked for")
+
+    with pytest.raises(Refused, match=r"numbers are asked for.*search=false"):
+        recipes._trace_all(composed({"batch_size": "2"}), Untraceable(), [({}, (1, 1))])
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import parity
@@ -107,3 +108,41 @@ def test_seventy_billion_parameters_take_no_memory(config):
     assert 70e9 < found.parameters < 71e9
     assert found.phases["step"].bytes["weights"] == pytest.approx(2 * found.parameters, rel=0.001)
     assert process.peak_rss_bytes() - before < 2**29
+
+
+def test_while_tracing_nothing_is_drawn(config):
+    """A truncated normal is drawn until every number is inside, which no number is that does not exist."""
+    keys = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    keys |= dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")], 0)
+    cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
+    cfg.model.architecture = {"model_type": "modernbert-decoder", **keys}
+    assert traced(cfg).parameters > 0
+
+
+def test_a_loop_that_waits_for_a_number_ends_in_an_estimate(config, monkeypatch):
+    from transformers import GPT2Model
+
+    from lowmem.plan.prediction import predict
+
+    forward = GPT2Model.forward
+
+    def waits(self, *args, **kwargs):
+        while torch.rand(1) > 0.5:  # which a trace answers with yes
+            pass
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT2Model, "forward", waits)
+    monkeypatch.setattr("lowmem.plan.trace.OPERATORS", 20_000)
+    found = predict(OmegaConf.create(OmegaConf.to_container(config(), resolve=True)), on_card=False)
+    assert "20,000 operators" in found.estimate and found.device_peak > 0
+
+
+def test_the_budget_is_far_from_what_a_trace_needs(config, monkeypatch):
+    monkeypatch.setattr("lowmem.plan.trace.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
+    assert traced(config()).parameters > 0

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from lowmem.errors import Refused
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -38,6 +36,8 @@ def capped(limit: int | None, device: str) -> Iterator[None]:
     if limit is None or device != "cuda":
         yield
         return
+    import torch  # not above: sizes are parsed before it is needed
+
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
     try:

@@ -27,6 +27,7 @@ COMPUTES = {"tf32": "32", "16": "bf16", "16-true": "bf16-true", "bf16-sr": "bf16
 COMPUTES |= {"16-master": "bf16-true", "bf16-master": "bf16-true"}
 
 Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
+Needed = tuple[Mapping[str, str], tuple[int, int]]  # overrides, smallest and largest micro-batch
 
 
 @dataclass
@@ -49,13 +50,10 @@ class Derivation:
         Returns:
             What `trace` would, but for the allocator's events; seconds of an optimizer step.
         """
-        way = {key: recipe[key] for key in ("gradient_checkpointing", "loss")}
-        way["precision"] = COMPUTES.get(recipe["precision"], recipe["precision"])
         micro_batches, batch = windows(cfg, recipe), int(recipe["batch_size"])
-        owns = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
-        sums = masters(cfg) and micro_batches > 1
-        passes = Corners(self._traced({**way, "optim": "sgd", "clip": "null"}, self.batches), self.depth, batch)
-        own = Corners(self._traced(owns | ({"accumulation": "fixed"} if sums else {}), (1, 1)), self.depth, 1)
+        way, owns = self.needed(recipe, cfg)
+        passes = Corners(self.traced(*way), self.depth, batch)
+        own = Corners(self.traced(*owns), self.depth, 1)
         found = Trace(
             parameters=own.bytes(lambda t: t.parameters),
             largest=own.any.largest,
@@ -77,7 +75,17 @@ class Derivation:
         pass_seconds = passes.at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
         return found, self.machine.window(cfg, found, pass_seconds, micro_batches)
 
-    def _traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
+    def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
+        """What must be traced for a recipe: its passes, whatever is stepped, and its parameters alone."""
+        way = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
+        way["precision"] = COMPUTES.get(recipe["precision"], recipe["precision"])
+        owns = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
+        if masters(cfg) and windows(cfg, recipe) > 1:  # which are summed
+            owns["accumulation"] = "fixed"
+        return (way, self.batches), (owns, (1, 1))
+
+    def traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
+        """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""
         key = (*sorted(recipe.items()), *batches)
         if key not in self._corners:
             cfg = self.compose(recipe)

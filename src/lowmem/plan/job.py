@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem.check import check
+from lowmem.check import check, check_architecture
 from lowmem.errors import Refused
 from lowmem.host_memory import available_bytes
 from lowmem.instantiate import plain
@@ -39,6 +39,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     cfg = resolved(cfg, on_card)
     check(cfg, choices)
     quiet()
+    check_architecture(cfg)
     gpu = gpu if gpu is not None or not on_card else torch.cuda.mem_get_info()[0]
     ram = ram if ram is not None else available_bytes()
     typed = [line for line in typed if line.split("=")[0] not in OURS]

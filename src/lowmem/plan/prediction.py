@@ -13,8 +13,9 @@ from lowmem.host_memory import state_bytes_per_parameter
 from lowmem.memory import process
 from lowmem.memory.link import SLOT_BYTES, SLOTS
 from lowmem.memory.tracker import Point
+from lowmem.model import architecture_of
 from lowmem.plan.allocator import replay
-from lowmem.plan.trace import Trace, architecture, trace
+from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.refusals import accumulates, masters
 from lowmem.units import CATEGORIES, GIB
 
@@ -107,26 +108,26 @@ def predict(cfg: DictConfig, on_card: bool, devices: int = 1) -> Prediction:
         return needs(trace(cfg, on_card), cfg, on_card, libraries, devices)
     except Refused:
         raise
-    except Exception as error:  # whatever a model's code raises that asks for numbers
-        why = f"this model cannot be traced by shape ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
-        return replace(needs(outline(cfg), cfg, on_card, libraries, devices), estimate=why)
+    except Exception as error:
+        return replace(needs(outline(cfg), cfg, on_card, libraries, devices), estimate=untraceable(error))
 
 
 def outline(cfg: DictConfig) -> Trace:
     """Of a model that cannot be traced: weights, gradients and state are counted, and the activations of a transformer
     of its dimensions, 34 bytes per token, layer and hidden unit in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
     """
-    config = architecture(cfg)
+    config = architecture_of(cfg)
+    text = config.get_text_config()
     with torch.device("meta"):
         every = list(AutoModelForCausalLM.from_config(config).parameters())
     count, largest = sum(p.numel() for p in every), max(p.numel() for p in every)
     size = getattr(torch, cfg.weights_dtype).itemsize
     on_host = masters(cfg)
     weights, state = count * (2 if on_host else size), round(count * state_bytes_per_parameter(build.optimizer(cfg)))
-    tokens, layers = cfg.batch_size * cfg.seq_len, getattr(config, "num_hidden_layers", 1)
-    boundary = tokens * getattr(config, "hidden_size", 1024) * 2
+    tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
+    boundary = tokens * getattr(text, "hidden_size", 1024) * 2
     blocks = layers if cfg.gradient_checkpointing._target_.endswith(".none") else 1
-    logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * config.vocab_size
+    logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size
     activations = boundary * layers + 17 * boundary * blocks + logits
     gradients = 0 if on_host else weights
     host = count * (4 + (4 if accumulates(cfg) else 2)) + state if on_host else 0

@@ -1,21 +1,25 @@
 """Which recipes there are, which of them fit, and which is the cheapest: the planner."""
 
 import math
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import hydra
 from omegaconf import DictConfig
+from tqdm import tqdm
 
 from lowmem.batch_size import divisors
 from lowmem.cli import CONF, quoted
 from lowmem.errors import Refused
 from lowmem.memory import process
-from lowmem.plan.derive import Compose, Derivation
+from lowmem.model import architecture_of
+from lowmem.plan.derive import Compose, Derivation, Needed
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
-from lowmem.plan.trace import architecture
+from lowmem.plan.trace import untraceable
 from lowmem.refusals import masters, refused
 
 # What is tried in the place of what was not typed: techniques that keep the update's quality. fp16 needs the same bytes
@@ -29,6 +33,7 @@ CHOICES = {
 }
 ON_HOST = {"adam8bit": "adamw8bit"}  # the same state, made for masters in host memory
 SAME = 1.03  # recipes this close in counted time are equally fast
+WAIT = 2  # seconds that nobody need be told of
 CONFIRMED = 2  # of the fastest are traced at most, until one fits
 
 
@@ -85,11 +90,14 @@ def search(
     depth = model_depth(cfg)
     sizes = [int(option["batch_size"]) for option in options]
     derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, machine(on_card))
-    found = []
+    workable = []
     for option in options:
         recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        if any(refused(recipe_cfg)) or (devices > 1 and masters(recipe_cfg)):  # masters are those of a whole model
-            continue
+        if not any(refused(recipe_cfg)) and (devices == 1 or not masters(recipe_cfg)):  # those of a whole model
+            workable.append((option, recipe_cfg))
+    _trace_all(cfg, derivation, [need for recipe in workable for need in derivation.needed(*recipe)])
+    found = []
+    for option, recipe_cfg in workable:
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
         found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries, devices), seconds))
@@ -103,6 +111,30 @@ def search(
     others = [r for r in found if not r.fits(gpu, ram)] + [r for r in ranked if not r.fits(gpu, ram)]
     others.sort(key=lambda r: r.prediction.device_need)
     return Plan(fitting + others, gpu, ram, derivation.traces)
+
+
+def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]) -> None:
+    """The part of a search that takes long, which is said before it is waited for.
+
+    Raises:
+        Refused: a model that cannot be traced.
+    """
+    unique = list({str(need): need for need in needed}.values())
+    start = time.perf_counter()
+    tqdm.write(f"Tracing {len(unique)} ways to compute by shape ...", file=sys.stderr)
+    with tqdm(unique, desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
+        for number, need in enumerate(bar, start=1):
+            try:
+                derivation.traced(*need)
+            except Refused:
+                raise
+            except Exception as error:
+                raise Refused(
+                    f"model.name={cfg.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
+                    "search=false to plan.py for an estimate of one run."
+                ) from None
+            if number == 1 and (seconds := (time.perf_counter() - start) * len(unique)) > WAIT:
+                tqdm.write(f"... which takes about {seconds:.0f} s.", file=sys.stderr)
 
 
 def _cost(recipe: Recipe) -> tuple[int, int]:
@@ -145,7 +177,7 @@ def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[i
 
 
 def model_depth(cfg: DictConfig) -> int:
-    config = architecture(cfg)
+    config = architecture_of(cfg)
     kinds = getattr(config, "layer_types", None)
     if not getattr(config, "num_hidden_layers", None) or (kinds and len(set(kinds)) > 1):
         raise Refused(

@@ -48,8 +48,9 @@ class Recorder(MemoryMeter):
         def leaves(_, __, output: object, name: str) -> None:
             if self._phase == "forward":
                 self._at("forward end" if name == "last" else "forward middle")
-                hidden = output[0] if isinstance(output, tuple) else output
-                hidden.register_hook(lambda _: self._at(f"backward {name}"))
+                hidden = output[0] if isinstance(output, tuple | list) else output
+                if hidden.requires_grad:
+                    hidden.register_hook(lambda _: self._at(f"backward {name}"))
 
         for block, name in zip(stack, names, strict=True):
             block.register_forward_pre_hook(partial(enters, name=name))

@@ -23,9 +23,10 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
@@ -41,6 +42,16 @@ from lowmem.precision.plugin import step_one
 from lowmem.refusals import masters
 
 aten = torch.ops.aten
+OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
+
+
+class TooLong(Exception):
+    """A trace that would not end in a time that anyone waits."""
+
+
+def untraceable(error: Exception) -> str:
+    """Why a model cannot be traced: whatever its code raised that asks for numbers."""
+    return f"this model cannot be traced by shape ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
 
 
 @dataclass
@@ -63,12 +74,6 @@ class Trace:
     places: dict[str, Place] = field(default_factory=dict)
 
 
-def architecture(cfg: DictConfig) -> PretrainedConfig:
-    """Of the model that a run would load: the published one only where the yaml does not say all there is to know."""
-    spec = OmegaConf.to_container(cfg.model)
-    return model.architecture(**spec | {"pretrained": spec["architecture"] is None and spec["pretrained"]})
-
-
 def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     """Args: cfg: resolved, with a number for batch_size; on_card: as CUDA does it, also where there is no CUDA; depth:
     blocks of the model, if not its own number.
@@ -78,7 +83,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     """
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
-    config = _of_depth(architecture(cfg), depth)
+    config = _of_depth(model.architecture_of(cfg), depth)
     make, in_operators = _optimizer(cfg, on_card)
     accumulates = instantiate(cfg.accumulation).largest > 1
     shapes = Shapes()
@@ -92,7 +97,8 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         card.kernels(on_card),
         tempfile.TemporaryDirectory() as folder,
     ):
-        module = build.causal_lm(cfg, spec, config)
+        with patch.object(PreTrainedModel, "initialize_weights", lambda model: None):  # there are no numbers to draw
+            module = build.causal_lm(cfg, spec, config)
         module.make_optimizer = make
         module.to = module.cpu = lambda *_, **__: module  # a fake tensor cannot be moved, and is nowhere
         recorder = Recorder(Path(folder) / "memory.csv")
@@ -154,8 +160,8 @@ def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A precision's remarks are for the run, and Lightning's warnings come from questions that were answered here."""
-    logging.disable(logging.INFO)
+    """A precision's remarks are for the run, and warnings come from questions that were answered here."""
+    logging.disable(logging.CRITICAL)  # torch's own tracebacks of what a fake tensor cannot answer, too
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -170,14 +176,23 @@ class Shapes(TorchDispatchMode):
         super().__init__()
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
+        self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
+        if self.operators > OPERATORS:
+            raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
         if func is aten._local_scalar_dense.default:
             return _yes(args[0].dtype)
-        out = func(*args, **(kwargs or {}))
+        out = (_experts if func is aten._grouped_mm.default else func)(*args, **(kwargs or {}))
         if self.phase is not None and (work := work_of(func, args, kwargs, out)) is not None:
             self.work[self.phase, work] += 1
         return out
+
+
+def _experts(a: Tensor, b: Tensor, *args, **kwargs) -> Tensor:
+    """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any dtype."""
+    return aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
 
 def _yes(dtype: torch.dtype) -> bool | float | int:

@@ -67,9 +67,6 @@ class MasterWeights(Callback):
         for part in module.modules():
             if own := list(part.parameters(recurse=False)):
                 self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
-        # a head is also read without being called: by the chunked loss, after the model below it
-        body = getattr(module.model, "base_model", module.model)
-        self._hooks.append(body.register_forward_hook(wait_for(every)))
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         if self.early and not bool(loss.isfinite()):

@@ -25,6 +25,7 @@ COLUMNS = (
     "tokens",
     "seconds",
     "train_loss",
+    "auxiliary_loss",
     "val_loss",
     "bits_per_byte",
     "lr",
@@ -51,8 +52,10 @@ class Metrics(Callback):
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
         self._seconds, self._tokens = 0.0, 0  # of the same windows
         self.train_loss = self.val_loss = float("nan")
+        self.auxiliary_loss: float | None = None  # what a model adds to the loss of its tokens
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
+        self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 where a model adds nothing
         self._loss_tokens = 0
         self._since = 0.0
         self._out = file.open("w", newline="")
@@ -70,6 +73,8 @@ class Metrics(Callback):
         if outputs["stepped"]:  # the loss of a window that overflowed may be infinite, and changed nothing
             self._loss_sum += outputs["loss"] * outputs["tokens"]
             self._loss_tokens += outputs["tokens"]
+            if outputs["auxiliary_loss"] is not None:
+                self._auxiliary_sum += outputs["auxiliary_loss"] * outputs["tokens"]
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds_since_start()
         self._count_time(outputs["tokens"])
@@ -90,7 +95,9 @@ class Metrics(Callback):
 
     def _log_training(self, trainer: Trainer, module: LightningModule) -> None:
         self.train_loss = float(self._loss_sum) / self._loss_tokens
-        self._loss_sum, self._loss_tokens = 0.0, 0
+        if isinstance(self._auxiliary_sum, torch.Tensor):
+            self.auxiliary_loss = float(self._auxiliary_sum) / self._loss_tokens
+        self._loss_sum, self._auxiliary_sum, self._loss_tokens = 0.0, 0.0, 0
         if not math.isfinite(self.train_loss):
             raise Refused(
                 f"The loss became {self.train_loss} before step {trainer.global_step}; what follows would be lost. "
@@ -103,6 +110,8 @@ class Metrics(Callback):
             "tokens_per_second": self.tokens_per_second(),
             "skipped_steps": module.skipped_steps,
         }
+        if self.auxiliary_loss is not None:
+            metrics["auxiliary_loss"] = self.auxiliary_loss
         if module.gradient_norm is not None:
             metrics["gradient_norm"] = float(module.gradient_norm)
         self._write(trainer, module, metrics)

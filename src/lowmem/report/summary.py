@@ -36,11 +36,13 @@ def _plain(value: object) -> object:
 def table(summary: Mapping) -> str:
     """The run's figures, two columns."""
     peak, categories = summary["peak_bytes"], summary["peak_bytes_by_category"]
+    extra = summary["auxiliary_loss"]
     rows = [
         ("parameters", f"{summary['parameters']:,}"),
         ("optimizer steps", _steps(summary)),
         ("tokens", f"{summary['tokens']:,}"),
         ("train loss", _number(summary["train_loss"], ".4f")),
+        *([("  auxiliary loss", _number(extra, ".4f"))] if extra is not None else []),
         ("validation loss", _number(summary["val_loss"], ".4f")),
         ("bits per byte", _number(summary["bits_per_byte"], ".3f")),
         ("  a byte-trigram model", _number(summary["trigram_bits_per_byte"], ".3f")),

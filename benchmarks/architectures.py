@@ -1,0 +1,339 @@
+"""Every causal family of transformers, made small, under the techniques that reach into a model.
+
+python -m benchmarks.architectures          # ten minutes on two cores
+python -m benchmarks.architectures gemma2   # a few of them, to the terminal alone
+
+A family is shrunk by the names of its config's keys, by the same rules for all, with factors and caps that are not
+neutral. What those rules cannot build is said to be so. `right` means: the same loss and gradients as without the
+technique (of `loss=chunked` to the order of sums, of masters the bits of a naive loop with two models, of the planner a
+trace).
+"""
+
+import argparse
+import copy
+import re
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+
+import torch
+import transformers
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.runner import write
+from lowmem import build, gradient_checkpointing, model
+from lowmem.cli import CONF, quoted
+from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.errors import Refused
+from lowmem.fit import mixes_dtypes
+from lowmem.instantiate import instantiate, plain
+from lowmem.plan.prediction import predict
+from lowmem.quiet import quiet
+
+LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
+SECONDS = 60  # of one cell, after which it is ended
+REORDERED = 1e-5  # fp32 sums in another order, relative to the largest element
+# The first pattern that a key matches says how large its value may be.
+SMALL = {
+    r"num_hidden_layers$|^n_layers?$|^num_layers$|(decoder|encoder)_layers$|^num_blocks$|^depth$": LAYERS,
+    r"vocab_size": VOCABULARY,
+    r"^num_experts$|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts": 4,
+    r"experts_per_tok|top_?k$": 2,
+    r"^n_group$|topk_group|num_expert_group": 1,
+    r"key_value_heads|num_kv_heads|num_key_heads": 2,
+    r"mamba\w*heads|^mamba_n_heads": 2 * WIDTH // 16,
+    r"heads$|^n_head$": HEADS,
+    r"head_dim|dim_head|d_kv|kv_channels|d_head": WIDTH // HEADS,
+    r"^(hidden_size|n_embd|d_model|dim|embed_dim|embedding_(size|dim)|word_embed_proj_dim|hidden_dim)$": WIDTH,
+    r"intermediate|ffn|n_inner|d_ff|dff|dim_ff|d_inner": 2 * WIDTH,
+    r"lora_rank|rotary_dim": 8,
+    r"sliding_window|window_size|chunk_size$": 8,
+    r"position|seq_len|n_ctx": 128,
+    r"image_size": 28,
+}
+# Without a factor of 1 and a cap that nothing reaches.
+TELLING = {
+    r"logit_scale|logits_scaling|lm_head_multiplier|logits?_mup|output_multiplier": 0.5,
+    r"final_logit_softcapping|logits_soft_cap|output_logit_soft_cap": 0.2,
+}
+
+
+# --- a family, made small ------------------------------------------------------------------------------------------
+
+
+def shrunk(model_type: str) -> dict:
+    """Its architecture, as a yaml of conf/model would hold it."""
+    full = CONFIG_MAPPING[model_type]()
+    text = full.get_text_config(decoder=True)
+    layers = next(
+        (getattr(text, key) for key in ("num_hidden_layers", "n_layer", "num_layers") if hasattr(text, key)), 0
+    )
+    return {"model_type": model_type, **_small(full.to_dict(), layers)}
+
+
+def _small(keys: Mapping, layers: int) -> dict:
+    keys = {key: UNSAID.get(key) if value is None else value for key, value in keys.items()}
+    found = {key: _value(key, value, layers) for key, value in keys.items() if key not in NOT_OF_THE_MODEL}
+    heads, groups = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
+    if heads is not None and heads == groups:  # one key head for each
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    if "expand" in keys and "num_heads" in keys:  # a state-space model's heads make up its inner width
+        found["num_heads"] = int(found["expand"] * found["hidden_size"]) // found["head_dim"]
+    if "qk_nope_head_dim" in keys and keys.get("qk_head_dim"):
+        found["qk_head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+    return found
+
+
+# What some families leave to whoever publishes a model.
+UNSAID = {"num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS, "num_experts_per_tok": 2}
+NOT_OF_THE_MODEL = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "torch_dtype")
+
+
+def _value(key: str, value: object, layers: int) -> object:
+    if isinstance(value, Mapping):
+        if value and all(str(k).isdigit() for k in value):  # by layer
+            return {k: _small(v, layers) for k, v in value.items() if int(k) < LAYERS}
+        kept = {"model_type": value["model_type"]} if "model_type" in value else {}
+        return kept | (dict(value) if key.startswith("rope") else _small(value, layers))
+    if isinstance(value, list):
+        return value[:LAYERS] if len(value) == layers else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    for pattern, telling in TELLING.items():
+        if re.search(pattern, key):
+            return telling
+    if re.search(r"token_(id|index)", key):
+        return value if value < VOCABULARY else 3
+    largest = next((most for pattern, most in SMALL.items() if re.search(pattern, key)), 256 if value > 256 else value)
+    return min(value, largest) if isinstance(value, int) else value
+
+
+# --- the cells -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", [quoted(line) for line in ("model=hf", "model.name=shrunk", *overrides)])
+    return OmegaConf.merge(cfg, {"model": {"pretrained": False}, "device": "cpu", "batch_size": BATCH})
+
+
+def configured(architecture: dict, *overrides: str) -> DictConfig:
+    cfg = copy.deepcopy(_composed(f"seq_len={TOKENS}", "max_steps=2", "lr=1e-3", "logger=none", *overrides))
+    cfg.model.architecture = architecture
+    return plain(cfg)
+
+
+def made(cfg: DictConfig):
+    """(the module, its tokens)."""
+    torch.manual_seed(0)
+    spec = OmegaConf.to_container(cfg.model)
+    module = build.causal_lm(cfg, spec, model.architecture(**spec))
+    return module, torch.randint(4, VOCABULARY - 1, (BATCH, TOKENS + 1))
+
+
+def gradients(cfg: DictConfig) -> tuple[float, dict[str, Tensor]]:
+    module, ids = made(cfg)
+    torch.manual_seed(1)
+    value = module.loss(module.model, ids[:, :-1], ids[:, 1:])
+    value.backward()
+    return value.item(), {name: p.grad for name, p in module.model.named_parameters() if p.grad is not None}
+
+
+def starts(architecture: dict) -> str:
+    value, found = gradients(configured(architecture))
+    assert found and all(g.isfinite().all() for g in found.values()), "gradients that are not finite"
+    return "right" if value > 0 else f"a loss of {value}"
+
+
+def chunked(architecture: dict) -> str:
+    module, ids = made(configured(architecture, "loss=chunked", "loss.rows=7"))
+    module.model.eval()
+    module.loss.verify(module.model, ids[:, :-1])
+    value, exact = gradients(configured(architecture))
+    ours, found = gradients(configured(architecture, "loss=chunked", "loss.rows=7"))
+    largest = max(g.abs().max().item() for g in exact.values())
+    wrong = max((found[name] - g).abs().max().item() for name, g in exact.items()) / largest
+    return (
+        "right"
+        if abs(ours / value - 1) < REORDERED and wrong < REORDERED
+        else f"wrong: {ours / value - 1:.1g}, {wrong:.1g}"
+    )
+
+
+def checkpointed(name: str) -> Callable[[dict], str]:
+    def cell(architecture: dict) -> str:
+        cfg = configured(architecture, f"gradient_checkpointing={name}")
+        (value, found), (ours, again) = gradients(configured(architecture)), gradients(cfg)
+        if value != ours or not all(torch.equal(again[key], g) for key, g in found.items()):
+            return "wrong gradients"
+        return "right" if blocks_are_called(architecture) else "wrong: blocks that take no part"
+
+    return cell
+
+
+def blocks_are_called(architecture: dict) -> bool:
+    """Of a model that also sees or hears, those of its text decoder are."""
+    module, ids = made(configured(architecture))
+    blocks, called = gradient_checkpointing.blocks(module.model), set()
+    for block in blocks:
+        block.register_forward_hook(lambda block, *_: called.add(block))
+    module.loss(module.model, ids[:, :-1], ids[:, 1:])
+    return called == set(blocks)
+
+
+class Windows:
+    """Two windows of one micro-batch each."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:])
+
+    def __iter__(self) -> Iterator[Window]:
+        for _ in range(2):
+            yield Window([self.micro_batch], self.micro_batch.tokens, START)
+
+
+def masters(architecture: dict) -> str:
+    """Two steps of SGD, beside two whole models."""
+    cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
+    module, ids = made(cfg)
+    plugins = list(instantiate(cfg.trainer.plugins).values())
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        max_epochs=-1,
+        plugins=plugins,
+        callbacks=list(instantiate(cfg.callbacks).values()),
+        **dict.fromkeys(off, False),
+    )
+    torch.manual_seed(1)
+    try:
+        trainer.fit(module, Windows(ids))
+    except RuntimeError as error:
+        if mixes_dtypes(error, module.model):
+            return f"refused: {error}"
+        raise
+    (wide, _), (narrow, _) = made(cfg), made(cfg)
+    for p in narrow.model.parameters():
+        p.data = p.data.bfloat16()
+    stepping, pairs = wide.make_optimizer(wide.model), list(zip(wide.parameters(), narrow.parameters(), strict=True))
+    torch.manual_seed(1)
+    narrow.model.train()
+    for _ in range(2):
+        (narrow.loss(narrow.model, ids[:, :-1], ids[:, 1:]) / (BATCH * TOKENS)).backward()
+        for w, p in pairs:
+            w.grad, p.grad = None if p.grad is None else p.grad.float(), None
+        stepping.step()
+        with torch.no_grad():
+            for w, p in pairs:
+                p.copy_(w)
+    same = all(torch.equal(plugins[0].master(p), w) for p, (w, _) in zip(module.parameters(), pairs, strict=True))
+    return "right" if same else "wrong weights"
+
+
+def planned(architecture: dict) -> str:
+    cfg = configured(architecture, "gradient_checkpointing=every_layer", "loss=chunked")
+    estimate = predict(cfg, on_card=True).estimate
+    return "right" if estimate is None else f"estimate: {estimate}"
+
+
+CELLS = {
+    "starts as typed": starts,
+    "full = chunked": chunked,
+    "every_layer": checkpointed("every_layer"),
+    "selective": checkpointed("selective"),
+    "offload": checkpointed("offload"),
+    "bf16-master": masters,
+    "plan": planned,
+}
+
+
+def family(model_type: str) -> dict[str, str]:
+    """Cell -> right, refused: why, wrong: how, not built: why."""
+    try:
+        architecture = shrunk(model_type)
+        found = {}
+        for name, cell in CELLS.items():
+            found[name] = _answer(cell, architecture)
+            if name == "starts as typed" and found[name] != "right":
+                return found
+        return found
+    except Exception as error:
+        return {"starts as typed": f"not built: {_said(error)}"}
+
+
+def _answer(cell: Callable[[dict], str], architecture: dict) -> str:
+    def stop(*_) -> None:
+        raise TimeoutError(f"more than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        return cell(architecture)
+    except Refused as error:
+        return f"refused: {error}"
+    except Exception as error:
+        kind = "not built" if cell is starts else "failed"
+        return f"{kind}: {_said(error)}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1].strip()[:160]}"
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def table(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Counts first, then a row per family; what is not right is told in full below."""
+    lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
+    for kind in ("right", "estimate", "refused", "wrong", "failed", "not built"):
+        counts = [Counter(_kind(row.get(cell)) for row in found.values())[kind] for cell in CELLS]
+        lines.append(f"| **{kind}** | " + " | ".join(map(str, counts)) + " |")
+    lines += [f"| {name} | " + " | ".join(_kind(row.get(cell)) for cell in CELLS) + " |" for name, row in found.items()]
+    said = [f"- {name}, {cell}: {text}" for name, row in found.items() for cell, text in row.items() if text != "right"]
+    return "\n".join([*lines, "", *said])
+
+
+def _kind(text: str | None) -> str:
+    return "-" if text is None else text.split(":")[0].split(" ")[0].replace("not", "not built")
+
+
+def _prepare() -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    quiet()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*")
+    names = parser.parse_args().families
+    families = names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    with ProcessPoolExecutor(2, initializer=_prepare) as pool:
+        found = {}
+        for name, row in zip(families, pool.map(family, families), strict=True):
+            found[name] = row
+            print(f"{name:<28}{' '.join(_kind(row.get(cell)) for cell in CELLS)}", flush=True)
+    if names:
+        print(table(found))
+        return
+    write("architectures", {"families": found}, table(found))
+
+
+if __name__ == "__main__":
+    main()

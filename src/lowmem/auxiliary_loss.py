@@ -1,0 +1,42 @@
+"""What a model adds to the loss of its tokens: the balance of a mixture of experts, where its config asks for one.
+
+A model computes it in its forward pass (`output_router_logits`), multiplies it by a factor of its own config and adds
+it to the loss, if it is given labels. Names and factors differ from model to model, so the model is given labels, and
+zero for the loss of its tokens: what it returns then is all that it adds, a mean over the tokens of a micro-batch.
+Source: Fedus et al. 2021, arXiv 2101.03961.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class AuxiliaryLoss:
+    """Listens to the forward passes of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._last: Tensor | None = None
+        if asked_for(model):
+            model.register_forward_pre_hook(self._before, with_kwargs=True)
+            model.register_forward_hook(self._after, always_call=True)
+
+    def take(self) -> Tensor | None:
+        """Of the last forward pass, a scalar; None: the model adds nothing."""
+        last, self._last = self._last, None
+        return last
+
+    def _before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self._theirs, model.loss_function = model.loss_function, _nothing
+        return args, kwargs | {"labels": kwargs["input_ids"]}
+
+    def _after(self, model: nn.Module, args: tuple, output: object) -> None:
+        model.loss_function = self._theirs
+        self._last = output.loss if getattr(output, "aux_loss", None) is not None else None
+
+
+def asked_for(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return config is not None and bool(getattr(config.get_text_config(), "output_router_logits", False))
+
+
+def _nothing(logits: Tensor, *_, **__) -> Tensor:
+    return torch.zeros((), device=logits.device)

@@ -1,0 +1,103 @@
+"""A model's head without its logits: what enters it, and what the model does to the logits afterwards.
+
+A head multiplies hidden states (B, T, H) by a matrix (V, H). To compute that product in chunks without computing
+another function, everything around it must be the model's own: layers between the body and the head (ModernBERT, BERT),
+factors (Cohere, Granite) and caps (Gemma, xLSTM) behind it, whatever their names are. So the model itself runs, with
+one token in the place of all of them at its head: what would have entered is caught there. Where the model changes
+what the head returns, its forward pass is entered once more for each chunk, with the body and the head answering what
+is known.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowmem.errors import Refused
+
+ROUNDINGS = 8  # of the largest logit: the same products in another order differ by one or two, other functions by more
+
+
+class Head(NamedTuple):
+    """Of one forward pass."""
+
+    linear: nn.Linear
+    hidden: Tensor  # (B, T, H): what enters it
+    finish: Callable[[Tensor], Tensor] | None  # products (N, V) -> logits (N, V); None: they are the logits
+
+
+def enter(model: PreTrainedModel, input_ids: Tensor) -> Head:
+    """A forward pass in which the head sees the first token alone.
+
+    Args:
+        input_ids: (B, T).
+
+    Raises:
+        Refused: a head that is not one matrix, applied once to every token.
+    """
+    head, body = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, nn.Linear):
+        raise _refused(model, "has no linear head")
+    entered, products, outputs = [], [], []
+
+    def before(_, args: tuple) -> tuple:
+        entered.append(args[0])
+        return (args[0][:, :1], *args[1:])
+
+    def after(_, __, product: Tensor) -> None:
+        products.append((product, product._version))
+
+    hooks = [
+        head.register_forward_pre_hook(before),
+        head.register_forward_hook(after),
+        body.register_forward_hook(lambda *called: outputs.append(called[-1])),
+    ]
+    try:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(entered) != 1 or entered[0].shape[:-1] != input_ids.shape:
+        raise _refused(model, "does not apply its head once to every token")
+    if _untouched(logits, *products[0]):
+        return Head(head, entered[0], None)
+    if body is model:
+        raise _refused(model, "changes its logits after the head, and its body cannot be told from it")
+
+    def finish(product: Tensor) -> Tensor:
+        with _answering(body, outputs[0]), _answering(head, product[None]):
+            return model.forward(input_ids=input_ids, use_cache=False).logits[0]
+
+    return Head(head, entered[0], finish)
+
+
+def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
+    """Whether a model hands on what its head returned. No number is looked at: a cap is invisible in small ones."""
+    same = logits.untyped_storage()._cdata == product.untyped_storage()._cdata
+    return same and logits.shape == product.shape and product._version == version
+
+
+@contextmanager
+def _answering(module: nn.Module, answer: object) -> Iterator[None]:
+    with patch.object(module, "forward", lambda *_, **__: answer):
+        yield
+
+
+def _refused(model: nn.Module, why: str) -> Refused:
+    return Refused(f"loss=chunked: {type(model).__name__} {why}. Type loss=full.")
+
+
+def agrees(model: PreTrainedModel, input_ids: Tensor) -> bool:
+    """Whether what `enter` caught leads to the model's own logits, but for roundings. Args: input_ids: (B, T)."""
+    theirs = model(input_ids=input_ids, use_cache=False).logits.float()
+    head = enter(model, input_ids)
+    product = head.linear(head.hidden)
+    rows = product.flatten(0, 1)
+    ours = (rows if head.finish is None else head.finish(rows)).view_as(product).float()
+    tolerance = ROUNDINGS * torch.finfo(product.dtype).eps * theirs.abs().max().item()
+    # an overflow is an overflow in both
+    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)

@@ -1,0 +1,93 @@
+"""Other people's models: ten families, each for what stands around its blocks and its head."""
+
+import pytest
+import torch
+from benchmarks import architectures
+from benchmarks.architectures import CELLS, configured, family, made, shrunk, table
+
+from lowmem import gradient_checkpointing
+from lowmem.errors import Refused
+from lowmem.fit import fit
+
+FAMILIES = {
+    "gemma4": "a text model inside a model that sees and hears, with a cap",
+    "modernbert-decoder": "layers between body and head; weights that are redrawn until they are inside",
+    "bert": "a head that is its own little network",
+    "rembert": "a head of another width than its body",
+    "recurrent_gemma": "no sdpa, a cap under another name",
+    "mixtral": "experts",
+    "llama4_text": "a model that is its own body",
+    "got_ocr2": "its first list of blocks sees",
+    "mamba2": "no attention",
+    "xlstm": "no attention, a cap",
+}
+
+
+@pytest.fixture(autouse=True)
+def quietly():
+    threads = torch.get_num_threads()
+    architectures._prepare()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_technique_is_right_or_refused(name):
+    found = family(name)
+    expected = dict.fromkeys(CELLS, "right")
+    if name == "xlstm":  # it multiplies with fp32 tensors of its own
+        assert found.pop("bf16-master").startswith("refused") and expected.pop("bf16-master")
+    assert found == expected
+
+
+def test_the_factors_and_caps_of_the_walk_are_not_neutral():
+    assert shrunk("gemma2")["final_logit_softcapping"] < 1 and shrunk("cohere")["logit_scale"] != 1
+    assert shrunk("granite")["logits_scaling"] != 1 and shrunk("recurrent_gemma")["logits_soft_cap"] < 1
+
+
+def test_a_block_that_adds_to_a_cache_is_refused():
+    module, ids = made(configured(shrunk("xlm"), "gradient_checkpointing=every_layer"))
+    with pytest.raises(Refused, match="cache"):
+        module.loss(module.model, ids[:, :-1], ids[:, 1:])
+
+
+def test_the_blocks_are_those_of_the_text_decoder():
+    module, _ = made(configured(shrunk("got_ocr2")))
+    blocks = gradient_checkpointing.blocks(module.model)
+    assert {id(b) for b in blocks} <= {id(m) for m in module.model.get_decoder().modules()}
+
+
+def test_a_precision_that_a_models_code_does_not_fit_is_a_sentence(config, tmp_path):
+    """xLSTM multiplies its 16-bit weights with fp32 tensors that it makes itself."""
+    cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", "precision=bf16-master", "clip=null")
+    cfg.model.architecture = shrunk("xlstm")
+    with pytest.raises(Refused, match="Type precision=bf16"):
+        fit(cfg, tmp_path)
+
+
+def test_no_sdpa_is_no_error(command, caplog):
+    keys = (
+        "{model_type: recurrent_gemma, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 3, "
+    )
+    keys += "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, lru_width: 32}"
+    lines = ["model=hf", "model.name=x", "model.pretrained=false", f"model.architecture={keys}", "lr=1e-3"]
+    code, said = command(*lines)
+    assert code == 0 and "takes eager" in caplog.text
+    code, said = command(*lines, "model.attention=flash_attention_2")
+    assert code == 1 and said.rstrip().endswith("Type model.attention=sdpa.")
+
+
+def test_attention_is_named_only_where_it_is_the_reason(command):
+    lines = ["model=hf", "model.name=x", "model.pretrained=false", "model.architecture={model_type: t5}", "lr=1e-3"]
+    code, said = command(*lines)
+    assert code == 1 and "cannot be built" in said and "attention" not in said
+
+
+def test_the_table_counts_and_tells_what_is_not_right():
+    found = {"a": dict.fromkeys(CELLS, "right"), "b": {"starts as typed": "not built: why"}}
+    said = table(found)
+    assert (
+        "| **right** | 1 |" in said
+        and "| **not built** | 1 |" in said
+        and "- b, starts as typed: not built: why" in said
+    )

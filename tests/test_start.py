@@ -1,0 +1,67 @@
+"""The same seed is the same start, whatever else is typed: a comparison compares techniques, not initialisations."""
+
+import pytest
+import torch
+
+from lowmem import model
+from lowmem.cli import CONF
+
+PRECISIONS = [yaml.stem for yaml in sorted((CONF / "precision").glob("*.yaml"))]
+OPTIMIZERS = [yaml.stem for yaml in sorted((CONF / "optim").glob("*.yaml"))]
+
+
+class Started(Exception):
+    """A run that got as far as its first step."""
+
+
+@pytest.fixture
+def start(fit, monkeypatch):
+    """(overrides) -> the weights with which a run would begin."""
+    kept = []
+
+    def keep(cfg, output_dir, tokens, module):
+        kept.append([p.detach().clone() for p in module.model.parameters()])
+        raise Started
+
+    monkeypatch.setattr("lowmem.fit._assemble", keep)
+
+    def run(*overrides):
+        torch.rand(len(kept) + 1)  # whatever was drawn before
+        with pytest.raises(Started):
+            fit(*overrides)
+        return kept.pop()
+
+    return run
+
+
+def same(ours, shipped):
+    return all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, shipped, strict=True))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_of_every_precision_and_with_a_plan(start, precision):
+    shipped = start()
+    assert not same(start("seed=1"), shipped)
+    assert same(start(f"precision={precision}"), shipped)
+    assert same(start(f"precision={precision}", "fit=check"), shipped)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_of_every_optimizer(start, optim):
+    assert same(start(f"optim={optim}"), start())
+
+
+def test_of_masters_whose_optimizer_is_probed(start):
+    """The probe of lion8bit's state once drew from the generator that the weights come from."""
+    assert same(start("precision=bf16-master", "optim=lion8bit", "fit=check"), start())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_weights_whose_distribution_is_another_in_16_bits(dtype):
+    def weight(dtype):
+        torch.manual_seed(0)
+        return torch.nn.init.xavier_uniform_(torch.empty(300, 32, dtype=dtype))
+
+    assert not torch.equal(weight(dtype), weight(torch.float32).to(dtype))
+    with model.drawn_in_fp32():
+        assert torch.equal(weight(dtype), weight(torch.float32).to(dtype))

@@ -1,5 +1,7 @@
 """Other people's models: ten families, each for what stands around its blocks and its head."""
 
+import logging
+
 import pytest
 import torch
 from benchmarks import architectures
@@ -65,16 +67,15 @@ def test_a_precision_that_a_models_code_does_not_fit_is_a_sentence(config, tmp_p
         fit(cfg, tmp_path)
 
 
-def test_no_sdpa_is_no_error(command, caplog):
-    keys = (
-        "{model_type: recurrent_gemma, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 3, "
-    )
-    keys += "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, lru_width: 32}"
-    lines = ["model=hf", "model.name=x", "model.pretrained=false", f"model.architecture={keys}", "lr=1e-3"]
-    code, said = command(*lines)
-    assert code == 0 and "takes eager" in caplog.text
-    code, said = command(*lines, "model.attention=flash_attention_2")
-    assert code == 1 and said.rstrip().endswith("Type model.attention=sdpa.")
+def test_no_sdpa_is_no_error(config, tmp_path, caplog):
+    cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
+    cfg.model.architecture = shrunk("gemma2")
+    with caplog.at_level(logging.INFO, "lowmem"):
+        fit(cfg, tmp_path)
+    assert "Gemma2ForCausalLM has none; it takes eager" in caplog.text
+    cfg.model.attention = "flash_attention_2"
+    with pytest.raises(Refused, match=r"model.attention=flash_attention_2: .* Type model.attention=sdpa\."):
+        fit(cfg, tmp_path)
 
 
 def test_attention_is_named_only_where_it_is_the_reason(command):

@@ -143,6 +143,37 @@ def test_a_real_architecture_that_changes_its_products(monkeypatch):
     assert not equal(kept, bits(checkpointing.selective))
 
 
+@torch.library.custom_op("lowmem_test::attention", mutates_args=())
+def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """As CUDA's: an operator that draws random numbers by itself where dropout is on, and leaves the next ones."""
+    return x * torch.rand(x.shape).gt(dropout_p) if dropout_p else x.clone()
+
+
+attention.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+class Drops(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.up, self.dropout = nn.Linear(WIDTH, WIDTH, bias=False), dropout
+
+    def forward(self, h):
+        return h + nn.functional.dropout(attention(torch.tanh(self.up(h)), self.dropout), 0.3)
+
+
+def test_attention_that_drops_out_is_computed_again_or_later_random_numbers_would_be_others(monkeypatch):
+    monkeypatch.setattr(kept_results, "EXPENSIVE", (*kept_results.EXPENSIVE, attention._opoverload))
+
+    def make(dropout):
+        return nn.Sequential(*(Drops(dropout) for _ in range(3)))
+
+    for dropout in (0.0, 0.3):
+        kept = gradients(partial(make, dropout), checkpointing.none)
+        assert equal(kept, gradients(partial(make, dropout), checkpointing.selective))
+    monkeypatch.setattr(kept_results, "_keeps", lambda func, *_: func in kept_results.EXPENSIVE)  # the wrong variant
+    assert not equal(kept, gradients(partial(make, 0.3), checkpointing.selective))
+
+
 @pytest.mark.parametrize(("change", "held"), [(untouched, True), (scaled, False)])
 def test_a_result_is_held_until_backward_unless_it_was_changed(change, held):
     model = nn.Sequential(Block(change)).train()
@@ -195,6 +226,7 @@ def test_functions_that_are_compiled_inside_a_block_stay_compiled():
     assert equal(kept, gradients(compiled, checkpointing.selective)) and graphs
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_is_let_through():
     """It is no operator but a function of functions, which most dispatch modes do not admit."""
     x = torch.randn(1, 2, 16, 16)

@@ -70,7 +70,7 @@ class Keep(Mode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if func in EXPENSIVE:
+        if _keeps(func, args, kwargs or {}):
             self.kept.append(Kept(func, out))
             self._by_storage |= dict.fromkeys(map(_storage, tensors), self.kept[-1])
         for tensor in tensors:
@@ -88,7 +88,7 @@ class HandBack(Mode):
     """Of its repetition: empties `kept`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in EXPENSIVE:
+        if _keeps(func, args, kwargs or {}):
             if not self.kept or self.kept[0].func is not func:
                 raise RuntimeError(
                     f"A block under gradient_checkpointing=selective was computed again and called {func} where it had "
@@ -107,6 +107,14 @@ def contexts() -> tuple[Keep, HandBack]:
     """Of one forward pass of a block and of its repetition."""
     kept: deque[Kept] = deque()
     return Keep(kept), HandBack(kept)
+
+
+def _keeps(func: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Not attention with dropout: on CUDA it draws random numbers, which would be left for whatever draws next."""
+    if func not in EXPENSIVE:
+        return False
+    names = (argument.name for argument in func._schema.arguments)
+    return not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p")
 
 
 def _alias(tensor: Tensor) -> Tensor:

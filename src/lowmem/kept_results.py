@@ -31,9 +31,11 @@ EXPENSIVE = (
 class Kept:
     """What an operator returned, and all tensors that were seen to share its memory."""
 
-    def __init__(self, func: OpOverload, out: object) -> None:
+    def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
         self._seen: list[tuple[Tensor, int]] = []  # (tensor, its version)
+        self._generator = _drew_from(func, args, kwargs)
+        self._random_state = self._generator.get_state() if self._generator is not None else None
 
     def see(self, tensor: Tensor) -> None:
         alias = _alias(tensor)
@@ -44,6 +46,12 @@ class Kept:
         if any(tensor._version != version for tensor, version in self._seen):
             self._out, self._seen = None, []
         return self._out
+
+    def hand_back(self) -> object | None:
+        """As `out`, and as if the operator had drawn its random numbers."""
+        if (out := self.out()) is not None and self._generator is not None:
+            self._generator.set_state(self._random_state)
+        return out
 
 
 class Mode(TorchDispatchMode):
@@ -70,8 +78,8 @@ class Keep(Mode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if _keeps(func, args, kwargs or {}):
-            self.kept.append(Kept(func, out))
+        if func in EXPENSIVE:
+            self.kept.append(Kept(func, args, kwargs or {}, out))
             self._by_storage |= dict.fromkeys(map(_storage, tensors), self.kept[-1])
         for tensor in tensors:
             if (kept := self._by_storage.get(_storage(tensor))) is not None:
@@ -88,13 +96,13 @@ class HandBack(Mode):
     """Of its repetition: empties `kept`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if _keeps(func, args, kwargs or {}):
+        if func in EXPENSIVE:
             if not self.kept or self.kept[0].func is not func:
                 raise RuntimeError(
                     f"A block under gradient_checkpointing=selective was computed again and called {func} where it had "
                     "not before, or backward came a second time. Type gradient_checkpointing=every_layer."
                 )
-            if (out := self.kept.popleft().out()) is not None:
+            if (out := self.kept.popleft().hand_back()) is not None:
                 return out
         return func(*args, **(kwargs or {}))
 
@@ -109,12 +117,13 @@ def contexts() -> tuple[Keep, HandBack]:
     return Keep(kept), HandBack(kept)
 
 
-def _keeps(func: OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Not attention with dropout: on CUDA it draws random numbers, which would be left for whatever draws next."""
-    if func not in EXPENSIVE:
-        return False
-    names = (argument.name for argument in func._schema.arguments)
-    return not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p")
+def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
+    """Attention with dropout draws numbers by itself on CUDA. Were they left, the next dropout would draw them."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if not given.get("dropout_p"):
+        return None
+    device = args[0].device
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _alias(tensor: Tensor) -> Tensor:

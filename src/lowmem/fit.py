@@ -73,13 +73,11 @@ def fit(
         saved = checkpoint.Saved(start, cfg.max_steps) if start else None
         data = build.data(cfg, saved)
         before = process.rss_bytes()
-        seed_everything(
-            cfg.seed, verbose=False
-        )  # just before the weights are drawn: whatever drew until here must not matter
+        seed_everything(cfg.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
         module = build.module(cfg, data, saved)
         tokens = data.tokens
         output_dir.mkdir(parents=True, exist_ok=True)
-        run = _assemble(cfg, output_dir, tokens, module)
+        run = _assemble(cfg, output_dir, data, module)
         with (
             run.stop.listening(),
             capped(parse(cfg.memory.limit), cfg.device),
@@ -128,13 +126,12 @@ class Run:
                 logger.experiment.finish()  # or the next job of a multirun would log into this run
 
 
-def _assemble(cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalLM) -> Run:
+def _assemble(cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM) -> Run:
     limit = parse(cfg.memory.limit) if cfg.device == "cpu" else None
     meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit)
-    metrics = Metrics(
-        output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), tokens.bits_per_byte
-    )
-    sample, stop = Sample(tokens.tokenizer, cfg.sample_tokens, cfg.seed), Stop()
+    bits_per_byte = data.tokens.bits_per_byte(data.val.predicted)
+    metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), bits_per_byte)
+    sample, stop = Sample(data.tokens.tokenizer, cfg.sample_tokens, cfg.seed), Stop()
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)
     plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
     callbacks = [meter, metrics, *instantiate(cfg.callbacks).values(), Verified(), stop, saves, sample]
@@ -218,7 +215,7 @@ def _summary(run: Run, cfg: DictConfig, tokens: Tokens, module: CausalLM) -> dic
         "train_loss": metrics.train_loss,
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
-        "bits_per_byte": tokens.bits_per_byte(metrics.val_loss),
+        "bits_per_byte": metrics.bits_per_byte(metrics.val_loss),
         "trigram_bits_per_byte": tokens.trigram_bits_per_byte,
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),

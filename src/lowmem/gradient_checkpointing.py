@@ -17,21 +17,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import Cache, PreTrainedModel
 
+from lowmem import kept_results
+
+from lowmem import kept_results
 from lowmem.errors import Refused
 from lowmem.memory.boundary import Boundary, OnDevice, OnHost
-
-aten = torch.ops.aten
-# Matrix products and attention: the expensive part of a block, about a third of its activations.
-EXPENSIVE = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-)
 
 
 def none(model: nn.Module) -> None:
@@ -62,9 +54,10 @@ def sqrt(model: nn.Module) -> None:
 
 
 def selective(model: nn.Module) -> None:
-    """Each block keeps its matrix products and its attention, and computes the cheap rest again."""
+    """Each block keeps its matrix products and its attention, as far as the model leaves them as they are, and computes
+    the cheap rest again."""
     for block in blocks(model):
-        Segment([block], contexts=partial(create_selective_checkpoint_contexts, list(EXPENSIVE)))
+        Segment([block], contexts=kept_results.contexts)
 
 
 def offload(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from conftest import ROOT
+from lowmem import loss as losses
 from lowmem.build import optimizer
 from lowmem.memory.ledger import optimizer_state, parts
 from lowmem.optim.build import parameter_groups
@@ -37,6 +38,35 @@ def test_the_first_step_has_the_size_of_adamws(config, optim):
     change, _ = stepped(config, optim, shape, "optim.weight_decay=0")
     adamw, _ = stepped(config, "adamw", shape, "optim.weight_decay=0")
     assert rms(change) == pytest.approx(rms(adamw), rel=0.2)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (192, 768), (768, 768), (3072, 768)])
+def test_muons_first_step_of_a_matrix_stays_a_little_below(config, shape):
+    """The band that the README states."""
+    change, _ = stepped(config, "muon", shape, "optim.weight_decay=0")
+    assert 0.85e-3 < rms(change) < 0.97e-3
+
+
+@pytest.mark.parametrize("directions", [16, 64, 256])
+def test_muon_moves_in_the_directions_of_the_gradient_alone(config, directions):
+    model = nn.Linear(256, 256, bias=False)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.randn(256, directions) @ torch.randn(directions, 256)
+    optimizer(config("optim=muon", "lr=1e-3", "optim.weight_decay=0"))(model).step()
+    assert rms(model.weight.detach() - before) == pytest.approx(0.9e-3 * (directions / 256) ** 0.5, rel=0.2)
+
+
+def test_muons_first_step_of_all_matrices_of_the_default_model(config):
+    """Real gradients have strong and weak directions."""
+    model = network(n_embd=192, n_layer=4, n_head=4, n_positions=128, vocab_size=4096)
+    groups = {group["role"]: group["params"] for group in parameter_groups(model)}
+    before = [p.detach().clone() for p in groups["matrix"]]
+    ids = (4096 * torch.rand(8, 129) ** 6).long()  # some tokens are frequent
+    losses.full(model, ids[:, :-1], ids[:, 1:]).backward()
+    optimizer(config("optim=muon", "lr=1e-3", "optim.weight_decay=0"))(model).step()
+    changes = [(p.detach() - b).flatten() for p, b in zip(groups["matrix"], before, strict=True)]
+    assert all(0.3e-3 < rms(change) < 0.97e-3 for change in changes)
+    assert 0.75e-3 < rms(torch.cat(changes)) < 0.91e-3
 
 
 def test_torchs_own_rule_for_muon_is_caught(config, monkeypatch):

@@ -61,7 +61,7 @@ def _text_files(path: str, pattern: str, key: str) -> tuple[Path, list[Path]]:
         return root.parent, [root]
     if not root.is_dir():
         raise Refused(f"{key}={path}: there is no such file or folder. Give one that exists.")
-    files = [f for f in root.glob(pattern) if f.is_file() and f.stat().st_size]
+    files = sorted(f for f in root.glob(pattern) if f.is_file() and f.stat().st_size)
     if not files:
         raise Refused(f"{key}={path}: no file there matches {pattern} and has text. Type data.pattern='**/*.md', say.")
     return root, files

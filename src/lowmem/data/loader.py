@@ -144,6 +144,11 @@ class ValidationLoader:
         self.sequences, self.batch_size = sequences, batch_size
         self.count = min(len(sequences), limit)
 
+    @property
+    def predicted(self) -> int:
+        """How many tokens of the split are labels: from its second on."""
+        return self.count * self.sequences.seq_len
+
     def __len__(self) -> int:
         return -(-self.count // self.batch_size)
 

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,26 +24,40 @@ from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # raise it when what is written changes
+FORMAT = 2  # raise it when what is written changes
 END_OF_TEXT = "<|endoftext|>"
+COUNTED_AT_ONCE = 1 << 20  # tokens: about 100 MB as Python's strings
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Token ids of both splits, documents joined and separated by the end-of-text token.
 
-    `train` and `val` are memory-mapped (tokens,) arrays of unsigned integers; `val_bytes` is the size of the
-    validation text; `trigram_bits_per_byte` what a byte-trigram model of the training text needs for it.
+    `train` and `val` are memory-mapped (tokens,) arrays of unsigned integers; `val_documents` is (documents, 2): the
+    tokens and the bytes of the validation text up to the end of each document; `trigram_bits_per_byte` is what a
+    byte-trigram model of the training text needs for all of it.
     """
 
     train: np.ndarray
     val: np.ndarray
-    val_bytes: int
+    val_documents: np.ndarray
     trigram_bits_per_byte: float
     tokenizer: PreTrainedTokenizerBase
 
-    def bits_per_byte(self, nats_per_token: float) -> float:
-        return nats_per_token / np.log(2) * len(self.val) / self.val_bytes
+    def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
+        """nats per token -> bits per byte, of an evaluation that predicts tokens 1 .. `predicted` of `val`.
+
+        Their bytes alone count: token 0 is never predicted. An end-of-text token costs nats and is no text.
+        """
+        text = self.val_bytes(predicted + 1) - self.val_bytes(1)
+        return lambda nats: nats / np.log(2) * predicted / (text or float("nan"))
+
+    def val_bytes(self, count: int) -> int:
+        """Bytes of text of the first `count` tokens of `val`. Only the document that is cut there is looked at."""
+        whole = int(np.searchsorted(self.val_documents[:, 0], count, side="right"))
+        start, text = self.val_documents[whole - 1].tolist() if whole else (0, 0)
+        pieces = (self.val[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
+        return text + sum(_text_bytes(self.tokenizer, piece) for piece in pieces)
 
 
 def tokenize(
@@ -62,7 +76,7 @@ def tokenize(
     return Tokens(
         train=np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r"),
         val=np.memmap(folder / "val.bin", dtype=meta["dtype"], mode="r"),
-        val_bytes=meta["val_bytes"],
+        val_documents=np.load(folder / "val_documents.npy"),
         trigram_bits_per_byte=meta["trigram_bits_per_byte"],
         tokenizer=tokenizer or _load_bpe(folder / "tokenizer.json"),
     )
@@ -95,9 +109,9 @@ def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedT
             tokenizer = _load_bpe(draft / "tokenizer.json")
         dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
         _write_split(draft / "train.bin", corpus.train, tokenizer, dtype)
-        val_bytes = _write_split(draft / "val.bin", corpus.val, tokenizer, dtype)
+        np.save(draft / "val_documents.npy", _write_split(draft / "val.bin", corpus.val, tokenizer, dtype))
         trigram = trigram_bits_per_byte(_contents(corpus.train), _contents(corpus.val))
-        meta = {"dtype": dtype, "val_bytes": val_bytes, "trigram_bits_per_byte": trigram}
+        meta = {"dtype": dtype, "trigram_bits_per_byte": trigram}
         (draft / "meta.json").write_text(json.dumps(meta))
         try:
             os.replace(draft, folder)
@@ -119,19 +133,32 @@ def _load_bpe(file: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 
-def _write_split(target: Path, files: list[Path], tokenizer: PreTrainedTokenizerBase, dtype: str) -> int:
-    """Append each file's ids and an end-of-text token. Returns the bytes of text."""
+def _write_split(target: Path, files: list[Path], tokenizer: PreTrainedTokenizerBase, dtype: str) -> np.ndarray:
+    """Append each file's ids and an end-of-text token. Returns (documents, 2): tokens and bytes up to each end."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    total_bytes = total_tokens = 0
+    documents = []
     with target.open("wb") as out:
         for batch in _batches(_texts(files)):
-            for ids in _encode(tokenizer, [text for _, text in batch]):
+            ids_of_each = _encode(tokenizer, [text for _, text in batch])
+            for (size, _), ids in zip(batch, ids_of_each, strict=True):
                 np.asarray(ids + end, dtype=dtype).tofile(out)
-                total_tokens += len(ids)
-            total_bytes += sum(size for size, _ in batch)
-    if not total_tokens:
+                documents.append((len(ids) + len(end), size))
+    if not any(tokens > len(end) for tokens, _ in documents):
         raise Refused(f"data: the {target.stem} files hold no text ({len(files)} files). Give files that do.")
-    return total_bytes
+    return np.cumsum(documents, axis=0)
+
+
+def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
+    """Of the text that the tokens stand for. Byte-level ones may begin and end inside a character; of others, one that
+    is cut does not count."""
+    if not (tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)):
+        text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
+    times = np.bincount(ids)
+    different = np.flatnonzero(times)
+    added = tokenizer.get_added_vocab()  # written as they are; every other token has one character for each byte
+    tokens = tokenizer.convert_ids_to_tokens(different.tolist())
+    return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-# torch's rule `match_rms_adamw` makes the RMS of a Muon step 0.2 lr. AdamW's first step has RMS lr, and so does this.
+# torch's rule `match_rms_adamw` makes the RMS of a Muon step 0.2 lr. AdamW's first step has RMS lr, and so has an
+# orthogonal matrix here. Five iterations come near to one: 0.86 to 0.96 lr for a random gradient. Directions that the
+# gradient lacks do not move: a matrix with r of n directions moves by sqrt(r / n) of that.
 TORCHS_RMS = 0.2
 
 

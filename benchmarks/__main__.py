@@ -20,6 +20,7 @@ EVERY = {
     "claims": "what guides say, beside what is",
     "host_optimizer": "the optimizer's step on the host",
     "gpt2_xl": "GPT-2 XL with masters on the host",
+    "architectures": "every causal family of transformers under the techniques that reach into a model",
     "plan_error": "predicted over measured",
     "plan_time": "counted times beside a stopwatch's",
     "plans": "what the planner chooses for known models and cards",

@@ -175,7 +175,7 @@ def checkpointed(name: str) -> Callable[[dict], str]:
         (value, found), (ours, again) = gradients(configured(architecture)), gradients(cfg)
         if value != ours or not all(torch.equal(again[key], g) for key, g in found.items()):
             return "wrong gradients"
-        return "right" if blocks_are_called(architecture) else "wrong: blocks that take no part"
+        return "right" if blocks_are_called(architecture) else "wrong: blocks of another part of the model"
 
     return cell
 
@@ -187,7 +187,7 @@ def blocks_are_called(architecture: dict) -> bool:
     for block in blocks:
         block.register_forward_hook(lambda block, *_: called.add(block))
     module.loss(module.model, ids[:, :-1], ids[:, 1:])
-    return called == set(blocks)
+    return bool(called)  # not all: some read images alone
 
 
 class Windows:

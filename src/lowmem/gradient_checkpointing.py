@@ -20,8 +20,6 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as ch
 from transformers import Cache, PreTrainedModel
 
 from lowmem import kept_results
-
-from lowmem import kept_results
 from lowmem.errors import Refused
 from lowmem.memory.boundary import Boundary, OnDevice, OnHost
 

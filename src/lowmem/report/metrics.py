@@ -25,13 +25,13 @@ COLUMNS = (
     "tokens",
     "seconds",
     "train_loss",
-    "auxiliary_loss",
     "val_loss",
     "bits_per_byte",
     "lr",
     "gradient_norm",
     "tokens_per_second",
     "skipped_steps",
+    "auxiliary_loss",
 )
 # The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
 WARM_UP_STEPS = 3

@@ -1,8 +1,9 @@
 # `make train` and `make test` are all a newcomer needs: both create .venv first if it is missing.
 PYTHON ?= python3
 BIN = .venv/bin
+NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 
-.PHONY: train test test-all lint format
+.PHONY: train test test-all test-oldest lint format
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -13,6 +14,9 @@ test: .venv/installed
 test-all: .venv/installed
 	$(BIN)/python -m pytest
 
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -m "not slow"
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -22,7 +26,15 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 .venv/installed: requirements.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
+	$(NEW_ENOUGH)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -r requirements.txt -e .
+	touch $@
+
+# the lowest versions that pyproject.toml admits
+.venv-oldest/installed: tests/oldest.py pyproject.toml
+	$(NEW_ENOUGH)
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) tests/oldest.py > .venv-oldest/requirements.txt
+	.venv-oldest/bin/python -m pip install --quiet -r .venv-oldest/requirements.txt -e .
 	touch $@

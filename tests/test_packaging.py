@@ -7,6 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from conftest import ROOT
+from oldest import pins
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -31,6 +32,11 @@ def test_conda_users_get_the_tested_versions():
 def test_every_dependency_has_a_tested_version_inside_its_range():
     assert TESTED.keys() == RANGES.keys()
     assert all(TESTED[name] in allowed for name, allowed in RANGES.items())
+
+
+def test_the_oldest_environment_has_the_floor_of_every_range():
+    floors = {name: {one.version for one in allowed if one.operator == ">="} for name, allowed in RANGES.items()}
+    assert floors == {name: {version} for name, version in exact(pins()).items()}
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0", "2.14.0", "2.15.3"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowmem.optim.build import MakeOptimizer
 
 # What CUDA's autocast computes in fp32 and a CPU's leaves in 16 bits (AT_FORALL_FP32 and _FP32_SET_OPT_DTYPE in
-# aten/src/ATen/autocast_mode.h), as far as language models use it.
+# aten/src/ATen/autocast_mode.h), as far as language models use it. Not every torch has them all: 2.11 leaves rms_norm.
 IN_FP32 = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal"),
     *("softplus", "layer_norm", "rms_norm", "group_norm", "logsumexp"),
@@ -58,13 +58,17 @@ def _autocast() -> Iterator[None]:
     """Registered where autocast itself is, below Python: a forward pass that is repeated in backward has it too."""
     ours = torch.library.Library("aten", "IMPL", "AutocastCPU")
     try:
-        for name in (*IN_FP32, *SUMS_IN_FP32):
+        for name in filter(_on_card, (*IN_FP32, *SUMS_IN_FP32)):
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
             ours.impl(name, partial(_with_dtype if name in SUMS_IN_FP32 else _cast, op))
         yield
     finally:
         ours._destroy()
+
+
+def _on_card(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
 
 
 def _cast(op: Callable, *args, **kwargs) -> Tensor:

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test test-all lint format
+.PHONY: train test test-all test-gpu lint format
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -12,6 +12,10 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest
+
+# what CUDA does otherwise; everything is skipped where there is none
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest -m gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -140,6 +140,7 @@ def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, s
         "reserved_peak": _highest(memory, "reserved_peak_bytes"),
         "host_peak": highest,
         "predicted": summary.get("predicted"),
+        "last_words": (folder.parent / "said").read_text(errors="replace")[-500:],
         "losses": [float(row["train_loss"]) for row in trained],
     }
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 
-.PHONY: train test test-all test-oldest lint format
+.PHONY: train test test-all test-oldest test-gpu lint format
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -14,8 +14,7 @@ test: .venv/installed
 test-all: .venv/installed
 	$(BIN)/python -m pytest
 
-test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -m "not slow"
+.PHONY: train test test-all test-oldest test-gpu lint format
 
 lint: .venv/installed
 	$(BIN)/ruff check .

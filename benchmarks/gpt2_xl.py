@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -40,24 +42,37 @@ ALONE = "forward and backward alone"
 CAPS = ("12GiB", "6GiB")
 
 
-def watched(arguments: list[str]) -> tuple[dict, list[dict], list[dict], int]:
-    """train.py in a process of its own: (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes)."""
-    folder = Path(os.environ["ROW_FOLDER"])
+def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, list[dict], list[dict], int]:
+    """train.py in a process of its own: (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
+
+    Args: seconds: after which it is ended; what it measured until then counts, and its summary is empty.
+    """
+    folder, until = Path(os.environ["ROW_FOLDER"]), time.monotonic() + (seconds or float("inf"))
     with (folder / "said").open("w") as said:
         command = [sys.executable, "train.py", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
         highest = 0
-        while process.poll() is None:
+        while process.poll() is None and time.monotonic() < until:
             try:
                 highest = max(highest, psutil.Process(process.pid).memory_info().rss)
             except psutil.Error:
                 break
             time.sleep(0.02)
-    if process.wait():
+    if time.monotonic() >= until:
+        process.kill()
+    if process.wait() and time.monotonic() < until:
         raise SystemExit((folder / "said").read_text()[-3000:])
     run = Path(next(a for a in arguments if a.startswith("hydra.run.dir=")).split("=", 1)[1])
-    tables = [list(csv.DictReader((run / name).open())) for name in ("memory.csv", "metrics.csv")]
-    return json.loads((run / "summary.json").read_text()), *tables, highest
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
+    return summary, *(_rows(run / name) for name in ("memory.csv", "metrics.csv")), highest
+
+
+def _rows(file: Path) -> list[dict]:
+    """Of a run that was ended, up to its last whole line."""
+    if not file.exists():
+        return []
+    with file.open(newline="") as lines:
+        return [row for row in csv.DictReader(lines) if None not in row.values()]
 
 
 def row(name: str) -> dict:
@@ -106,20 +121,44 @@ def alone() -> dict:
     return {"seconds_per_step": median(seconds[2:])}
 
 
-def capped(cap: str) -> dict:
-    """The recipe on a CUDA device: 20 optimizer steps of 64 x 1024 tokens."""
+def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, seconds: float | None = None) -> dict:
+    """The recipe under a cap, on a CUDA device if not typed otherwise: optimizer steps of 64 x 1024 tokens.
+
+    Args: seconds: after which the run is ended; what it had measured by then is returned.
+    """
     folder = Path(os.environ["ROW_FOLDER"]) / "run"
-    typed = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", "max_steps=20", "device=cuda"]
-    offload = ["gradient_checkpointing=offload"] if cap == CAPS[-1] else []
-    arguments = [*typed, *offload, "log_every=1", "logger=csv", *QUIET, f"hydra.run.dir={folder}"]
-    summary, memory, metrics, _ = watched(arguments)
+    lines = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", f"max_steps={steps}"]
+    lines += ["gradient_checkpointing=offload"] if cap == CAPS[-1] else []
+    arguments = [*lines, "log_every=1", "logger=csv", *QUIET, *typed, f"hydra.run.dir={folder}"]
+    summary, memory, metrics, highest = watched(arguments, seconds)
+    trained = [row for row in metrics if row["train_loss"]]
     return {
-        "seconds_per_step": summary["seconds_per_step"],
-        "tokens_per_second": summary["tokens_per_second"],
-        "allocated_peak": summary["peak_bytes"]["device"],
-        "reserved_peak": max(int(r["reserved_peak_bytes"]) for r in memory),
-        "losses": [float(r["train_loss"]) for r in metrics if r["train_loss"]],
+        "steps": len(trained),
+        "ended_early": not summary,
+        **_pace(trained),
+        "allocated_peak": _highest(memory, "allocated_peak_bytes") or _highest(memory, "live_peak_bytes"),
+        "reserved_peak": _highest(memory, "reserved_peak_bytes"),
+        "host_peak": highest,
+        "predicted": summary.get("predicted"),
+        "last_words": (folder.parent / "said").read_text(errors="replace")[-500:],
+        "losses": [float(row["train_loss"]) for row in trained],
     }
+
+
+def _pace(trained: list[dict]) -> dict[str, float | None]:
+    """Of the steps after the first: what the run had time to write down."""
+    times, tokens = ([float(row[key]) for row in trained] for key in ("seconds", "tokens"))
+    if len(trained) < 2:
+        return {"seconds_per_step": None, "tokens_per_second": None}
+    each = [later - earlier for earlier, later in pairwise(times)]
+    return {
+        "seconds_per_step": median(each),
+        "tokens_per_second": (tokens[-1] - tokens[0]) / (times[-1] - times[0]),
+    }
+
+
+def _highest(rows: list[dict], column: str) -> int | None:
+    return max((int(row[column]) for row in rows if row.get(column)), default=None)
 
 
 def on_the_card() -> dict[str, dict[str, int]]:

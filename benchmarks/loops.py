@@ -1,16 +1,16 @@
 """The same training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
 
-    python -m benchmarks.loops <loop> <recipe> <model>
+    python -m benchmarks.loops <loop> <recipe> <model> [overrides, such as device=cuda; device=cpu without any]
 
 Same weights, windows of micro-batches, optimizer, schedule, clipping and precision, all built by lowmem; only who
 drives differs. Each prints how long each step took and its loss, its speed over the steps after the third, and its peak
-of live tensors, counted at every operator of the third step.
+of live tensors: counted at every operator of the third step, or what CUDA's allocator says of it.
 """
 
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -30,8 +30,13 @@ MODELS = {
     "13.9M": {"vocab_size": 8192, "n_positions": 256, "n_embd": 384, "n_layer": 6, "n_head": 6, "T": 256},
     # the default of train.py
     "tiny": {"vocab_size": 4096, "n_positions": 256, "n_embd": 192, "n_layer": 4, "n_head": 4, "T": 128},
+    # to see that it runs
+    "thin": {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "T": 16},
+    # GPT-2, for a card
+    "124M": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "T": 1024},
 }
 BATCH_SIZE = 8  # sequences of an optimizer step
+ON_CPU = ("device=cpu",)
 FOUR = ["accumulation=fixed", "accumulation.batches=4", "batch_size=2"]
 RECIPES = {
     "32": ["precision=32"],
@@ -58,13 +63,22 @@ def shape(model: str, steps: int = STEPS) -> list[str]:
     ]
 
 
-def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
+def device_of(typed: Sequence[str]) -> str:
+    return "cuda" if "device=cuda" in typed else "cpu"
+
+
+def settled(device: str) -> Callable[[], object]:
+    """Of a device: what returns when it has done all that it was asked."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def lowmem(recipe: str, model: str, typed: Sequence[str] = ON_CPU, metered: bool = True) -> dict:
     """train.py as shipped: meter, metrics, W&B (offline), plan, checkpoint."""
     from lowmem import fit
 
     if not metered:
         fit.MemoryMeter = silent_meter()
-    turns, losses = Turns(), []
+    turns, losses = Turns(settled(device_of(typed))), []
 
     class InTurn(fit.Stop):
         def on_train_batch_start(self, *_) -> None:
@@ -75,7 +89,7 @@ def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
             super().on_train_batch_end(trainer, module)
 
     fit.Stop = InTurn
-    summary = trained([*shape(model), *RECIPES[recipe]])
+    summary = trained([*shape(model), *RECIPES[recipe], *typed])
     phases = summary["peak_bytes_by_phase"]
     return {
         **speed(turns, model),
@@ -117,9 +131,10 @@ class Materials(NamedTuple):
     bf16: bool
     checkpointing: bool
     micro_batches: int  # of a window
+    device: str
 
 
-def materials(recipe: str, model: str) -> tuple[Materials, "Watch"]:
+def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials, "Watch"]:
     from hydra import compose, initialize_config_dir
     from lightning.pytorch import seed_everything
     from omegaconf import OmegaConf
@@ -127,14 +142,14 @@ def materials(recipe: str, model: str) -> tuple[Materials, "Watch"]:
     from lowmem import build, cli
     from lowmem.memory import process
 
-    typed = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
+    lines = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
     with initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        cfg = compose("config", [cli.quoted(line) for line in (*typed, "device=cpu")])
+        cfg = compose("config", [cli.quoted(line) for line in (*lines, *typed)])
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     seed_everything(cfg.seed, verbose=False)
     data = build.data(cfg)
     before = process.rss_bytes()
-    module = build.module(cfg, data)
+    module = build.module(cfg, data).to(cfg.device)
     optimizer = module.make_optimizer(module.model)
     made = Materials(
         module.model.train(),
@@ -144,6 +159,7 @@ def materials(recipe: str, model: str) -> tuple[Materials, "Watch"]:
         "precision=bf16" in RECIPES[recipe],
         "gradient_checkpointing=every_layer" in RECIPES[recipe],
         4 if FOUR[0] in RECIPES[recipe] else 1,
+        cfg.device,
     )
     if made.checkpointing:
         made.network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -161,9 +177,9 @@ class Watch:
 
     def __init__(self, of: Materials, model: str, rss_before: int) -> None:
         self.of, self.model, self.rss_before = of, model, rss_before
-        self.turns = Turns()
+        self.turns = Turns(settled(of.device))
         self.steps, self.losses = 0, [0.0]
-        self.tracker = None
+        self.tracker, self.peak_bytes = None, 0
 
     def add(self, loss: torch.Tensor) -> None:
         """Of a micro-batch, already divided by how many there are."""
@@ -172,20 +188,33 @@ class Watch:
     def begin(self) -> None:
         self.turns.next()
         if self.steps == WARM_UP - 1:
-            from lowmem.memory.ledger import Ledger, optimizer_state
-            from lowmem.memory.tracker import StorageTracker
+            self._count()
 
-            ledger = Ledger()
-            ledger.own("weights", lambda: list(self.of.network.parameters()))
-            ledger.own("optimizer", lambda: optimizer_state(self.of.optimizer))
-            self.tracker = StorageTracker(ledger.storages())
-            self.tracker.__enter__()
+    def _count(self) -> None:
+        if self.of.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            return
+        from lowmem.memory.ledger import Ledger, optimizer_state
+        from lowmem.memory.tracker import StorageTracker
+
+        ledger = Ledger()
+        ledger.own("weights", lambda: list(self.of.network.parameters()))
+        ledger.own("optimizer", lambda: optimizer_state(self.of.optimizer))
+        self.tracker = StorageTracker(ledger.storages())
+        self.tracker.__enter__()
 
     def end(self) -> None:
         self.steps += 1
         self.losses.append(0.0)
         if self.steps == WARM_UP:
-            self.tracker.__exit__(None, None, None)
+            self._counted()
+
+    def _counted(self) -> None:
+        if self.tracker is None:
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+            return
+        self.tracker.__exit__(None, None, None)
+        self.peak_bytes = max(point.total for point in self.tracker.timeline())
 
     def result(self) -> dict:
         from lowmem.memory import process
@@ -193,7 +222,7 @@ class Watch:
         return {
             **speed(self.turns, self.model),
             "losses": [float(loss) for loss in self.losses[:-1]],
-            "peak_bytes": max(point.total for point in self.tracker.timeline()),
+            "peak_bytes": self.peak_bytes,
             "rss_bytes": process.peak_rss_bytes() - self.rss_before,
         }
 
@@ -201,14 +230,15 @@ class Watch:
 # --- the other loops ---------------------------------------------------------------------------------------------
 
 
-def plain(recipe: str, model: str) -> dict:
+def plain(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     """By hand: the least that trains."""
-    of, watch = materials(recipe, model)
+    of, watch = materials(recipe, model, typed)
     for window in of.windows:
         watch.begin()
         for micro_batch in window:
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if of.bf16 else nullcontext():
-                loss = loss_of(of.network, *micro_batch) / len(window)
+            ids, labels = (part.to(of.device) for part in micro_batch)
+            with torch.autocast(of.device, torch.bfloat16, cache_enabled=False) if of.bf16 else nullcontext():
+                loss = loss_of(of.network, ids, labels) / len(window)
             loss.backward()
             watch.add(loss)
         torch.nn.utils.clip_grad_norm_(of.network.parameters(), 1.0)
@@ -219,11 +249,11 @@ def plain(recipe: str, model: str) -> dict:
     return watch.result()
 
 
-def lightning(recipe: str, model: str) -> dict:
+def lightning(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     """Lightning with everything off that can be, clipping by hand because it refuses to clip for a fused optimizer."""
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-    of, watch = materials(recipe, model)
+    of, watch = materials(recipe, model, typed)
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -252,7 +282,8 @@ def lightning(recipe: str, model: str) -> dict:
 
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if of.device == "cuda" else "cpu",
+        devices=1,
         max_steps=STEPS,
         accumulate_grad_batches=of.micro_batches,
         precision="bf16-mixed" if of.bf16 else "32-true",
@@ -272,12 +303,12 @@ class Batches:
         return (micro_batch for window in self.windows for micro_batch in window)
 
 
-def trainer(recipe: str, model: str) -> dict:
+def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     """transformers.Trainer with the matching arguments."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    of, watch = materials(recipe, model)
+    of, watch = materials(recipe, model, typed)
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__) -> None:
@@ -310,7 +341,7 @@ def trainer(recipe: str, model: str) -> dict:
         max_grad_norm=1.0,
         bf16=of.bf16,
         remove_unused_columns=False,
-        use_cpu=True,
+        use_cpu=of.device == "cpu",
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
@@ -332,6 +363,6 @@ LOOPS = {
 
 
 if __name__ == "__main__":
-    name, recipe, model = sys.argv[1:]
-    result = LOOPS[name](recipe, model)
+    name, recipe, model, *typed = sys.argv[1:]
+    result = LOOPS[name](recipe, model, typed or ON_CPU)
     print(json.dumps(result), flush=True)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -22,9 +22,10 @@ SETTLE = 0.05  # seconds between two turns, in which the threads of the last one
 
 
 class Turns:
-    """In the process of a loop."""
+    """In the process of a loop. Args: settled: returns when the device has done all that it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, settled: Callable[[], object] = lambda: None) -> None:
+        self.settled = settled
         self.seconds: list[float] = []  # of every step but the last, from its start to the next one's
         self.pages: list[int] = []  # that had to be faulted in meanwhile
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
@@ -32,6 +33,7 @@ class Turns:
 
     def next(self) -> None:
         """Call it where a step starts: gives the turn back, and returns when it is this loop's again."""
+        self.settled()
         if self._start is not None:
             seconds, pages = _now()
             self.seconds.append(seconds - self._start[0])
@@ -81,14 +83,31 @@ class _Loop:
         return result(self.arguments, self.process.wait(), *texts)
 
 
-def together(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
-    """Args: rows: name -> arguments of `python`. Returns: name -> what it printed."""
+def _all_or_none(failure: SystemExit) -> dict:
+    raise failure
+
+
+def together(
+    rows: Mapping[str, Sequence[str]], otherwise: Callable[[SystemExit], dict] = _all_or_none
+) -> dict[str, dict]:
+    """Args: rows: name -> arguments of `python`; otherwise: what stands in the place of a loop that failed.
+
+    Returns:
+        Name -> what it printed.
+    """
+
+    def ended(loop: _Loop) -> dict:
+        try:
+            return loop.result()
+        except SystemExit as failure:
+            return otherwise(failure)
+
     with tempfile.TemporaryDirectory() as folder:
         loops = {name: _Loop(arguments, Path(folder) / str(i)) for i, (name, arguments) in enumerate(rows.items())}
         going = [loop for loop in loops.values() if loop.gave_back()]
         while going:  # in alternating directions, so that nobody always follows the same
             going = [loop for loop in going if loop.step()][::-1]
-        return {name: loop.result() for name, loop in loops.items()}
+        return {name: ended(loop) for name, loop in loops.items()}
 
 
 def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[str, list[dict]]:

@@ -37,6 +37,11 @@ SMALL = (
 )
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory) -> Path:
     """Twelve files of words, the same on every machine."""

@@ -14,7 +14,7 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in=torch.float32):
-    """Weights by name after one step per window.
+    """(weights by name after one step per window, the loss of each window).
 
     Args:
         model: in fp32, at the weights to start from; a copy is trained.
@@ -25,7 +25,7 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
     """
     model = copy.deepcopy(model).train()
     states = {name: {} for name, _ in model.named_parameters()}
-    order, epoch = [], 0
+    order, epoch, losses = [], 0, []
     for step, size in enumerate(windows, start=1):
         if not order:
             order, epoch = list(np.random.default_rng([0, epoch]).permutation(sequences)), epoch + 1
@@ -34,7 +34,9 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
         model.zero_grad()
         logits = model(input_ids=ids, use_cache=False).logits
         kept = labels != -100
-        nn.functional.cross_entropy(logits[kept], labels[kept], reduction="mean").backward()
+        loss = nn.functional.cross_entropy(logits[kept], labels[kept], reduction="mean")
+        loss.backward()
+        losses.append(loss.item())
         grads = {name: p.grad for name, p in model.named_parameters()}
         if clip is not None:
             norm = torch.stack([g.norm() for g in grads.values()]).norm()
@@ -44,7 +46,7 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
             for name, p in model.named_parameters():
                 decay = 0.0 if p.dim() < 2 else weight_decay
                 p.copy_(rule(p, grads[name], states[name], step, now, decay, role(name, p)).to(held_in))
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
 
 
 def role(name, p):

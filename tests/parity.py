@@ -4,12 +4,13 @@ from functools import cache
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 
 import oracle
-from lowmem import model
-from lowmem.build import causal_lm
+from lowmem import cli, model
+from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import MicroBatch, WindowLoader
 from lowmem.instantiate import instantiate
 
@@ -89,30 +90,59 @@ def overrides(*techniques):
     return lines
 
 
-def run(cfg, wide=False):
-    """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are."""
+def trainer(cfg, plugins, callbacks):
+    """The real one, on the device that `cfg` says."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(
+        accelerator="gpu" if cfg.device == "cuda" else "cpu",
+        devices=1,
+        max_steps=cfg.max_steps,
+        max_epochs=-1,
+        plugins=plugins,
+        callbacks=callbacks,
+        **dict.fromkeys(off, False),
+    )
+
+
+class Losses(Callback):
+    """Of every window."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.seen.append(float(outputs["loss"]))
+
+
+def run(cfg, wide=False, callbacks=()):
+    """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are; callbacks: besides its own.
+
+    Wherever it trained: Lightning brings the module back to the host.
+    """
     spec = OmegaConf.to_container(cfg.model)
     torch.manual_seed(0)
     module = causal_lm(cfg, spec, model.architecture(**spec))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
     windows = WindowLoader(Ragged(), cfg.batch_size, instantiate(cfg.accumulation), seed=0)
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=cfg.max_steps,
-        max_epochs=-1,
-        plugins=list(instantiate(cfg.trainer.plugins).values()),
-        callbacks=list(instantiate(cfg.callbacks).values()),
-        **dict.fromkeys(off, False),
-    )
-    trainer.fit(module, windows)
-    assert trainer.global_step == cfg.max_steps and module.skipped_steps == 0
+    plugins = list(instantiate(cfg.trainer.plugins).values())
+    training = trainer(cfg, plugins, [*instantiate(cfg.callbacks).values(), *callbacks])
+    training.fit(module, windows)
+    assert training.global_step == cfg.max_steps and module.skipped_steps == 0
     after = {name: p.detach() for name, p in module.model.named_parameters()}
     return before, after if wide else {name: p.float() for name, p in after.items()}
 
 
 def expected(cfg, optim, accumulation):
-    """Weights by name before and after, of the oracle: from the same rounded start, in fp32."""
+    """Weights by name before and after, of the oracle: from the same rounded start, in fp32, on the CPU."""
+    return _of_oracle(cfg, optim, accumulation)[:2]
+
+
+def expected_losses(cfg, optim, accumulation):
+    """The oracle's, of every window."""
+    return _of_oracle(cfg, optim, accumulation)[2]
+
+
+def _of_oracle(cfg, optim, accumulation):
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     return _expected(cfg.weights_dtype, optim, windows, clip, float(cfg.lr), float(cfg.optim.weight_decay))
@@ -120,11 +150,7 @@ def expected(cfg, optim, accumulation):
 
 @cache
 def _expected(dtype, optim, windows, clip, lr, decay):
-    from hydra import compose, initialize_config_dir
-
-    from conftest import ROOT
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
         spec = OmegaConf.to_container(compose("config", overrides=list(MODEL)).model)
     torch.manual_seed(0)
     network = model.build(model.architecture(**spec), getattr(torch, dtype), **spec).float()
@@ -135,7 +161,33 @@ def _expected(dtype, optim, windows, clip, lr, decay):
         return batch.input_ids, batch.labels
 
     rule = oracle.RULES.get(optim, oracle.adamw)
-    return before, oracle.train(network, read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, dtype))
+    return before, *oracle.train(network, read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, dtype))
+
+
+def deviations(cfg, *techniques):
+    """From the oracle, relative: (update of matrices, of vectors, the farthest loss of a window)."""
+    chosen = dict(technique.split("=") for technique in techniques)
+    of = chosen.get("optim", "adamw"), chosen.get("accumulation", "none")
+    (start, theirs), losses = expected(cfg, *of), Losses()
+    before, ours = run(cfg, callbacks=[losses])
+    assert all(torch.equal(before[name], start[name]) for name in start)
+    apart = (abs(one / other - 1) for one, other in zip(losses.seen, expected_losses(cfg, *of), strict=True))
+    return *errors(start, ours, theirs), max(apart)
+
+
+def off_on_one_matrix(cfg, wrong=False):
+    """An optimizer's update after 20 steps, relative to AdamW's; wrong: every second gradient is lost."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 128, bias=False).to(cfg.device)
+    theirs, state = model.weight.detach().cpu().clone(), {}
+    start, made = theirs.clone(), optimizer(cfg)(model)
+    direction = torch.randn(128, 64)
+    for step in range(1, 21):
+        g = direction + torch.randn(128, 64)
+        model.weight.grad = ((g * (step % 2)) if wrong else g).to(cfg.device)
+        made.step()
+        theirs = oracle.adamw(theirs, g, state, step, 1e-2, 0.1, "matrix")
+    return ((model.weight.detach().cpu() - theirs).norm() / (theirs - start).norm()).item()
 
 
 def errors(start, ours, theirs):

@@ -11,7 +11,7 @@ import torch
 from lowmem import checkpoint
 from lowmem.errors import Refused
 from lowmem.memory.process import page_out
-from test_resume import same
+from same import same
 
 
 def weights_of(run, step):

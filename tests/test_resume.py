@@ -1,11 +1,10 @@
 """Stopped anywhere and resumed, a run is the unbroken run bit for bit: every optimizer, every precision, dropout on."""
 
 import pytest
-import torch
 
 from conftest import ROOT
-from lowmem.memory.ledger import parts
 from lowmem.module import CausalLM
+from same import last, same
 
 QUICK = ("optim=adamw", "optim=adam8bit", "optim=adafactor", "precision=16", "precision=bf16-sr")
 EVERY = [f"{g}={file.stem}" for g in ("optim", "precision") for file in sorted((ROOT / "conf" / g).glob("*.yaml"))]
@@ -66,22 +65,6 @@ def life(fit, monkeypatch):
         return resume.parent / name if resume else None
 
     return live
-
-
-def last(run):
-    saved = torch.load(run / "checkpoints" / f"step-{len(WINDOWS):08d}.ckpt", weights_only=True)
-    elsewhere = ("loops", "callbacks", "pytorch-lightning_version", "epoch", "hparams_name", "hyper_parameters")
-    return {key: value for key, value in saved.items() if key not in elsewhere}
-
-
-def same(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and all(map(torch.equal, parts(one), parts(other)))
-    return one == other
 
 
 @pytest.mark.parametrize("technique", EACH)

@@ -40,6 +40,11 @@ UPDATE = {
     # torch.compile's partitioner decomposes operators into others that round differently
     "gradient_checkpointing=budget": (1e-3, 1e-3),
 }
+# On a card alone: TF32 has fp16's 10 bits of mantissa in every product, and is fp32 elsewhere
+ON_CARD = {"precision=tf32": (0.04, 0.04)}
+# A window's loss is a mean over its tokens, in which what the update may be off by shows by this share of it at most
+# (measured: a 50th with bf16-sr, a 70th with fp16, a 1000th in fp32); a micro-batch left out is at 0.27.
+OF_LOSS = 1 / 20
 # One gradient through torch.compile's partitioner, relative; and a loss after four steps through generated code
 PARTITIONED, GENERATED = 1e-5, 1e-4
 # torchao's state on one matrix after 20 steps: 4 bits are 16 values per element (measured 0.20), float8 has a 3-bit
@@ -48,3 +53,15 @@ LOW_BIT_STATE = {"adamw4bit": 0.25, "adamw_fp8": 0.05}
 # fp32 sums of a window's micro-batches against one sum of the big batch, as weights after plain SGD
 SGD_FP32 = 1e-6
 # Adding noise of these sizes is not wrong; forgetting a factor of two or a tensor is: wrong variants land above 0.05
+
+
+def allowed(*techniques, on_card=False):
+    """What these may be off by together: (update of matrices, of vectors, loss of a window)."""
+    known = UPDATE | (ON_CARD if on_card else {})
+    each = [known.get(technique, EXACT) for technique in techniques]
+    matrices, vectors = (sum(parts) for parts in zip(*each, strict=True))
+    return matrices, vectors, OF_LOSS * max(matrices, vectors)
+
+
+def within(found, most):
+    return all(one <= other for one, other in zip(found, most, strict=True))

@@ -1,7 +1,6 @@
 """The naive loop with two whole models, and the same training by lowmem: what both must agree on to the bit."""
 
 import torch
-from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 import parity
@@ -43,7 +42,7 @@ def windows(cfg):
 
 def naive(cfg):
     """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
-    wide, narrow = build(cfg), build(cfg).model
+    wide, narrow = build(cfg), build(cfg).model.to(cfg.device)
     dtype = torch.float16 if cfg.trainer.plugins.precision._target_.endswith(".Float16Master") else torch.bfloat16
     for p in narrow.parameters():
         p.data = p.data.to(dtype)
@@ -53,10 +52,12 @@ def naive(cfg):
     scale, steps, skipped = cfg.trainer.plugins.precision.get("init_scale", 1.0), 0, 0
     for window in windows(cfg):
         for micro_batch in window.micro_batches:
-            loss = wide.loss(narrow, micro_batch.input_ids, micro_batch.labels) / window.tokens
+            ids, labels = (part.to(cfg.device) for part in micro_batch)
+            loss = wide.loss(narrow, ids, labels) / window.tokens
             (loss * scale).backward()
             for w, p in pairs:
-                w.grad = p.grad.float() if w.grad is None else w.grad + p.grad.float()
+                gradient = p.grad.float().cpu()
+                w.grad = gradient if w.grad is None else w.grad + gradient
                 p.grad = None
         gradients = [w.grad for w, _ in pairs]
         torch._foreach_mul_(gradients, 1 / scale)
@@ -75,7 +76,7 @@ def naive(cfg):
             scale, skipped = scale / 2, skipped + 1
         stepping.zero_grad()
         if steps == cfg.max_steps:
-            return [w.detach() for w, _ in pairs], [p.detach() for _, p in pairs], skipped
+            return [w.detach() for w, _ in pairs], [p.detach().cpu() for _, p in pairs], skipped
 
 
 def ours(cfg, lane=None):
@@ -83,15 +84,9 @@ def ours(cfg, lane=None):
     module = build(cfg)
     plugins = list(instantiate(cfg.trainer.plugins).values())
     if lane is not None:
+        plugins[0].link.close()
         plugins[0].link = StagedLink(lane, slot_bytes=4096, slots=2)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=cfg.max_steps,
-        max_epochs=-1,
-        plugins=plugins,
-        callbacks=list(instantiate(cfg.callbacks).values()),
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    )
+    trainer = parity.trainer(cfg, plugins, list(instantiate(cfg.callbacks).values()))
     trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps
     parameters = list(module.model.parameters())

@@ -1,11 +1,8 @@
 """The staged link on a lane whose copies run late: what a card would do, and the races that it would bring."""
 
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from lightning.pytorch.strategies import strategy
 
 from lowmem.memory.link import StagedLink
@@ -13,43 +10,8 @@ from lowmem.precision import master as masters
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights
 from lowmem.precision.plugin import FullPrecision
+from made_up import SlowLane
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
-
-
-class SlowLane:
-    """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
-
-    def __init__(self):
-        self.copies, self.moved = ThreadPoolExecutor(1), 0
-
-    def staging(self, size):
-        return torch.empty(size, dtype=torch.uint8)
-
-    def mark(self):
-        return Reached(None)
-
-    def copy(self, to, source, after):
-        self.moved += to.nbytes
-
-        def late():
-            after.synchronize()
-            time.sleep(0.0005)
-            with torch.no_grad():
-                to.copy_(source)
-
-        return Reached(self.copies.submit(late))
-
-    def hold(self, until):
-        until.synchronize()
-
-
-class Reached:
-    def __init__(self, future):
-        self.future = future
-
-    def synchronize(self):
-        if self.future is not None:
-            self.future.result()
 
 
 @pytest.mark.parametrize("clip", ["norm", "off"])

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from lowmem.memory import meter as meters
 from lowmem.memory.ledger import PHASES
 from lowmem.memory.meter import MemoryMeter, curve, is_compiled
 from lowmem.precision.plugin import FullPrecision
 from lowmem.units import CATEGORIES
+from made_up import Allocator
 
 LIVE = [f"{category}_bytes" for category in CATEGORIES]
 
@@ -150,31 +150,8 @@ def test_is_compiled_finds_both_ways_to_compile():
 
 def test_on_cuda_the_allocators_figures_are_kept_per_phase(fit, monkeypatch):
     """The path that a GPU takes, on an allocator that is made up: peaks since the last reset, highest of a window."""
-
-    class Allocator:
-        peak, resets = 10**9, 0
-
-        def stats(self, device):
-            self.peak += 100
-            keys = [f"{kind}_bytes.all.{which}" for kind in ("allocated", "reserved") for which in ("current", "peak")]
-            return dict(zip(keys, (10, self.peak, 20, 2 * self.peak), strict=True)) | {
-                "num_alloc_retries": 3,
-                "num_ooms": 1,
-            }
-
-        def reset(self, device):
-            self.resets += 1
-
     allocator = Allocator()
-    monkeypatch.setattr(meters.torch.cuda, "memory_stats", allocator.stats)
-    monkeypatch.setattr(meters.torch.cuda, "reset_peak_memory_stats", allocator.reset)
-    start = MemoryMeter.on_train_start
-
-    def on_cuda(self, trainer, module):
-        start(self, trainer, module)
-        self._cuda = torch.device("cuda")
-
-    monkeypatch.setattr(MemoryMeter, "on_train_start", on_cuda)
+    allocator.install(monkeypatch)
     summary, run = fit()
     rows = [r for r in read(run) if r["phase"] != "load"]
     assert all(int(r["allocated_bytes"]) == 10 and int(r["retries"]) == 3 and int(r["ooms"]) == 1 for r in rows)

@@ -64,7 +64,6 @@ def test_a_cpu_has_no_allocator_to_ask(asked, tmp_path, command):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_card_it_can_be_opened(tmp_path):
     import pickle
 

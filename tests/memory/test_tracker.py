@@ -1,10 +1,12 @@
 """The tracker counts what is alive, once, and settles who owned it."""
 
+import threading
+
 import pytest
 import torch
 
 from lowmem.memory.ledger import Ledger, gradients, optimizer_state, weights
-from lowmem.memory.tracker import StorageTracker, highest
+from lowmem.memory.tracker import StorageTracker, highest, host_side
 from lowmem.units import CATEGORIES
 
 KIB = 1024
@@ -132,3 +134,30 @@ def test_what_was_there_before_counts_until_it_dies():
     assert [point.total for point in points] == [8 * KIB, 16 * KIB, 8 * KIB, 8 * KIB]
     assert [point.host for point in points] == [4 * KIB, 4 * KIB, 4 * KIB, 0]
     assert tracker.now == 8 * KIB and points[-1].bytes["optimizer"] == 8 * KIB
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_the_device_makes_while_another_thread_works_on_the_host_is_the_devices(beside):
+    """On a card the host thread steps masters while the loop goes on; `beside`: in a thread of its own, or in this."""
+
+    def work() -> None:
+        with host_side():
+            there.set()
+            assert done.wait(60) or not beside
+
+    there, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=work)
+    with StorageTracker({}) as tracker:
+        if beside:
+            thread.start()
+            there.wait(60)
+            made = floats(4)
+            done.set()
+            thread.join()
+        else:
+            with host_side(), host_side():
+                pass
+            with host_side():
+                made = floats(4)
+    assert made.nbytes == 4 * KIB
+    assert (peak(tracker) == 4 * KIB) == beside

@@ -32,3 +32,16 @@ def test_the_table(fit):
     assert 0.2 < resident < 8
     assert "skipped" not in summary.table(whole)
     assert "2 skipped" in summary.table(whole | {"skipped_steps": 2})
+
+
+def test_a_library_that_is_not_installed_has_no_version_and_a_run_still_its_summary(fit, monkeypatch):
+    right = summary.version
+
+    def without(package):
+        if package in ("bitsandbytes", "torchao"):
+            raise summary.PackageNotFoundError(package)
+        return right(package)
+
+    monkeypatch.setattr(summary, "version", without)
+    run, _ = fit("max_steps=1")
+    assert run["versions"].keys() == {"python", *summary.PACKAGES} - {"bitsandbytes", "torchao"}

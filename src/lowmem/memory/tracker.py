@@ -6,6 +6,7 @@ categories are settled at the end. Scratch inside an operator is not seen. Costs
 sampled.
 """
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ class Point(NamedTuple):
 
 
 _active: list["StorageTracker"] = []
+# Of this thread: a card's host thread steps masters while the loop's allocates on the device.
+_here = threading.local()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
@@ -42,15 +45,17 @@ def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
 
 @contextmanager
 def host_side() -> Iterator[None]:
-    """Whatever is born within stands for host memory, also where the device is the CPU."""
-    trackers = list(_active)
-    for tracker in trackers:
-        tracker.working_on_host += 1
+    """Whatever this thread makes within stands for host memory, also where the device is the CPU."""
+    before = _on_host()
+    _here.on_host = True
     try:
         yield
     finally:
-        for tracker in trackers:
-            tracker.working_on_host -= 1
+        _here.on_host = before
+
+
+def _on_host() -> bool:
+    return getattr(_here, "on_host", False)
 
 
 class OverLimit(MemoryError):
@@ -66,7 +71,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(self, known: Mapping[int, Held], limit: int | None = None) -> None:
         super().__init__()
-        self.limit, self.working_on_host = limit, 0
+        self.limit = limit
         self.base, self.host_base = dict.fromkeys(CATEGORIES, 0), 0
         self.phase = "forward"
         self.events: list[tuple[str, int, int]] = []  # (phase, serial of the storage, bytes: + born, - died)
@@ -110,7 +115,7 @@ class StorageTracker(TorchDispatchMode):
         serial, size = self._follow(storage), storage.nbytes()
         self.events.append((self.phase, serial, size))
         self.now += size
-        if self.working_on_host:
+        if _on_host():
             self._own(serial, size, Owner("other", "host", tuple))
         if self.limit is not None and self.now > self.limit:
             raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")

@@ -5,7 +5,8 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lowmem.units import GIB
@@ -15,7 +16,12 @@ PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", 
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+    """Of what is installed: without bitsandbytes or torchao everything but their optimizers works."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def write(file: Path, summary: Mapping) -> None:

@@ -1,0 +1,1 @@
+"""Everything that only a card can show, from one command: python -m benchmarks.card"""

@@ -1,0 +1,95 @@
+"""Stage 6: what is left to the program: batch_size=auto and fit=auto, and whether what they choose is right."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from benchmarks.card.case import Case, Here, Size, Stage
+from lowmem.units import GIB
+
+STAGE = Stage(6, "batch_size=auto and fit=auto", __name__, seconds=450, gib=10)
+EFFECTIVE = 64  # sequences of an optimizer step
+AUTO = ["accumulation=effective_batch", f"accumulation.size={EFFECTIVE}"]
+SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "save_every=1000", "scheduler=constant"]
+
+
+def cases(size: Size) -> Mapping[str, Case]:
+    found = {
+        "batch_size=auto, planned": Case(partial(batch_size, fit="check"), 180),
+        "fit=auto under a cap": Case(partial(chosen, cap=size.cap), 180),
+    }
+    if size.whole:
+        found["batch_size=auto, by trying alone"] = Case(partial(batch_size, fit="off"), 240)
+        found["fit=auto"] = Case(partial(chosen, cap=None), 180)
+    return found
+
+
+def batch_size(here: Here, fit: str) -> dict:
+    """The size that was found, and whether the next larger one would not have worked."""
+    typed = [*without_batch(here.size.model), *AUTO, *SHORT, "precision=bf16", f"memory.limit={here.size.cap}"]
+    summary = here.train(*typed, "batch_size=auto", f"fit={fit}")
+    found = {
+        "batch_size": summary["batch_size"],
+        "allocated": summary["peak_bytes"]["device"],
+        "predicted": summary["predicted"] and summary["predicted"]["device_peak_bytes"],
+        "said": _log(here, "batch_size="),
+    }
+    here.keep(found)
+    larger = next((n for n in divisors() if n > summary["batch_size"]), None)
+    return found | {"larger": larger, "larger_works": larger and works(here, [*typed, f"batch_size={larger}"], larger)}
+
+
+def divisors() -> list[int]:
+    from lowmem.batch_size import divisors
+
+    return divisors(EFFECTIVE)
+
+
+def works(here: Here, typed: list[str], size: int) -> bool:
+    from lowmem.batch_size import fits
+
+    return fits(here.config(*here.typed(), *typed), size)
+
+
+def without_batch(typed: tuple[str, ...]) -> list[str]:
+    return [line for line in typed if not line.startswith("batch_size=")]
+
+
+def chosen(here: Here, cap: str | None) -> dict:
+    """The recipe that the planner takes for what is free, and what it needed when it ran."""
+    limit = [f"memory.limit={cap}"] if cap else []
+    summary = here.train(*here.size.model, *SHORT, *limit, *here.size.chosen, "fit=auto")
+    return {
+        "said": _log(here, "fit="),
+        "allocated": summary["peak_bytes"]["device"],
+        "predicted": summary["predicted"]["device_peak_bytes"],
+        "need": summary["predicted"]["device_need_bytes"],
+        "seconds_per_step": summary["seconds_per_step"],
+    }
+
+
+def _log(here: Here, word: str) -> list[str]:
+    """What the run said that begins with a word."""
+    file = here.folder / "run" / "train.log"
+    return [line for line in file.read_text().splitlines() if line.startswith(word)] if file.exists() else []
+
+
+def says(results: Mapping[str, dict]) -> str:
+    parts = []
+    for name, one in results.items():
+        if "batch_size" in one:
+            tight = {True: ", but the next larger works too", False: ", and the next larger does not work"}
+            parts.append(f"{name}: {one['batch_size']}{tight.get(one.get('larger_works'), '')}")
+        else:
+            parts.append(f"{name}: {one['allocated'] / GIB:.2f} GiB of {one['predicted'] / GIB:.2f} predicted")
+    return "; ".join(parts)
+
+
+def table(results: Mapping[str, dict]) -> str:
+    lines = ["| case | live GiB, predicted / measured | what it said |", "|---|---|---|"]
+    for name, one in results.items():
+        expected = f"{one['predicted'] / GIB:.3f}" if one["predicted"] else "-"
+        said = "; ".join(one["said"]).replace("|", " ")
+        if one.get("larger") is not None:
+            said += f" The next larger, {one['larger']}, {'works' if one['larger_works'] else 'does not work'}."
+        lines.append(f"| {name} | {expected} / {one['allocated'] / GIB:.3f} | {said} |")
+    return "\n".join(lines)

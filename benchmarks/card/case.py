@@ -1,0 +1,197 @@
+"""A case of a stage: a function that returns figures, in a process of its own.
+
+    python -m benchmarks.card.case <module of the stage> <case> <device> <folder of text>
+
+It leaves result.json in the folder that the environment names: what libraries print at their end is in nobody's way.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from lowmem.report.summary import write
+
+RESULT, UNFINISHED = "result.json", "unfinished"
+
+
+class LeftOut(Exception):
+    """This case cannot be run here, and why."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What differs between a card and a rehearsal without one."""
+
+    whole: bool  # every case; else one of each kind
+    side: int  # of square matrices that are multiplied
+    moved: int  # bytes that go over the link at once
+    tries: int  # of the search for the smallest cap that works
+    small: tuple[str, ...]  # typed beside a recipe of GPT-2, to make it small
+    bits: tuple[str, ...]  # what is trained where runs are compared to the bit: checkpoints are written
+    model: tuple[str, ...]  # what is trained where times are looked at
+    cap: str  # of that model, so that not every micro-batch fits
+    limit: str  # under which GPT-2 runs out of memory in its first step
+    loops: tuple[tuple[str, str], ...]  # (recipe, model) of benchmarks.loops
+    rounds: int
+    preset: tuple[str, ...]  # typed beside the preset of GPT-2 XL
+    steps: int  # of it
+    chosen: tuple[str, ...]  # typed beside fit=auto: what is not left to choose
+
+
+DRY = tuple(f"model.architecture.{kind}_pdrop=0.0" for kind in ("resid", "embd", "attn"))
+THIN = tuple(f"model.architecture.{line}" for line in ("n_layer=2", "n_embd=64", "n_head=2", "vocab_size=512"))
+MIDDLE = (
+    *("model=gpt2", "model.pretrained=false", "model.architecture.n_layer=6", "model.architecture.n_embd=512"),
+    *("model.architecture.n_head=8", "model.architecture.vocab_size=4096"),
+)
+SIZES = {
+    "cuda": Size(
+        whole=True,
+        side=8192,
+        moved=1 << 30,
+        tries=3,
+        small=(),
+        bits=(*MIDDLE, "seq_len=512", "batch_size=8"),
+        model=("model=gpt2-medium", "model.pretrained=false", "seq_len=1024", "batch_size=8", "loss=chunked"),
+        cap="8GiB",
+        limit="1GiB",
+        loops=(("bf16", "124M"), ("32", "13.9M")),
+        rounds=2,
+        preset=(),
+        steps=30,
+        chosen=(),
+    ),
+    "cpu": Size(
+        whole=False,
+        side=64,
+        moved=1 << 18,
+        tries=1,
+        small=(*THIN, "seq_len=16", "batch_size=4", "val_sequences=4"),
+        bits=("model=gpt2", "model.pretrained=false", *THIN, "seq_len=16", "batch_size=4"),
+        model=("model=gpt2", "model.pretrained=false", *THIN, "seq_len=16", "batch_size=4"),
+        cap="6MiB",
+        limit="300KiB",
+        loops=(("32", "thin"),),
+        rounds=1,
+        preset=(*THIN, *DRY, "seq_len=16", "batch_size=2", "accumulation.size=4"),
+        steps=3,
+        chosen=("precision=bf16", "optim=adamw", "gradient_checkpointing=none"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where a case runs. folder: its own; text: what is trained on, the same for all."""
+
+    device: str
+    size: Size
+    folder: Path
+    text: Path
+
+    @property
+    def on_card(self) -> bool:
+        return self.device == "cuda"
+
+    def typed(self) -> list[str]:
+        """Beside every command line: no hub, no W&B, no standard library of this Python."""
+        data = ["data=text", f"data.path={self.text}", f"cache_dir={self.text.parent / 'tokens'}"]
+        return [*data, f"device={self.device}", "logger=csv", "sample_tokens=0"]
+
+    def keep(self, result: dict) -> None:
+        """What is known by now, should the case not come to its end."""
+        write(self.folder / RESULT, {"status": UNFINISHED, "result": result})
+
+    def train(self, *typed: str, folder: str = "run") -> dict:
+        """train.py as typed, in this process: its summary."""
+        from benchmarks.runner import trained
+
+        os.environ["ROW_FOLDER"] = str(self.folder / folder)
+        return trained([*self.typed(), *typed])
+
+    def config(self, *typed: str, base: tuple[str, ...] = ()):
+        """The composed config. Args: base: what the fixture of the tests takes besides.
+
+        Raises:
+            LeftOut: where its optimizer's library is not installed.
+        """
+        from hydra import compose, initialize_config_dir
+
+        from lowmem import cli
+
+        with initialize_config_dir(str(cli.CONF), version_base="1.3"):
+            cfg = compose("config", [cli.quoted(line) for line in (*base, *typed, f"device={self.device}")])
+        library = cfg.optim._target_.split(".")[0]
+        if find_spec(library) is None:
+            raise LeftOut(f"{library} is not installed")
+        return cfg
+
+
+@dataclass(frozen=True)
+class Case:
+    """seconds: after which it is ended."""
+
+    run: Callable[[Here], dict]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module of this package that has `cases(size)`, `says(results)` and `table(results)`.
+
+    Args:
+        seconds: after which what is left of it is not begun, and what runs is ended.
+        together: cases at once, where nobody looks at a clock.
+        gib: that the card must have.
+    """
+
+    number: int
+    name: str
+    module: str
+    seconds: float
+    together: int = 1
+    gib: float = 0.0
+
+    def cases(self, size: Size) -> Mapping[str, Case]:
+        return import_module(self.module).cases(size)
+
+
+WORDS = 3000  # of the text, in the shares of a language: the n-th is drawn 1/n as often as the first
+
+
+def text(folder: Path, files: int = 24, lines: int = 2000) -> Path:
+    """Files of made-up sentences, the same on every machine: about 100 kB each."""
+    letters = random.Random(0)
+    words = ["".join(letters.choices("aeioulnrstmdkp", k=letters.randint(2, 9))) for _ in range(WORDS)]
+    shares = [1 / n for n in range(1, WORDS + 1)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(files):
+        file, draw = folder / f"{number:02d}.txt", random.Random(number)
+        if not file.exists():
+            said = (" ".join(draw.choices(words, shares, k=draw.randint(4, 14))) for _ in range(lines))
+            draft = file.with_suffix(".writing")
+            draft.write_text(".\n".join(said))
+            os.replace(draft, file)
+    return folder
+
+
+def main() -> None:
+    module, name, device, words = sys.argv[1:]
+    here = Here(device, SIZES[device], Path(os.environ["ROW_FOLDER"]), Path(words))
+    try:
+        record = {"status": "done", "result": import_module(module).cases(here.size)[name].run(here)}
+    except LeftOut as why:
+        record = {"status": "left out", "why": str(why)}
+    write(here.folder / RESULT, record)
+
+
+if __name__ == "__main__":
+    # as a module of the package: the stages import it by that name, and there must be one LeftOut
+    from benchmarks.card import case
+
+    case.main()

@@ -1,0 +1,179 @@
+"""Stage 2: the same numbers as on a CPU. The oracle, the runs beside it and what they may differ by are the tests'.
+
+Losses and weights of every technique and of mixed recipes against plain fp32 on the CPU; masters and offloaded
+boundaries whose copies overlap with computation against copies that are waited for, to the bit; runs that were stopped
+and resumed, to the bit.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+
+from benchmarks.card.case import Case, Here, Size, Stage
+from benchmarks.techniques import CHOICES
+
+STAGE = Stage(2, "correctness", __name__, seconds=450, together=6)
+COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # a kernel per shape: on one matrix
+INDUCTOR = "gradient_checkpointing.backend=inductor"  # which the tests leave out for its time
+MIXED = (  # of the experiments, and what else meets on a card
+    "precision=16-master optim=adamw8bit gradient_checkpointing=every_layer loss=chunked accumulation=fixed",
+    "precision=bf16-master optim=adamw8bit gradient_checkpointing=offload loss=chunked accumulation=effective_batch",
+    "precision=16 optim=adam8bit gradient_checkpointing=every_layer accumulation=fixed",
+    "precision=bf16-sr optim=adafactor gradient_checkpointing=selective loss=chunked",
+    "precision=32 optim=adafactor optim.in_backward=true gradient_checkpointing=offload",
+    "precision=bf16 optim=lion8bit gradient_checkpointing=sqrt loss=chunked",
+    "precision=bf16-true optim=muon gradient_checkpointing=every_k",
+)
+RESUMED = ("optim=adamw", "precision=bf16-sr", "precision=16-master", "precision=16", "optim=paged_adamw8bit")
+MASTERS = ("16-master norm", "bf16-master norm", "bf16-master off")  # clipping decides when masters step
+
+
+def cases(size: Size) -> Mapping[str, Case]:
+    few = None if size.whole else 1
+    found = {f"masters, {way}: copies that overlap": Case(partial(masters, way=way), 90) for way in MASTERS[:few]}
+    found["boundaries: copies that overlap"] = Case(boundaries, 150)
+    techniques = [*MIXED, "precision=32", *(choice for choice in CHOICES if choice not in COMPILED)]
+    found |= {recipe: Case(partial(oracle, recipe=recipe), 90) for recipe in techniques[:few]}
+    found |= {f"{t}: stopped and resumed": Case(partial(resumed, technique=t), 120) for t in RESUMED[:few]}
+    if size.whole:
+        generated = partial(oracle, recipe="gradient_checkpointing=budget", more=(INDUCTOR,))
+        found["gradient_checkpointing=budget: as shipped"] = Case(generated, 180)
+        found |= {choice: Case(partial(matrix, optim=choice.split("=")[1]), 180) for choice in COMPILED}
+    return found
+
+
+def oracle(here: Here, recipe: str, more: tuple[str, ...] = ()) -> dict:
+    """Four steps beside the oracle's: what update and losses are off by, and what they may be."""
+    import parity
+    from tolerances import allowed, within
+
+    techniques = recipe.split()
+    cfg = here.config(*parity.overrides(*techniques), *more)
+    off, most = parity.deviations(cfg, *techniques), allowed(*techniques, on_card=here.on_card)
+    return {"off": off, "allowed": most, "right": within(off, most)}
+
+
+def matrix(here: Here, optim: str) -> dict:
+    """torchao's state on one matrix after 20 steps."""
+    import parity
+    from tolerances import LOW_BIT_STATE
+
+    off = parity.off_on_one_matrix(here.config(f"optim={optim}", "lr=1e-2"))
+    return {"off": [off], "allowed": [LOW_BIT_STATE[optim]], "right": off <= LOW_BIT_STATE[optim]}
+
+
+def masters(here: Here, way: str) -> dict:
+    """To the bit: copies that overlap, through few small slots and through the run's own; copies that are waited for;
+    the naive loop with two whole models."""
+    import two_models
+    from made_up import SlowLane
+
+    deterministic()
+    precision, clip = way.split()
+    cfg = two_models.configured(here.config, precision, "adamw8bit", clip, "fixed", "linear", "loss=chunked")
+
+    def lane():
+        import torch
+
+        from lowmem.memory.link import CudaLane
+
+        return CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
+
+    overlapping = two_models.ours(cfg, lane())
+    found = {
+        "as with the run's own slots": two_models.equal(overlapping, two_models.ours(cfg)),
+        "as with copies that are waited for": two_models.equal(overlapping, two_models.ours(cfg, InTurn(lane()))),
+        "as the naive loop": two_models.equal(overlapping, two_models.naive(cfg)),
+    }
+    return {"same bits": found, "right": all(found.values())}
+
+
+class InTurn:
+    """A lane on which nothing overlaps: every copy is waited for."""
+
+    def __init__(self, lane) -> None:
+        self.lane = lane
+        self.staging = lane.staging
+
+    def mark(self):
+        mark = self.lane.mark()
+        mark.synchronize()
+        return mark
+
+    def copy(self, to, source, after):
+        landed = self.lane.copy(to, source, after)
+        landed.synchronize()
+        return landed
+
+    def hold(self, until) -> None:
+        until.synchronize()
+        self.lane.hold(until)
+
+
+RUN = ("max_steps=4", "save_every=2", "val_sequences=4", "scheduler=constant", "log_every=1", "fit=off")
+
+
+def boundaries(here: Here) -> dict:
+    """To the bit, dropout on: boundaries that stay, that travel beside the computation, and that are waited for."""
+    import torch
+
+    from lowmem.memory import boundary
+    from same import last, same
+
+    deterministic()
+
+    def trained(folder: str, checkpointing: str) -> dict:
+        here.train(*here.size.bits, *RUN, f"gradient_checkpointing={checkpointing}", folder=folder)
+        return last(here.folder / folder)["state_dict"]
+
+    resident, overlapping = trained("resident", "every_layer"), trained("overlapping", "offload")
+    if here.on_card:
+        boundary._stream = torch.cuda.current_stream  # copies in the computation's own stream
+    in_turn = trained("in turn", "offload")
+    found = {
+        "as boundaries that stay": same(overlapping, resident),
+        "as copies in the computation's own stream": same(overlapping, in_turn),
+    }
+    return {"same bits": found, "right": all(found.values())}
+
+
+def resumed(here: Here, technique: str) -> dict:
+    """To the bit: four steps, and two steps, a checkpoint and two more."""
+    from same import last, same
+
+    deterministic()
+    here.config(technique)
+    typed = [*here.size.bits, *RUN, technique]
+    here.train(*typed, folder="whole")
+    here.train(*typed, "max_steps=2", folder="part")
+    here.train(f"resume={here.folder / 'part'}", *typed, folder="again")
+    one, other = last(here.folder / "whole"), last(here.folder / "again")
+    found = {key: same(one[key], other[key]) for key in one}
+    return {"same bits": found, "right": all(found.values())}
+
+
+def deterministic() -> None:
+    """Attention's backward adds in whatever order its blocks end, unless told otherwise."""
+    import torch
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def says(results: Mapping[str, dict]) -> str:
+    wrong = [name for name, one in results.items() if not one["right"]]
+    return f"{len(results) - len(wrong)} of {len(results)} right" + (f"; not {'; '.join(wrong)}" if wrong else "")
+
+
+def table(results: Mapping[str, dict]) -> str:
+    lines = ["| case | off by (matrices, vectors, losses), or the same bits | allowed | right |", "|---|---|---|---|"]
+    for name, one in results.items():
+        if "off" in one:
+            off, most = (", ".join(f"{value:.1e}" for value in one[key]) for key in ("off", "allowed"))
+        else:
+            off, most = (
+                "; ".join(f"{what}: {'yes' if is_so else 'NO'}" for what, is_so in one["same bits"].items()),
+                "-",
+            )
+        lines.append(f"| {name} | {off} | {most} | {'yes' if one['right'] else 'NO'} |")
+    return "\n".join(lines)

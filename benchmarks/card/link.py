@@ -1,0 +1,205 @@
+"""Stage 1: which card this is, what its link carries and what its units multiply."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
+from benchmarks.runner import machine
+from lowmem.units import GIB
+
+STAGE = Stage(1, "environment and link", __name__, seconds=180)
+TIMES = 5  # of which the median counts
+PRODUCTS = 10  # in a row, so that the clock is not what is measured
+
+
+def cases(size: Size) -> Mapping[str, Case]:
+    return {
+        "card": Case(card, 60),
+        "link": Case(link, 60),
+        "products": Case(products, 60),
+        "gradients over the link": Case(staged, 60),
+        "rates of the planner": Case(rates, 90),
+    }
+
+
+def card(here: Here) -> dict:
+    """Name, memory, driver, versions; what CUDA's context takes, which the planner assumes to be half a GiB."""
+    found = {"device": here.device, **machine()}
+    if not here.on_card:
+        return found | {"name": "no card: a rehearsal", "memory_bytes": None, "driver": None}
+    import torch
+
+    if not torch.cuda.is_available():
+        raise LeftOut(f"torch {torch.__version__} sees no CUDA device")
+    properties = torch.cuda.get_device_properties(0)
+    total = properties.total_memory
+    context = total - torch.cuda.mem_get_info()[0]
+    a = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+    (a @ a).sum().item()  # loads kernels and takes cuBLAS's workspace
+    kernels = total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+    return found | {
+        "name": properties.name,
+        "memory_bytes": total,
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count(),
+        "context_bytes": context,
+        "context_and_kernels_bytes": kernels,
+        "workspace_bytes": torch.cuda.memory_allocated() - a.nbytes,
+    }
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    return said.splitlines()[0] if said else None
+
+
+def seconds(call: Callable[[], object], here: Here) -> float:
+    """The median of some calls after two that warm up, by the device's own clock."""
+    import torch
+
+    taken = []
+    for _ in range(TIMES + 2):
+        if here.on_card:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            taken.append(start.elapsed_time(end) / 1000)
+        else:
+            before = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - before)
+    return median(taken[2:])
+
+
+def link(here: Here) -> dict:
+    """Bytes per second over the link: pinned and pageable memory, both ways, and both ways at once."""
+    import torch
+
+    device = torch.zeros(here.size.moved, dtype=torch.uint8, device=here.device)
+    found = {}
+    for kind in ("pinned", "pageable"):
+        host = torch.zeros(here.size.moved, dtype=torch.uint8, pin_memory=kind == "pinned" and here.on_card)
+        for way, (to, source) in {"up": (device, host), "down": (host, device)}.items():
+            taken = seconds(lambda to=to, source=source: to.copy_(source, non_blocking=True), here)
+            found[f"{kind} {way}"] = here.size.moved / taken
+    if here.on_card:
+        found["pinned, both ways at once"] = 2 * here.size.moved / seconds(_both_ways(here.size.moved), here)
+    big = torch.zeros(here.size.moved, dtype=torch.uint8, device=here.device)
+    found["within the device, read and written"] = 2 * big.nbytes / seconds(lambda: big.copy_(device), here)
+    return {"bytes_per_second": found}
+
+
+def _both_ways(size: int) -> Callable[[], None]:
+    import torch
+
+    ways = []
+    for up in (True, False):
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        ways.append((torch.cuda.Stream(), *((device, host) if up else (host, device))))
+
+    def copy() -> None:
+        now = torch.cuda.current_stream()
+        for stream, to, source in ways:
+            stream.wait_stream(now)
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+        for stream, *_ in ways:
+            now.wait_stream(stream)
+
+    return copy
+
+
+def staged(here: Here) -> dict:
+    """Gradients down and weights up as masters move them: in pieces through pinned slots, the host doing nothing."""
+    import torch
+
+    from lowmem.memory.link import CudaLane, StagedLink
+    from made_up import SlowLane
+
+    lane = CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
+    moving = StagedLink(lane)
+    tensors = [torch.ones(here.size.moved // 16, dtype=torch.bfloat16, device=here.device) for _ in range(8)]
+    size, found = sum(t.nbytes for t in tensors), {}
+
+    def down() -> None:
+        for tensor in tensors:
+            moving.fetch(tensor, lambda start, piece: None)
+        moving.finish()
+
+    def up() -> None:
+        for tensor in tensors:
+            moving.update(tensor, lambda rounded: None)
+        moving.finish()
+        for tensor in tensors:
+            moving.wait(tensor)
+
+    for name, way in (("gradients down", down), ("weights up", up)):
+        found[name] = size / seconds(way, here)
+    moving.close()
+    return {"bytes_per_second": found}
+
+
+def products(here: Here) -> dict:
+    """Operations per second of square matrix products, on random numbers."""
+    import torch
+
+    found = {}
+    for name, dtype in (
+        ("fp32", torch.float32),
+        ("TF32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ):
+        torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
+        a, b = (torch.randn(here.size.side, here.size.side, device=here.device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+
+        def some(a=a, b=b, out=out) -> None:
+            for _ in range(PRODUCTS):
+                torch.mm(a, b, out=out)
+
+        found[name] = PRODUCTS * 2 * here.size.side**3 / seconds(some, here)
+    torch.set_float32_matmul_precision("highest")
+    return {"operations_per_second": found}
+
+
+def rates(here: Here) -> dict:
+    """What the planner will count with on this card, measured as it does by itself."""
+    from dataclasses import asdict
+
+    from lowmem.plan.machine import measured
+
+    return asdict(measured("card", here.device))
+
+
+def says(results: Mapping[str, dict]) -> str:
+    speeds = results.get("link", {}).get("bytes_per_second", {})
+    rates = results.get("products", {}).get("operations_per_second", {})
+    parts = [f"{way} {speed / 1e9:.1f} GB/s" for way, speed in speeds.items() if way in ("pinned up", "pinned down")]
+    return ", ".join(parts + [f"{name} {rate / 1e12:.4g} TFLOPS" for name, rate in rates.items()])
+
+
+def table(results: Mapping[str, dict]) -> str:
+    lines = ["| what | measured |", "|---|---|"]
+    about = results.get("card", {})
+    for key in ("context_bytes", "context_and_kernels_bytes", "workspace_bytes"):
+        if about.get(key) is not None:
+            lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {about[key] / GIB:.3f} GiB |")
+    for name in ("link", "gradients over the link"):
+        for way, speed in results.get(name, {}).get("bytes_per_second", {}).items():
+            lines.append(f"| {way} | {speed / 1e9:.2f} GB/s |")
+    for dtype, rate in results.get("products", {}).get("operations_per_second", {}).items():
+        lines.append(f"| products in {dtype} | {rate / 1e12:.4g} TFLOPS |")
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""What the stages found, as a page: docs/card.md, written by itself where there was a card."""
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.card.case import Stage
+from lowmem.units import GIB
+
+
+def card(machine: Mapping) -> str:
+    """One line: the card, its driver and the versions beside it."""
+    memory = machine.get("memory_bytes")
+    parts = [machine["name"], f"{memory / GIB:.1f} GiB" if memory else None]
+    parts += [f"driver {machine['driver']}" if machine.get("driver") else None]
+    parts += [f"{machine['processor']}, {machine['cores']} cores"]
+    parts += [f"{package} {version}" for package, version in machine["versions"].items()]
+    return ", ".join(part for part in parts if part)
+
+
+def results(stage: Mapping) -> dict[str, dict]:
+    """Of the cases that found something, be it not all that was asked of them."""
+    return {name: case["result"] for name, case in stage.get("cases", {}).items() if "result" in case}
+
+
+def line(stage: Stage, found: Mapping) -> str:
+    """How a stage went, and what it shows."""
+    if "left_out" in found:
+        return f"{stage.number} {stage.name}: left out, {found['left_out']}"
+    counts = dict.fromkeys(("done", "failed", "ended", "left out"), 0)
+    for case in found["cases"].values():
+        counts[case["status"]] += 1
+    missing = len(found["planned"]) - len(found["cases"])
+    went = [f"{count} {status}" for status, count in counts.items() if count]
+    went += [f"{missing} not begun in its {stage.seconds:.0f} s"] if missing else []
+    return f"{stage.number} {stage.name}: {', '.join(went)}; {_of(stage, 'says', found)}"
+
+
+def _of(stage: Stage, what: str, found: Mapping) -> str:
+    """A stage's own words. Results that are not as it expects, such as half of one, must not cost the rest."""
+    try:
+        return getattr(import_module(stage.module), what)(results(found))
+    except Exception as error:
+        return f"its results cannot be told ({type(error).__name__}: {error})"
+
+
+def page(found: Mapping, stages: Sequence[Stage]) -> str:
+    lines = ["# On a card", "", f"Measured on {card(found['machine'])}.", ""]
+    lines += ["By `python -m benchmarks.card` ([its stages](../benchmarks/card)).", ""]
+    for stage in stages:
+        record = found["stages"].get(str(stage.number))
+        if record is None:
+            continue
+        lines += [f"## {stage.name}", "", f"{line(stage, record)}.", ""]
+        if results(record):
+            lines += [_of(stage, "table", record), ""]
+        lines += [f"- **{name}** {case['status']}: {short(case['why'])}" for name, case in _gone_wrong(record)]
+        lines += [""] if _gone_wrong(record) else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _gone_wrong(stage: Mapping) -> list[tuple[str, Mapping]]:
+    return [(name, case) for name, case in stage.get("cases", {}).items() if "why" in case]
+
+
+def short(why: str) -> str:
+    """The last line of what was said: of a traceback the error."""
+    return (why.strip().splitlines() or [""])[-1][-300:]
+
+
+def write(file: Path, found: Mapping, stages: Sequence[Stage]) -> None:
+    draft = file.with_name(f".{file.name}.writing")
+    draft.write_text(page(found, stages))
+    draft.replace(file)

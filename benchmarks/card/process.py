@@ -1,0 +1,94 @@
+"""A case's process: started, ended after its time, and its result or its last words brought home."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.card.case import RESULT, UNFINISHED
+from benchmarks.runner import ROOT, environment
+
+LINES, CHARACTERS = 12, 2000  # of the last words
+
+_running: set[subprocess.Popen] = set()
+
+
+def case(module: str, name: str, device: str, text: Path, seconds: float, threads: int | None = None) -> dict:
+    """The record of one case. Args: threads: of the host that its operators may use; None: all."""
+    return ended(["-m", "benchmarks.card.case", module, name, device, str(text)], seconds, threads)
+
+
+def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) -> dict:
+    """Args: arguments: of `python`.
+
+    Returns:
+        status: done, left out, failed or ended; seconds; result, and where it is none or not all of it, why.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with (folder / "said").open("w") as said:
+            # a group of its own, so that what it started ends with it
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=_environment(folder, threads),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        _running.add(process)
+        try:
+            record = _record(process, folder, seconds)
+        finally:
+            _end(process)
+    return record | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _record(process: subprocess.Popen, folder: Path, seconds: float) -> dict:
+    try:
+        code = process.wait(seconds)
+        why = _words(folder) or f"exit code {code}, without a word"
+        status = "failed"
+    except subprocess.TimeoutExpired:
+        _end(process)
+        why = f"it was ended after {seconds:.0f} s; its last words: {_words(folder)}"
+        status = "ended"
+    try:
+        left = json.loads((folder / RESULT).read_text())
+    except (OSError, ValueError):
+        left = {"status": UNFINISHED}
+    return left | {"status": status, "why": why} if left["status"] == UNFINISHED else left
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    _running.discard(process)
+
+
+def end_all() -> None:
+    for process in list(_running):
+        _end(process)
+
+
+def _words(folder: Path) -> str:
+    lines = (folder / "said").read_text(errors="replace").strip().splitlines()
+    return "\n".join(lines[-LINES:])[-CHARACTERS:]
+
+
+def _environment(folder: Path, threads: int | None) -> dict[str, str]:
+    """The tests hold the oracle; no hub is asked for anything."""
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    more |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return environment(folder) | more

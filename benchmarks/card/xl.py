@@ -1,0 +1,55 @@
+"""Stage 5: all weights of GPT-2 XL (1558M parameters) under 12 GiB: the preset as shipped, from a random start."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from benchmarks.card.case import Case, Here, Size, Stage
+from benchmarks.gpt2_xl import CAPS, capped
+from lowmem.units import GIB
+
+STAGE = Stage(5, "GPT-2 XL under 12 GiB", __name__, seconds=470, gib=11)
+# cap -> (share of the preset's steps, seconds after which it is ended: what it had measured by then counts)
+SHARES = {CAPS[0]: (1, 330), CAPS[1]: (1 / 6, 110)}
+
+
+def cases(size: Size) -> Mapping[str, Case]:
+    return {
+        f"the preset under {cap}": Case(partial(preset, cap=cap, share=share, seconds=seconds), seconds + 15)
+        for cap, (share, seconds) in list(SHARES.items())[: None if size.whole else 1]
+    }
+
+
+def preset(here: Here, cap: str, share: float, seconds: float) -> dict:
+    """Random numbers of dropout aside, what a user would see: peaks, pace and the loss of every step."""
+    typed = [*here.typed(), *here.size.preset]
+    return capped(cap, typed, max(2, round(share * here.size.steps)), seconds)
+
+
+def says(results: Mapping[str, dict]) -> str:
+    return "; ".join(
+        f"{name}: {one['steps']} steps, loss {one['losses'][0]:.2f} to {one['losses'][-1]:.2f}, "
+        f"{one['allocated_peak'] / GIB:.2f} GiB"
+        + (f", {one['seconds_per_step']:.2f} s per step" if _paced(one) else "")
+        for name, one in results.items()
+        if one["losses"]
+    )
+
+
+def _paced(one: Mapping) -> bool:
+    return one["seconds_per_step"] is not None
+
+
+def table(results: Mapping[str, dict]) -> str:
+    lines = [
+        "| run | steps | live GiB, predicted / measured | reserved GiB | host GiB | s per step | tokens/s | losses |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, one in results.items():
+        expected = f"{one['predicted']['device_peak_bytes'] / GIB:.2f}" if one["predicted"] else "-"
+        sizes = ["-" if size is None else f"{size / GIB:.2f}" for size in (one["allocated_peak"], one["reserved_peak"])]
+        pace = f"{one['seconds_per_step']:.2f} | {one['tokens_per_second']:,.0f}" if _paced(one) else "- | -"
+        losses = " ".join(f"{loss:.2f}" for loss in one["losses"])
+        steps = f"{one['steps']}{' (ended by its time)' if one['ended_early'] else ''}"
+        host = f"{one['host_peak'] / GIB:.1f}"
+        lines.append(f"| {name} | {steps} | {expected} / {sizes[0]} | {sizes[1]} | {host} | {pace} | {losses} |")
+    return "\n".join(lines)

@@ -1,0 +1,45 @@
+"""Made-up stages of benchmarks/card, whose cases end in every way in which a case can end. No torch is needed."""
+
+import os
+import subprocess
+import sys
+import time
+
+from benchmarks.card.case import Case, LeftOut
+
+
+def well(here):
+    return {"device": here.device, "text": here.text.is_dir()}
+
+
+def fails(here):
+    raise ZeroDivisionError("at the second step")
+
+
+def endless(here):
+    """With a process of its own, which must not outlive it."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    here.keep({"child": child.pid})
+    time.sleep(600)
+
+
+def dies(here):
+    here.keep({"half": True})
+    os.abort()
+
+
+def left_out(here):
+    raise LeftOut("bitsandbytes is not installed")
+
+
+def cases(size):
+    ways = {"well": well, "fails": fails, "endless": endless, "dies": dies, "left out": left_out}
+    return {name: Case(run, 2.0 if run is endless else 60.0) for name, run in ways.items()}
+
+
+def says(results):
+    return f"results of {', '.join(results)}"
+
+
+def table(results):
+    return "\n".join(["| case | result |", "|---|---|", *(f"| {name} | {one} |" for name, one in results.items())])

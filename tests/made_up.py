@@ -1,0 +1,73 @@
+"""A card that is not here, for its two halves that can be made up: copies that run late, and an allocator's figures."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from lowmem.memory.meter import MemoryMeter
+
+
+class SlowLane:
+    """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
+
+    def __init__(self):
+        self.copies, self.moved = ThreadPoolExecutor(1), 0
+
+    def staging(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self):
+        return Reached(None)
+
+    def copy(self, to, source, after):
+        self.moved += to.nbytes
+
+        def late():
+            after.synchronize()
+            time.sleep(0.0005)
+            with torch.no_grad():
+                to.copy_(source)
+
+        return Reached(self.copies.submit(late))
+
+    def hold(self, until):
+        until.synchronize()
+
+
+class Reached:
+    def __init__(self, future):
+        self.future = future
+
+    def synchronize(self):
+        if self.future is not None:
+            self.future.result()
+
+
+class Allocator:
+    """Says more at every question; a peak is what was said last."""
+
+    peak, resets = 10**9, 0
+
+    def stats(self, device):
+        self.peak += 100
+        keys = [f"{kind}_bytes.all.{which}" for kind in ("allocated", "reserved") for which in ("current", "peak")]
+        return dict(zip(keys, (10, self.peak, 20, 2 * self.peak), strict=True)) | {
+            "num_alloc_retries": 3,
+            "num_ooms": 1,
+        }
+
+    def reset(self, device):
+        self.resets += 1
+
+    def install(self, monkeypatch):
+        """For every run from now on, as if the device that it trains on were a card."""
+        monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        start = MemoryMeter.on_train_start
+
+        def on_cuda(meter, trainer, module):
+            start(meter, trainer, module)
+            meter._cuda = torch.device("cuda")
+
+        monkeypatch.setattr(MemoryMeter, "on_train_start", on_cuda)

@@ -1,0 +1,320 @@
+"""The kit for a card, where there is none: how cases end, what is kept and resumed, the page; every stage, in small."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from benchmarks.card import __main__ as command
+from benchmarks.card import correctness, kit, link, memory, page, speed, xl
+from benchmarks.card.case import SIZES, Case, Here, Stage, text
+from benchmarks.card.kit import Kit
+
+from conftest import ROOT
+from lowmem.units import GIB
+
+STAGES = (
+    Stage(1, "made up", "card_stages", seconds=60, together=2),
+    Stage(2, "made up again", "card_stages", seconds=60, gib=8),
+)
+CARD = {"name": "NVIDIA Made-Up 3000", "memory_bytes": 12 * GIB, "driver": "1.2.3", "processor": "a CPU", "cores": 2}
+CARD |= {"versions": {"torch": "2.11.0"}}
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    """(device) -> a kit of made-up stages, on a made-up card, whose page is not the project's."""
+    monkeypatch.setattr(kit, "PAGE", tmp_path / "card.md")
+    monkeypatch.setattr(kit, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(kit, "text", lambda folder: text(folder, files=1, lines=10))
+    monkeypatch.setattr(Kit, "_machine", lambda self: CARD)
+
+    def make(device="cpu", stages=STAGES):
+        return Kit(device, tmp_path / "card.json", stages)
+
+    return make
+
+
+def known(tmp_path):
+    return json.loads((tmp_path / "card.json").read_text())
+
+
+def statuses(record):
+    return {name: case["status"] for name, case in record["cases"].items()}
+
+
+ENDS = {"well": "done", "fails": "failed", "endless": "ended", "dies": "failed", "left out": "left out"}
+
+
+def test_a_case_that_fails_dies_or_does_not_end_is_recorded_and_the_others_run(made_up, tmp_path, capsys):
+    assert made_up().run(STAGES[:1]) == 1
+    (record,) = known(tmp_path)["stages"].values()
+    assert statuses(record) == ENDS and set(record["planned"]) == set(ENDS)
+    assert record["cases"]["well"]["result"] == {"device": "cpu", "text": True}
+    assert "ZeroDivisionError: at the second step" in record["cases"]["fails"]["why"]
+    assert record["cases"]["dies"]["result"] == {"half": True}  # what it had kept by then
+    assert "ended after 2 s" in record["cases"]["endless"]["why"]
+    time.sleep(0.1)
+    assert not _runs(record["cases"]["endless"]["result"]["child"])
+    said = capsys.readouterr().out
+    assert "1 made up: 1 done, 2 failed, 1 ended, 1 left out; results of" in said
+    assert "  fails: failed in" in said and "ZeroDivisionError: at the second step" in said
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_results_are_written_after_every_case(made_up, monkeypatch):
+    written = []
+    monkeypatch.setattr(kit, "write", lambda file, found: written.append(len(found["stages"]["1"]["cases"])))
+    made_up().run(STAGES[:1])
+    assert written == [1, 2, 3, 4, 5, 5]
+
+
+def test_resume_leaves_out_what_is_there_and_retry_does_again_what_went_wrong(made_up, tmp_path, monkeypatch):
+    made_up().run(STAGES[:1])
+    ran = []
+    right = kit.process.case
+    monkeypatch.setattr(kit.process, "case", lambda *arguments: (ran.append(arguments[1]), right(*arguments))[1])
+    before = known(tmp_path)
+    made_up().run(STAGES[:1], resume=True)
+    assert ran == [] and known(tmp_path)["stages"]["1"]["cases"] == before["stages"]["1"]["cases"]
+    made_up().run(STAGES[:1], resume=True, retry=True)
+    assert sorted(ran) == ["dies", "endless", "fails"]
+    before["stages"]["1"]["cases"].pop("well")  # as if the machine had gone in the middle of it
+    (tmp_path / "card.json").write_text(json.dumps(before))
+    ran.clear()
+    made_up().run(STAGES[:1], resume=True)
+    assert ran == ["well"] and statuses(known(tmp_path)["stages"]["1"]) == ENDS
+
+
+def test_some_stages_leave_what_is_known_of_the_others(made_up, tmp_path):
+    made_up().run(STAGES[1:])
+    second = known(tmp_path)["stages"]["2"]
+    made_up().run(STAGES[:1])
+    assert known(tmp_path)["stages"].keys() == {"1", "2"} and known(tmp_path)["stages"]["2"] == second
+
+
+def test_a_stage_past_its_limit_begins_nothing_more_and_says_so(made_up, tmp_path, capsys):
+    short = Stage(1, "made up", "card_stages", seconds=kit.LEAST + 0.5)
+    start = time.monotonic()
+    assert made_up(stages=[short]).run([short]) == 1
+    record = known(tmp_path)["stages"]["1"]
+    assert len(record["cases"]) < len(record["planned"]) and time.monotonic() - start < 30
+    assert f"{len(record['planned']) - len(record['cases'])} not begun in its" in capsys.readouterr().out
+
+
+def test_a_card_that_is_too_small_for_a_stage_leaves_it_out(made_up, tmp_path, capsys):
+    large = Stage(2, "large", "card_stages", seconds=60, gib=16)
+    assert made_up(stages=[large]).run([large]) == 0
+    assert known(tmp_path)["stages"]["2"]["left_out"] == "it needs 16 GiB and the card has 12.0"
+    assert "2 large: left out, it needs 16 GiB and the card has 12.0" in capsys.readouterr().out
+
+
+def test_results_of_another_card_are_set_aside(made_up, tmp_path, monkeypatch):
+    made_up().run(STAGES[:1])
+    monkeypatch.setattr(Kit, "_machine", lambda self: CARD | {"name": "another"})
+    made_up().run(STAGES[1:], resume=True)
+    assert known(tmp_path)["machine"]["name"] == "another" and known(tmp_path)["stages"].keys() == {"2"}
+    (aside,) = tmp_path.glob("card-*.json")
+    assert json.loads(aside.read_text())["machine"] == CARD
+
+
+def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_path):
+    made_up().run(STAGES[:1])
+    assert not (tmp_path / "card.md").exists()
+    made_up("cuda").run(STAGES[:1])
+    written = (tmp_path / "card.md").read_text()
+    assert "NVIDIA Made-Up 3000, 12.0 GiB, driver 1.2.3" in written and "torch 2.11.0" in written
+    assert "## made up" in written and "| well | {'device': 'cuda', 'text': True} |" in written
+    assert "- **fails** failed: ZeroDivisionError: at the second step" in written
+
+
+def test_a_result_that_a_stage_does_not_expect_costs_no_other(tmp_path):
+    stages = [Stage(1, "memory", "benchmarks.card.memory", 60), STAGES[1]]
+    done = {"status": "done", "seconds": 1.0}
+    found = {
+        "machine": CARD,
+        "stages": {
+            "1": {"cases": {"x": done | {"result": {"phases": None}}}, "planned": ["x"]},
+            "2": {"cases": {"well": done | {"result": {}}}, "planned": ["well"]},
+        },
+    }
+    written = page.page(found, stages)
+    assert "its results cannot be told (" in written and "results of well" in written
+
+
+# --- as typed ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_card_it_is_a_sentence_and_exit_code_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command.main(["--to", str(tmp_path / "card.json")]) == 2
+    said = capsys.readouterr().err
+    assert "There is no CUDA device to run on: torch" in said and "type --device cpu for a rehearsal" in said
+    assert not (tmp_path / "card.json").exists()
+
+
+@pytest.mark.parametrize("typed", ["7", "0", "x", "1,9"])
+def test_a_stage_that_there_is_not_is_a_sentence(typed, capsys):
+    assert command.main(["--stages", typed]) == 2
+    assert "there is no stage" in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "hydra" else True)
+    assert command.main([]) == 2
+    assert "hydra: not installed" in capsys.readouterr().err
+
+
+# --- the stages -------------------------------------------------------------------------------------------------------
+
+REAL = {module.STAGE.number: module for module in (link, correctness, memory, speed, xl)}
+
+
+@pytest.fixture
+def here(tmp_path):
+    return Here("cpu", SIZES["cpu"], tmp_path, text(tmp_path / "text", files=3, lines=200))
+
+
+def test_every_stage_has_its_time_and_no_case_more_than_it():
+    from benchmarks.card import auto
+
+    for module in (*REAL.values(), auto):
+        assert module.STAGE.seconds < 8 * 60 and module.STAGE.module == module.__name__
+        for size in SIZES.values():
+            assert all(isinstance(c, Case) and c.seconds <= module.STAGE.seconds for c in module.cases(size).values())
+    assert len(memory.recipes()) >= 12
+
+
+def test_the_link_and_the_products_are_measured(here):
+    found = {
+        name: link.cases(here.size)[name].run(here) for name in ("card", "link", "products", "gradients over the link")
+    }
+    assert found["link"]["bytes_per_second"].keys() >= {"pinned up", "pinned down", "pageable up", "pageable down"}
+    assert found["products"]["operations_per_second"].keys() == {"fp32", "TF32", "bf16", "fp16"}
+    assert all(
+        rate > 0
+        for one in found.values()
+        for group in one.values()
+        if isinstance(group, dict)
+        for rate in group.values()
+        if not isinstance(rate, str)
+    )
+    assert "pinned up" in link.says(found) and "| products in TF32 |" in link.table(found)
+
+
+def test_a_technique_is_compared_with_the_oracle_and_a_wrong_one_is_not_right(here, monkeypatch):
+    from test_parity import last_micro_batch_dropped
+
+    case = correctness.oracle(here, "accumulation=fixed")
+    assert case["right"] and correctness.says({"x": case}) == "1 of 1 right"
+    last_micro_batch_dropped(monkeypatch)
+    wrong = correctness.oracle(here, "accumulation=fixed")
+    assert not wrong["right"] and correctness.says({"x": case, "y": wrong}) == "1 of 2 right; not y"
+    assert "| y |" in correctness.table({"x": case, "y": wrong}) and "| NO |" in correctness.table({"y": wrong})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", correctness.MIXED)
+def test_every_mixed_recipe_is_the_oracle(here, recipe):
+    found = correctness.oracle(here, recipe)
+    assert found["right"], found
+
+
+def test_a_library_that_is_not_installed_leaves_its_cases_out(here, monkeypatch):
+    from benchmarks.card import case
+
+    monkeypatch.setattr(case, "find_spec", lambda name: None)
+    with pytest.raises(case.LeftOut, match="bitsandbytes is not installed"):
+        here.config("optim=adam8bit")
+
+
+def test_masters_whose_bits_differ_are_found_out(here, monkeypatch):
+    """The deliberately wrong variant: a naive loop that rounds otherwise."""
+    import two_models
+
+    monkeypatch.setattr(correctness, "deterministic", lambda: None)  # of the process, which is the other tests', too
+    assert correctness.masters(here, "bf16-master norm")["right"]
+    naive = two_models.naive
+    monkeypatch.setattr(two_models, "naive", lambda cfg: ([w + 1e-7 for w in naive(cfg)[0]], *naive(cfg)[1:]))
+    found = correctness.masters(here, "bf16-master norm")
+    assert not found["right"] and not found["same bits"]["as the naive loop"]
+
+
+@pytest.mark.parametrize("least", [971, 1000, 1180, 1200])
+def test_the_smallest_cap_is_found_by_bisection_and_was_seen_to_work(least):
+    found, tried = memory.smallest_that_works(970, 1200, lambda cap: cap >= least, tries=6)
+    assert tried[found] and least <= found <= least + 230 / 2**6 + 1
+    assert all(works == (cap >= least) for cap, works in tried.items()) and len(tried) <= 7
+
+
+def test_a_cap_that_should_work_and_does_not_is_no_result():
+    assert memory.smallest_that_works(970, 1200, lambda cap: False, tries=6) == (None, {1200: False})
+
+
+def test_out_of_memory_leaves_advice(here, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("ROW_FOLDER", "what the case sets is taken back")
+    found = memory.out_of_memory(here)
+    assert found["right"] and "Out of memory" in found["said"], found
+
+
+def test_what_waits_is_what_is_longer_than_the_passes_alone():
+    alone, of = {"seconds_per_step": 2.0}, {"seconds_per_step": 2.5, "host_seconds": 1.0}
+    assert speed.waits(of, alone) == (0.2, 0.5)  # of one second on the host half is hidden
+    assert speed.waits({"seconds_per_step": 1.9, "host_seconds": 1.0}, alone) == (0.0, 1.0)
+
+
+def test_a_loop_that_failed_is_told_in_the_table_and_the_others_are_compared():
+    ran = {"seconds": [1.0, 1.0, 1.0, 1.0, 2.0], "tokens_per_second": 4.0, "losses": [1.0], "peak_bytes": GIB}
+    slow = ran | {"seconds": [1.0, 1.0, 1.0, 2.0, 4.0]}
+    one = {"loops": {"lowmem": [ran], "plain": [slow], "lightning": [{"why": "a\nno such thing"}], "trainer": []}}
+    assert speed.ratio_to("plain", one) == 2.0 and speed.ratio_to("lightning", one) is None
+    table = speed.table({"four loops, x": one})
+    assert "| lightning | no such thing | - | - | - |" in table and "| plain | 4 | 2.000 | 1.000 | - |" in table
+
+
+def test_a_run_of_the_preset_that_its_time_ends_tells_what_it_had_measured(here, monkeypatch, tmp_path):
+    """The process of a training that writes its files and then does not end."""
+    from benchmarks import gpt2_xl
+
+    endless = """
+import sys, time, pathlib
+run = pathlib.Path(sys.argv[-1].split("=", 1)[1])
+run.mkdir(parents=True)
+(run / "memory.csv").write_text("step,phase,allocated_peak_bytes,reserved_peak_bytes\\n1,forward,7,9\\n2,fo")
+(run / "metrics.csv").write_text("step,tokens,seconds,train_loss\\n1,10,1.0,5.0\\n2,20,3.0,4.0\\n3,30,5.0,3.0\\n4,4")
+time.sleep(600)
+"""
+    (tmp_path / "train.py").write_text(endless)
+    monkeypatch.setattr(gpt2_xl, "ROOT", tmp_path)
+    monkeypatch.setenv("ROW_FOLDER", str(tmp_path))
+    found = gpt2_xl.capped("12GiB", ["device=cpu"], steps=30, seconds=1.5)
+    assert found["ended_early"] and found["steps"] == 3 and found["losses"] == [5.0, 4.0, 3.0]
+    assert found["seconds_per_step"] == 2.0 and found["tokens_per_second"] == 5.0
+    assert found["allocated_peak"] == 7 and found["reserved_peak"] == 9
+    assert "3 (ended by its time)" in xl.table({"x": found}) and "loss 5.00 to 3.00" in xl.says({"x": found})
+
+
+@pytest.mark.slow
+def test_the_whole_kit_runs_on_stand_ins(tmp_path):
+    """Every stage as typed, in small: some four minutes on two idle cores, nearly all of it imports."""
+    file = tmp_path / "card.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--to", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    found = json.loads(file.read_text())
+    whys = [case["why"] for stage in found["stages"].values() for case in stage["cases"].values() if "why" in case]
+    assert done.returncode == 0 and not whys, whys
+    assert list(found["stages"]) == list("123456")
+    assert all(stage["cases"].keys() == set(stage["planned"]) for stage in found["stages"].values())
+    assert done.stdout.count("| ") > 50 and "cannot be told" not in done.stdout
+    assert not Path(ROOT / "docs" / "card.md").exists() or "no card: a rehearsal" not in kit.PAGE.read_text()

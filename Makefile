@@ -14,7 +14,11 @@ test: .venv/installed
 test-all: .venv/installed
 	$(BIN)/python -m pytest
 
-.PHONY: train test test-all test-oldest test-gpu lint format
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -m "not slow"
+
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest -m gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ test-all: .venv/installed
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -m "not slow"
 
+# what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -m gpu
 

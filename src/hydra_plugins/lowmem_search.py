@@ -53,7 +53,9 @@ class Optuna(Sweeper):
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        study = optuna.create_study(directions=self.directions, sampler=optuna.samplers.TPESampler(seed=self.seed))
+        # A batch is asked for before any of it is told: with the constant liar its trials keep away from each other.
+        sampler = optuna.samplers.TPESampler(seed=self.seed, constant_liar=True)
+        study = optuna.create_study(directions=self.directions, sampler=sampler)
         known: dict[tuple, list[float]] = {}
         while len(study.trials) < self.trials:
             batch = [study.ask(space) for _ in range(min(self.at_once, self.trials - len(study.trials)))]

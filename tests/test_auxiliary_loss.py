@@ -9,8 +9,10 @@ from lightning.pytorch import Trainer
 
 from lowmem import gradient_checkpointing
 from lowmem import loss as losses
+from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.build import optimizer
 from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.module import CausalLM
 from test_loss import VOCABULARY, network
@@ -125,3 +127,11 @@ def test_a_run_shows_it_beside_the_loss(command, tmp_path, small):
     assert summary["auxiliary_loss"] > 0
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
     assert float(rows[0]["auxiliary_loss"]) > 0
+
+
+def test_a_model_that_has_none_is_refused_one():
+    model = network("llama")
+    model.config.output_router_logits = True
+    AuxiliaryLoss(model)
+    with pytest.raises(Refused, match="output_router_logits=false"):
+        model(input_ids=torch.randint(0, VOCABULARY, (1, 4)), use_cache=False)

@@ -38,11 +38,15 @@ def unseen_by_autograd(x, h):
     x.data.mul_(2)
 
 
+def without_a_count(x, h):
+    torch._foreach_mul_([x], 2.0)
+
+
 def untouched(x, h):
     pass
 
 
-CHANGES = (scaled, gated, added, through_a_view, unseen_by_autograd)
+CHANGES = (scaled, gated, added, through_a_view, unseen_by_autograd, without_a_count)
 
 
 class Block(nn.Module):
@@ -106,11 +110,17 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def watch_nothing(monkeypatch):
+    """The deliberately wrong variant."""
+    monkeypatch.setattr(kept_results.Kept, "see", lambda *_: None)
+    monkeypatch.setattr(kept_results, "_written", lambda *_: ())
+
+
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_result_changed_in_place_gives_the_same_bits(make, monkeypatch):
     kept = gradients(make, checkpointing.none)
     assert equal(kept, gradients(make, checkpointing.selective))
-    monkeypatch.setattr(kept_results.Kept, "see", lambda *_: None)  # the deliberately wrong variant: nothing is watched
+    watch_nothing(monkeypatch)
     assert not equal(kept, gradients(make, checkpointing.selective))
 
 
@@ -139,7 +149,7 @@ def test_a_real_architecture_that_changes_its_products(monkeypatch):
 
     kept = bits(checkpointing.none)
     assert equal(kept, bits(checkpointing.selective))
-    monkeypatch.setattr(kept_results.Kept, "see", lambda *_: None)
+    watch_nothing(monkeypatch)
     assert not equal(kept, bits(checkpointing.selective))
 
 

@@ -207,3 +207,53 @@ def test_a_run_verifies_its_loss_before_its_first_step(fit, monkeypatch):
     fit("loss=full")
     with pytest.raises(Refused, match="loss=chunked"):
         fit("loss=chunked", folder="other")
+
+
+@pytest.mark.parametrize("rows", [0, -3, "abc", None, True, 1.5])
+def test_a_chunk_has_at_least_one_token(rows):
+    with pytest.raises(Refused, match="whole number of tokens"):
+        losses.Chunked(rows)
+
+
+class ByPlace(GPT2LMHeadModel):
+    """Logits that depend on where a token stands."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        places = torch.arange(output.logits.shape[1], dtype=output.logits.dtype)[:, None]
+        output.logits = output.logits * (1 + places / 10)
+        return output
+
+
+class Masked(GPT2LMHeadModel):
+    """Some logits are as small as numbers can be, and the others three times the product."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits * self.factor
+        output.logits[..., 0] = torch.finfo(output.logits.dtype).min
+        return output
+
+
+class Readout(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden) / 4
+
+
+def test_a_place_a_mask_or_a_head_of_its_own_kind_hides_nothing(batch):
+    loss = losses.Chunked(ROWS)
+    model = network().eval()
+    model.__class__ = ByPlace
+    with pytest.raises(Refused, match="another function"):
+        loss.verify(model, batch[0])
+    model.__class__ = Masked
+    model.factor = 3.0
+    loss.verify(model, batch[0])
+    model = network("llama", tie_word_embeddings=False).eval()
+    model.lm_head.register_forward_hook(lambda _, __, product: product * 3)
+    with pytest.raises(Refused, match="another function"):
+        loss.verify(model, batch[0])
+    model = network("llama", tie_word_embeddings=False).eval()
+    model.lm_head.__class__ = Readout
+    with pytest.raises(Refused, match="linear head"):
+        loss.verify(model, batch[0])

@@ -111,3 +111,23 @@ print((max(peak, anonymous()) - before) / weights)
     )
     # once, and the allocations around it: importing the model's class, buffers, one tensor in flight
     assert 0.9 < ratio < 1.5
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ({"n_embd": 32}, "model_type"),
+        ({"model_type": "gpt2", "n_positions": "abc"}, "cannot be made of these values"),
+        ({"model_type": "gpt2", "n_embd": 32.5}, "cannot be made of these values"),
+    ],
+)
+def test_an_architecture_that_is_none_is_a_sentence(architecture, said):
+    with pytest.raises(Refused, match=said):
+        model.architecture("x", False, False, architecture)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "longest"), [("xlnet", None), ("gpt2", 1024), ("musicgen", 2048), ("gemma3", 131072)]
+)
+def test_positions_are_those_of_the_text(model_type, longest):
+    assert model.positions(model._of_type(model_type)) == longest

@@ -9,6 +9,8 @@ Source: Fedus et al. 2021, arXiv 2101.03961.
 import torch
 from torch import Tensor, nn
 
+from lowmem.errors import Refused
+
 
 class AuxiliaryLoss:
     """Listens to the forward passes of a model."""
@@ -30,12 +32,19 @@ class AuxiliaryLoss:
 
     def _after(self, model: nn.Module, args: tuple, output: object) -> None:
         model.loss_function = self._theirs
-        self._last = output.loss if getattr(output, "aux_loss", None) is not None else None
+        if output is None:  # it raised
+            return
+        if getattr(output, "aux_loss", None) is None:
+            raise Refused(
+                f"model.architecture.output_router_logits=true: {type(model).__name__} has no auxiliary loss to add to "
+                "its own. Type model.architecture.output_router_logits=false."
+            )
+        self._last = output.loss
 
 
 def asked_for(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
-    return config is not None and bool(getattr(config.get_text_config(), "output_router_logits", False))
+    return config is not None and bool(getattr(config.get_text_config(decoder=True), "output_router_logits", False))
 
 
 def _nothing(logits: Tensor, *_, **__) -> Tensor:

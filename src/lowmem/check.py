@@ -45,9 +45,9 @@ def check_values(cfg: DictConfig) -> None:
     if errors:
         raise Refused("\n".join(errors))
     architecture = cfg.model.get("architecture") or {}
-    _check_positions(
-        cfg, next((architecture[key] for key in POSITIONS if isinstance(architecture.get(key), int)), None)
-    )
+    if not isinstance(architecture, Mapping):
+        raise Refused(f"model.architecture={architecture}: give its keys, such as model.architecture.n_layer=6.")
+    _check_positions(cfg, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
 
 
 def _numbers(cfg: DictConfig) -> Iterator[str]:
@@ -87,6 +87,10 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
         yield f"export_dtype={cfg.export_dtype}: give one of {', '.join(DTYPES)}, or null for that of the weights."
     if cfg.device not in DEVICES:
         yield f"device={cfg.device}: give one of {', '.join(DEVICES)}."
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value) and value > 0
 
 
 def _is_int(value: object) -> bool:

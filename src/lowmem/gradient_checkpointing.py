@@ -35,7 +35,7 @@ def every_layer(model: nn.Module) -> None:
 
 def every_k(model: nn.Module, k: int) -> None:
     """Every k-th block keeps its input alone: n / k boundaries and the interior of k blocks."""
-    if k < 1:
+    if not isinstance(k, int) or k < 1:
         raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
     found = blocks(model)
     for first in range(0, len(found), k):

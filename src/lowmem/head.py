@@ -14,12 +14,14 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem.errors import Refused
 
-ROUNDINGS = 8  # of the largest logit: the same products in another order differ by one or two, other functions by more
+ROUNDINGS = 8  # of the largest product: the same in another order differ by one or two, other functions by more
+UNEVEN = 5  # tokens of the first of two chunks
 
 
 class Head(NamedTuple):
@@ -40,16 +42,18 @@ def enter(model: PreTrainedModel, input_ids: Tensor) -> Head:
         Refused: a head that is not one matrix, applied once to every token.
     """
     head, body = model.get_output_embeddings(), model.base_model
-    if not isinstance(head, nn.Linear):
+    if type(head) is not nn.Linear:  # a subclass may do more than its product
         raise _refused(model, "has no linear head")
     entered, products, outputs = [], [], []
 
     def before(_, args: tuple) -> tuple:
+        if not args:
+            raise _refused(model, "calls its head by keyword")
         entered.append(args[0])
         return (args[0][:, :1], *args[1:])
 
     def after(_, __, product: Tensor) -> None:
-        products.append((product, product._version))
+        products.append((product, _version(product)))
 
     hooks = [
         head.register_forward_pre_hook(before),
@@ -78,7 +82,12 @@ def enter(model: PreTrainedModel, input_ids: Tensor) -> Head:
 def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
     """Whether a model hands on what its head returned. No number is looked at: a cap is invisible in small ones."""
     same = logits.untyped_storage()._cdata == product.untyped_storage()._cdata
-    return same and logits.shape == product.shape and product._version == version
+    return same and logits.shape == product.shape and _version(product) == version
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was changed in place; inference tensors do not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager
@@ -92,12 +101,23 @@ def _refused(model: nn.Module, why: str) -> Refused:
 
 
 def agrees(model: PreTrainedModel, input_ids: Tensor) -> bool:
-    """Whether what `enter` caught leads to the model's own logits, but for roundings. Args: input_ids: (B, T)."""
-    theirs = model(input_ids=input_ids, use_cache=False).logits.float()
+    """Whether what `enter` caught leads to the model's own logits, but for roundings, also in uneven chunks: whatever
+    depends on the place of a token, or on its neighbours, is no function of its row. Args: input_ids: (B, T).
+    """
+    theirs = model(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, input_ids)
-    product = head.linear(head.hidden)
-    rows = product.flatten(0, 1)
-    ours = (rows if head.finish is None else head.finish(rows)).view_as(product).float()
-    tolerance = ROUNDINGS * torch.finfo(product.dtype).eps * theirs.abs().max().item()
-    # an overflow is an overflow in both
-    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)
+    hidden, linear = head.hidden.flatten(0, 1), head.linear
+    products = F.linear(hidden, linear.weight, linear.bias)
+    try:
+        ours = torch.cat([_finished(head, part) for part in products.tensor_split([UNEVEN])])
+    except RuntimeError:  # it expects the shape of the whole
+        return False
+    if ours.shape != theirs.shape:
+        return False
+    # of the products: logits that are masked are as large as numbers can be
+    tolerance = ROUNDINGS * torch.finfo(products.dtype).eps * products.abs().max().item()
+    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)  # an overflow is one in both
+
+
+def _finished(head: Head, products: Tensor) -> Tensor:
+    return (products if head.finish is None else head.finish(products)).float()

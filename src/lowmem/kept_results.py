@@ -10,6 +10,7 @@ with a count of its own.
 """
 
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Kept:
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
         self._seen: list[tuple[Tensor, int]] = []  # (tensor, its version)
+        self.changed = False  # in its block
         self._generator = _drew_from(func, args, kwargs)
         self._random_state = self._generator.get_state() if self._generator is not None else None
 
@@ -43,7 +45,7 @@ class Kept:
 
     def out(self) -> object | None:
         """None where it was changed in place."""
-        if any(tensor._version != version for tensor, version in self._seen):
+        if self.changed or any(tensor._version != version for tensor, version in self._seen):
             self._out, self._seen = None, []
         return self._out
 
@@ -77,6 +79,9 @@ class Keep(Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        for tensor in _written(func, args, kwargs or {}):  # not all of these count it as a change: `_foreach_mul_`
+            if (kept := self._by_storage.get(_storage(tensor))) is not None:
+                kept.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if func in EXPENSIVE:
             self.kept.append(Kept(func, args, kwargs or {}, out))
@@ -115,6 +120,15 @@ def contexts() -> tuple[Keep, HandBack]:
     """Of one forward pass of a block and of its repetition."""
     kept: deque[Kept] = deque()
     return Keep(kept), HandBack(kept)
+
+
+def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """What an operator changes in place."""
+    if isinstance(func, OpOverload) and func._schema.is_mutable:
+        arguments = func._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [given[argument.name] for argument in arguments if argument.is_write and argument.name in given]
+        yield from (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:

@@ -22,7 +22,7 @@ from lowmem.data.loader import IGNORED
 from lowmem.errors import Refused
 from lowmem.head import agrees, enter
 
-VERIFIED = 16  # tokens
+VERIFIED = 16  # tokens of a sequence
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
 
 
@@ -35,6 +35,8 @@ class Chunked:
     """The same number as `full` with the logits of at most `rows` tokens in memory at once."""
 
     def __init__(self, rows: int) -> None:
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            raise Refused(f"loss.rows={rows}: give a whole number of tokens, at least 1, such as loss.rows=1024.")
         self.rows = rows
 
     def __call__(self, model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ class Chunked:
         return _ChunkedCrossEntropy.apply(hidden, head.linear.weight, head.linear.bias, labels, self.rows, head.finish)
 
     def verify(self, model: PreTrainedModel, input_ids: Tensor) -> None:
-        """Args: input_ids: (B, T), a few real ones.
+        """Args: input_ids: (B, T), a few real ones of two sequences.
 
         Raises:
             Refused: a model whose logits are another function of what enters its head.
@@ -68,7 +70,7 @@ class Verified(Callback):
         if not hasattr(module.loss, "verify"):
             return
         window = next(iter(trainer.train_dataloader))
-        few = window.micro_batches[0].input_ids[:1, :VERIFIED].to(module.device)
+        few = window.micro_batches[0].input_ids[:2, :VERIFIED].to(module.device)
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             module.loss.verify(module.model, few)

@@ -48,6 +48,8 @@ def architecture(
         _refuse_unknown(config, changes)
         config.update(changes)
         return config
+    if "model_type" not in architecture:
+        raise Refused("model.architecture: it names no model_type. Type model.architecture.model_type=llama, say.")
     _refuse_unknown(_of_type(architecture["model_type"]), changes)
     return _of_type(architecture["model_type"], **changes)
 
@@ -61,7 +63,10 @@ def architecture_of(cfg: DictConfig) -> PretrainedConfig:
 def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.")
-    return AutoConfig.for_model(model_type, **keys)
+    try:
+        return AutoConfig.for_model(model_type, **keys)
+    except Exception as error:  # a value of another kind, or values that contradict each other
+        raise Refused(f"model.architecture: {model_type} cannot be made of these values. {_last_line(error)}") from None
 
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
@@ -125,12 +130,14 @@ def build(
 
 
 def _with_attention(attention: str, made: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """Every model has `eager`: where there is no `sdpa` it stands in, and what fails with it too failed for another
-    reason."""
+    """Every model has `eager`. Where there is no `sdpa`, `eager` takes its place; a model that cannot be built with
+    `eager` either cannot be built for another reason."""
+    drawn = torch.get_rng_state()
     try:
         return made(attention)
     except (ImportError, ValueError) as error:
         reason = _first_line(error)
+    torch.set_rng_state(drawn)  # the second try starts as the first
     try:
         model = made("eager")
     except (ImportError, ValueError) as error:
@@ -139,6 +146,10 @@ def _with_attention(attention: str, made: Callable[[str], PreTrainedModel]) -> P
         raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.")
     log.info(f"model.attention=sdpa: {type(model).__name__} has none; it takes eager, whose scores take memory.")
     return model
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].strip()
 
 
 def _first_line(error: Exception) -> str:
@@ -221,5 +232,5 @@ def _held_in(network: PreTrainedModel, dtype: str | None) -> Iterator[None]:
 
 def positions(config: PretrainedConfig) -> int | None:
     """Longest sequence the architecture takes; None where it has no limit."""
-    text = config.get_text_config()
-    return next((getattr(text, key) for key in POSITIONS if getattr(text, key, None)), None)
+    text = config.get_text_config(decoder=True)
+    return next((found for key in POSITIONS if isinstance(found := getattr(text, key, None), int) and found > 0), None)

@@ -146,3 +146,14 @@ def test_a_loop_that_waits_for_a_number_ends_in_an_estimate(config, monkeypatch)
 def test_the_budget_is_far_from_what_a_trace_needs(config, monkeypatch):
     monkeypatch.setattr("lowmem.plan.trace.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
     assert traced(config()).parameters > 0
+
+
+def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
+    """Not inside what C++ asks about a tensor, where an exception ends the process."""
+    from lowmem.plan.prediction import predict
+
+    cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
+    cfg.model.architecture = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+    for operators in (1000, 1500, 1501, 1502, 1503, 2000):
+        monkeypatch.setattr("lowmem.plan.trace.OPERATORS", operators)
+        assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate

@@ -117,7 +117,7 @@ def outline(cfg: DictConfig) -> Trace:
     of its dimensions, 34 bytes per token, layer and hidden unit in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
     """
     config = architecture_of(cfg)
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     with torch.device("meta"):
         every = list(AutoModelForCausalLM.from_config(config).parameters())
     count, largest = sum(p.numel() for p in every), max(p.numel() for p in every)

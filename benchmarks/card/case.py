@@ -28,6 +28,7 @@ class Size:
     """What differs between a card and a rehearsal without one."""
 
     whole: bool  # every case; else one of each kind
+    patience: float  # times the limits of stages and cases: a rehearsal may run on a busy machine
     side: int  # of square matrices that are multiplied
     moved: int  # bytes that go over the link at once
     tries: int  # of the search for the smallest cap that works
@@ -52,6 +53,7 @@ MIDDLE = (
 SIZES = {
     "cuda": Size(
         whole=True,
+        patience=1,
         side=8192,
         moved=1 << 30,
         tries=3,
@@ -68,6 +70,7 @@ SIZES = {
     ),
     "cpu": Size(
         whole=False,
+        patience=4,
         side=64,
         moved=1 << 18,
         tries=1,

@@ -84,15 +84,15 @@ class Kit:
 
     def _cases(self, stage: Stage, record: dict, keep: Callable[[], None]) -> None:
         """Those that have no record, each written down as soon as it has ended."""
-        cases, words = stage.cases(SIZES[self.device]), text(SCRATCH / "text")
-        start = time.monotonic()
+        size, words = SIZES[self.device], text(SCRATCH / "text")
+        cases, start = stage.cases(size), time.monotonic()
         at_once, threads = _at_once(stage)
 
         def run(name: str) -> dict | None:
-            left = start + stage.seconds - time.monotonic()
+            left = start + size.patience * stage.seconds - time.monotonic()
             if left < LEAST:
                 return None
-            seconds = min(cases[name].seconds, left)
+            seconds = min(size.patience * cases[name].seconds, left)
             return process.case(stage.module, name, self.device, words, seconds, threads)
 
         with ThreadPoolExecutor(at_once) as pool:

@@ -1,6 +1,8 @@
 """The kit for a card, where there is none: how cases end, what is kept and resumed, the page; every stage, in small."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -122,6 +124,45 @@ def test_results_of_another_card_are_set_aside(made_up, tmp_path, monkeypatch):
     assert known(tmp_path)["machine"]["name"] == "another" and known(tmp_path)["stages"].keys() == {"2"}
     (aside,) = tmp_path.glob("card-*.json")
     assert json.loads(aside.read_text())["machine"] == CARD
+
+
+def test_a_file_of_results_that_is_cut_short_is_set_aside_too(made_up, tmp_path):
+    (tmp_path / "card.json").write_text('{"machine": {"na')
+    made_up().run(STAGES[:1], resume=True)
+    assert statuses(known(tmp_path)["stages"]["1"]) == ENDS and len(list(tmp_path.glob("card-*.json"))) == 1
+
+
+def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
+    monkeypatch.setattr(kit.os, "cpu_count", lambda: 16)
+    stage = Stage(3, "", "", 60, together=6, gib=8)
+    assert kit._at_once(stage, 80 * GIB) == (6, 2) and kit._at_once(stage, 24 * GIB) == (3, 5)
+    assert kit._at_once(stage, 12 * GIB) == (1, None) and kit._at_once(stage, None) == (6, 2)
+    assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, None)
+
+
+@pytest.mark.parametrize("sign", ["SIGTERM", "SIGINT"])
+def test_no_case_outlives_a_kit_that_is_ended(tmp_path, sign):
+    code = f"""
+import signal, sys
+from pathlib import Path
+from benchmarks.card import kit
+from benchmarks.card.case import Stage, text
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+kit.SCRATCH, kit.LEAST = Path({str(tmp_path)!r}), 0
+kit.Kit._machine = lambda self: {CARD!r}
+stage = Stage(1, "made up", "card_stages", seconds=60)
+kit.SIZES["cpu"] = kit.SIZES["cuda"]  # whose limits are as long as they say
+import card_stages
+kit.Kit("cpu", Path({str(tmp_path / "card.json")!r}), [stage]).run([stage])
+"""
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "src", "tests"))
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
+    while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:  # a case, and what it started
+        time.sleep(0.02)
+    process.send_signal(getattr(signal, sign))
+    assert process.wait(30) not in (0, 1)
+    time.sleep(0.2)
+    assert not any(_runs(child.pid) for child in children)
 
 
 def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_path):

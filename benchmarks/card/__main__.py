@@ -11,6 +11,7 @@ runs. results/card.json is written after every case, and docs/card.md at the end
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -67,4 +68,5 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, so that no case outlives this process
     sys.exit(main())

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +47,14 @@ class Kit:
             kept = {name: case for name, case in known.items() if not (retry and case["status"] in ("failed", "ended"))}
             found["stages"][str(stage.number)] = record = self._begun(stage, machine, kept)
             if "left_out" not in record:
-                self._cases(stage, record, lambda: write(self.file, found))
+                self._cases(stage, record, machine.get("memory_bytes"), lambda: write(self.file, found))
             write(self.file, found)
             print(page.line(stage, record), flush=True)
             if self.device == "cuda":
                 page.write(PAGE, found, self.stages)
         print(f"\n{page.page(found, self.stages)}\nwrote {self.file}")
+        for stage in wanted:  # once more: of a long page one sees the end
+            print(page.line(stage, found["stages"][str(stage.number)]))
         return int(any(not _whole(found["stages"][str(stage.number)]) for stage in wanted))
 
     def _machine(self) -> dict:
@@ -67,12 +70,13 @@ class Kit:
         """Earlier results of this card; those of another one are set aside."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
-            known = json.loads(self.file.read_text())
-            if all(known["machine"].get(key) == machine.get(key) for key in SAME):
-                return known
+            with suppress(ValueError, KeyError):
+                known = json.loads(self.file.read_text())
+                if all(known["machine"].get(key) == machine.get(key) for key in SAME):
+                    return known
             aside = self.file.with_stem(f"{self.file.stem}-{int(self.file.stat().st_mtime)}")
             os.replace(self.file, aside)
-            print(f"{self.file.name} held results of {page.card(known['machine'])}; they are in {aside.name} now.")
+            print(f"{self.file.name} held other results than this card's; they are in {aside.name} now.", flush=True)
         return {"machine": machine, "stages": {}}
 
     def _begun(self, stage: Stage, machine: dict, kept: dict) -> dict:
@@ -82,11 +86,11 @@ class Kit:
             record["left_out"] = f"it needs {stage.gib:g} GiB and the card has {memory / GIB:.1f}"
         return record
 
-    def _cases(self, stage: Stage, record: dict, keep: Callable[[], None]) -> None:
-        """Those that have no record, each written down as soon as it has ended."""
+    def _cases(self, stage: Stage, record: dict, memory: int | None, keep: Callable[[], None]) -> None:
+        """Those that have no record, each written down as soon as it has ended. Args: memory: of the card."""
         size, words = SIZES[self.device], text(SCRATCH / "text")
         cases, start = stage.cases(size), time.monotonic()
-        at_once, threads = _at_once(stage)
+        at_once, threads = _at_once(stage, memory)
 
         def run(name: str) -> dict | None:
             left = start + size.patience * stage.seconds - time.monotonic()
@@ -116,12 +120,12 @@ def _keep(record: dict, name: str, case: dict | None) -> None:
     print(f"  {name}: {case['status']} in {case['seconds']:.0f} s{why}", flush=True)
 
 
-def _at_once(stage: Stage) -> tuple[int, int | None]:
-    """(cases at once, threads of each): two cores and eight GiB of the host for each case."""
-    import psutil
-
+def _at_once(stage: Stage, memory: int | None) -> tuple[int, int | None]:
+    """(cases at once, threads of each): two cores for each, and what a case may need of the card."""
     cores = os.cpu_count() or 1
-    most = min(stage.together, cores // 2, psutil.virtual_memory().available // (8 * GIB))
+    most = min(stage.together, cores // 2)
+    if memory is not None and stage.gib:
+        most = min(most, int(memory / GIB / stage.gib))
     at_once = max(1, most)
     return at_once, None if at_once == 1 else cores // at_once
 

@@ -23,7 +23,7 @@ STAGES = (
     Stage(2, "made up again", "card_stages", seconds=60, gib=8),
 )
 CARD = {"name": "NVIDIA Made-Up 3000", "memory_bytes": 12 * GIB, "driver": "1.2.3", "processor": "a CPU", "cores": 2}
-CARD |= {"versions": {"torch": "2.11.0"}}
+CARD |= {"versions": {"torch": "2.11.0"}, "device": "cpu"}
 
 
 @pytest.fixture
@@ -173,6 +173,27 @@ def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_p
     assert "NVIDIA Made-Up 3000, 12.0 GiB, driver 1.2.3" in written and "torch 2.11.0" in written
     assert "## made up" in written and "| well | {'device': 'cuda', 'text': True} |" in written
     assert "- **fails** failed: ZeroDivisionError: at the second step" in written
+
+
+def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsys, monkeypatch):
+    made_up().run(STAGES[:1])
+    monkeypatch.setattr(kit.process, "case", None)  # nothing is run
+    made_up().table()
+    assert "| well |" in capsys.readouterr().out and not (tmp_path / "card.md").exists()
+    of_card = known(tmp_path)
+    of_card["machine"]["device"] = "cuda"
+    (tmp_path / "card.json").write_text(json.dumps(of_card))
+    made_up().table()
+    assert "| well |" in (tmp_path / "card.md").read_text()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}'])
+def test_a_page_of_no_results_is_a_sentence_and_exit_code_2(tmp_path, capsys, content):
+    file = tmp_path / "card.json"
+    if content is not None:
+        file.write_text(content)
+    assert command.main(["--table", "--to", str(file)]) == 2
+    assert "no results of this command can be read there" in capsys.readouterr().err
 
 
 def test_a_result_that_a_stage_does_not_expect_costs_no_other(tmp_path):

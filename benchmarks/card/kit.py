@@ -25,6 +25,10 @@ class NoCard(Exception):
     """There is no device to run on."""
 
 
+class NoResults(Exception):
+    """There is no file of results, or it is something else."""
+
+
 @dataclass
 class Kit:
     """Args: file: of the results; stages: all there are, for the page."""
@@ -56,6 +60,22 @@ class Kit:
         for stage in wanted:  # once more: of a long page one sees the end
             print(page.line(stage, found["stages"][str(stage.number)]))
         return int(any(not _whole(found["stages"][str(stage.number)]) for stage in wanted))
+
+    def table(self) -> int:
+        """What is known, as a page; one of a card into docs/.
+
+        Raises:
+            NoResults
+        """
+        try:
+            found = json.loads(self.file.read_text())
+            said = page.page(found, self.stages)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NoResults(f"{self.file}: no results of this command can be read there ({error}).") from None
+        print(said)
+        if found["machine"]["device"] == "cuda":
+            page.write(PAGE, found, self.stages)
+        return 0
 
     def _machine(self) -> dict:
         card = process.case("benchmarks.card.link", "card", self.device, SCRATCH, seconds=120)

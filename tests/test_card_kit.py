@@ -171,7 +171,7 @@ def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_p
     made_up("cuda").run(STAGES[:1])
     written = (tmp_path / "card.md").read_text()
     assert "NVIDIA Made-Up 3000, 12.0 GiB, driver 1.2.3" in written and "torch 2.11.0" in written
-    assert "## made up" in written and "| well | {'device': 'cuda', 'text': True} |" in written
+    assert "## 1. made up" in written and "| well | {'device': 'cuda', 'text': True} |" in written
     assert "- **fails** failed: ZeroDivisionError: at the second step" in written
 
 
@@ -231,6 +231,12 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "hydra" else True)
     assert command.main([]) == 2
     assert "hydra: not installed" in capsys.readouterr().err
+
+
+def test_no_stage_needs_pytest():
+    code = "import sys; sys.modules['pytest'] = None; import made_up, oracle, parity, same, tolerances, two_models"
+    paths = os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True)
 
 
 # --- the stages -------------------------------------------------------------------------------------------------------
@@ -365,7 +371,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
-    """Every stage as typed, in small: some four minutes on two idle cores, nearly all of it imports."""
+    """Every stage as typed, in small: some three minutes on two idle cores, nearly all of it imports."""
     file = tmp_path / "card.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--to", str(file)],

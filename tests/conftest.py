@@ -113,6 +113,15 @@ def command(small, tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def deterministic(monkeypatch):
+    """For bits on a card: attention's backward adds in whatever order its blocks end, unless told otherwise."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)

@@ -97,6 +97,24 @@ def test_forgetting_the_random_state_is_caught(batch, monkeypatch):
     assert not all(torch.equal(a, b) for a, b in zip(kept, gradients(model, batch), strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model_type", "forgetful"), [("gpt2", False), ("llama", False), ("gpt2", True)])
+def test_on_a_card_segments_give_the_same_bits(model_type, batch, deterministic, monkeypatch, forgetful):
+    """With dropout, whose masks the card draws; forgetful: the repetition draws other ones."""
+    if forgetful:
+        monkeypatch.setattr(checkpointing.torch.cuda, "set_rng_state", lambda *_: None)
+
+    def on_card(apply):
+        model = shaped(model_type, dropout=0.3).cuda()
+        apply(model)
+        return [*gradients(model, [part.cuda() for part in batch]), torch.rand(1, device="cuda")]
+
+    kept = on_card(checkpointing.none)
+    for name, apply in SEGMENTED.items():
+        again = on_card(apply)
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)) != forgetful, name
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 

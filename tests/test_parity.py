@@ -37,6 +37,13 @@ def test_a_technique_is_the_oracle(config, technique):
     assert within(found, allowed(technique)), found
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("technique", CHOICES)
+def test_on_a_card_a_technique_is_the_oracle(config, technique):
+    found = deviations(config, technique, overrides=["device=cuda"])
+    assert within(found, allowed(technique, on_card=True)), found
+
+
 MASTERS = ("precision=16-master", "precision=bf16-master")
 REFUSED_PAIRS = {
     frozenset((other, "optim.in_backward=true"))

@@ -105,3 +105,19 @@ def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
     again = life("again", "optim=adamw", consumed, tmp_path / "part")
     assert consumed == unbroken
     assert not same(last(whole)["state_dict"], last(again)["state_dict"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forgetful", [False, True])
+@pytest.mark.parametrize("technique", ["precision=32", "precision=bf16-sr", "precision=16-master"])
+def test_on_a_card_a_resumed_run_is_the_unbroken_run(fit, tmp_path, monkeypatch, deterministic, technique, forgetful):
+    """With dropout, whose masks the card draws; forgetful: its random state is not restored."""
+    lines = (technique, *RUN, "device=cuda")
+    _, whole = fit(*lines, folder="whole")
+    fit(*lines, "max_steps=3", f"scheduler.total_steps={len(WINDOWS)}", folder="part")
+    if forgetful:
+        monkeypatch.setattr("torch.cuda.set_rng_state", lambda *_: None)
+    _, again = fit(*lines, f"resume={tmp_path / 'part'}", folder="again")
+    one, other = last(whole), last(again)
+    assert same(one["state_dict"], other["state_dict"]) != forgetful
+    assert forgetful or all(same(one[key], other[key]) for key in one)

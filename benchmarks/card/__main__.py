@@ -4,6 +4,7 @@
     python -m benchmarks.card --stages 3,5     # some of them; what is known of the others stays
     python -m benchmarks.card --resume         # what has no record yet
     python -m benchmarks.card --resume --retry # and again what failed or was ended
+    python -m benchmarks.card --table          # only the page again, of what is in the file; needs no card
     python -m benchmarks.card --device cpu     # a rehearsal without a card: small, and on stand-ins
 
 Every case is a process of its own with a time limit; one that fails is recorded with its last words, and the next one
@@ -11,6 +12,7 @@ runs. results/card.json is written after every case, and docs/card.md at the end
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if str(ROOT / "src") not in sys.path:  # lowmem itself need not be installed
         sys.path.insert(0, str(ROOT / "src"))
     from benchmarks.card import auto, correctness, link, memory, speed, xl
-    from benchmarks.card.kit import Kit, NoCard
+    from benchmarks.card.kit import Kit, NoCard, NoResults
 
     stages = {module.STAGE.number: module.STAGE for module in (link, correctness, memory, speed, xl, auto)}
     unknown = [word for word in options.stages if not word.isdigit() or int(word) not in stages]
@@ -39,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(f"--stages: there is no stage {', '.join(unknown)}. Type some of {','.join(map(str, stages))}.")
     kit = Kit(options.device, options.to or _file(options.device), list(stages.values()))
     try:
+        if options.table:
+            return kit.table()
         return kit.run([stages[int(word)] for word in options.stages], options.resume, options.retry)
-    except NoCard as why:
+    except (NoCard, NoResults) as why:
         return _refused(str(why))
 
 
@@ -52,6 +56,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=lambda typed: typed.split(","), default=list("123456"), help="such as 3,5")
     parser.add_argument("--resume", action="store_true", help="leave out what has a record")
     parser.add_argument("--retry", action="store_true", help="with --resume: but not what failed or was ended")
+    parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--to", type=Path, help="the file of results")
     return parser.parse_args(arguments)
 
@@ -67,4 +72,5 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, so that no case outlives this process
     sys.exit(main())

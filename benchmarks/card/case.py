@@ -28,8 +28,10 @@ class Size:
     """What differs between a card and a rehearsal without one."""
 
     whole: bool  # every case; else one of each kind
+    patience: float  # times the limits of stages and cases: a rehearsal may run on a busy machine
     side: int  # of square matrices that are multiplied
     moved: int  # bytes that go over the link at once
+    touched: int  # GiB of the host's memory that are touched to see whether they are there
     tries: int  # of the search for the smallest cap that works
     small: tuple[str, ...]  # typed beside a recipe of GPT-2, to make it small
     bits: tuple[str, ...]  # what is trained where runs are compared to the bit: checkpoints are written
@@ -52,8 +54,10 @@ MIDDLE = (
 SIZES = {
     "cuda": Size(
         whole=True,
+        patience=1,
         side=8192,
         moved=1 << 30,
+        touched=24,
         tries=3,
         small=(),
         bits=(*MIDDLE, "seq_len=512", "batch_size=8"),
@@ -68,8 +72,10 @@ SIZES = {
     ),
     "cpu": Size(
         whole=False,
+        patience=4,
         side=64,
         moved=1 << 18,
+        touched=0,
         tries=1,
         small=(*THIN, "seq_len=16", "batch_size=4", "val_sequences=4"),
         bits=("model=gpt2", "model.pretrained=false", *THIN, "seq_len=16", "batch_size=4"),
@@ -147,7 +153,7 @@ class Stage:
     Args:
         seconds: after which what is left of it is not begun, and what runs is ended.
         together: cases at once, where nobody looks at a clock.
-        gib: that the card must have.
+        gib: that the card must have, for each of them.
     """
 
     number: int

@@ -12,7 +12,7 @@ from functools import partial
 from benchmarks.card.case import Case, Here, Size, Stage
 from benchmarks.techniques import CHOICES
 
-STAGE = Stage(2, "correctness", __name__, seconds=450, together=6)
+STAGE = Stage(2, "correctness", __name__, seconds=450, together=6, gib=2)
 COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # a kernel per shape: on one matrix
 INDUCTOR = "gradient_checkpointing.backend=inductor"  # which the tests leave out for its time
 MIXED = (  # of the experiments, and what else meets on a card

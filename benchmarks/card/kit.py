@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,10 @@ LEAST = 5.0  # seconds: with less of a stage's time left no case is begun
 
 class NoCard(Exception):
     """There is no device to run on."""
+
+
+class NoResults(Exception):
+    """There is no file of results, or it is something else."""
 
 
 @dataclass
@@ -46,13 +51,31 @@ class Kit:
             kept = {name: case for name, case in known.items() if not (retry and case["status"] in ("failed", "ended"))}
             found["stages"][str(stage.number)] = record = self._begun(stage, machine, kept)
             if "left_out" not in record:
-                self._cases(stage, record, lambda: write(self.file, found))
+                self._cases(stage, record, machine.get("memory_bytes"), lambda: write(self.file, found))
             write(self.file, found)
             print(page.line(stage, record), flush=True)
             if self.device == "cuda":
                 page.write(PAGE, found, self.stages)
         print(f"\n{page.page(found, self.stages)}\nwrote {self.file}")
+        for stage in wanted:  # once more: of a long page one sees the end
+            print(page.line(stage, found["stages"][str(stage.number)]))
         return int(any(not _whole(found["stages"][str(stage.number)]) for stage in wanted))
+
+    def table(self) -> int:
+        """What is known, as a page; one of a card into docs/.
+
+        Raises:
+            NoResults
+        """
+        try:
+            found = json.loads(self.file.read_text())
+            said = page.page(found, self.stages)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NoResults(f"{self.file}: no results of this command can be read there ({error}).") from None
+        print(said)
+        if found["machine"]["device"] == "cuda":
+            page.write(PAGE, found, self.stages)
+        return 0
 
     def _machine(self) -> dict:
         card = process.case("benchmarks.card.link", "card", self.device, SCRATCH, seconds=120)
@@ -67,12 +90,13 @@ class Kit:
         """Earlier results of this card; those of another one are set aside."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
-            known = json.loads(self.file.read_text())
-            if all(known["machine"].get(key) == machine.get(key) for key in SAME):
-                return known
+            with suppress(ValueError, KeyError):
+                known = json.loads(self.file.read_text())
+                if all(known["machine"].get(key) == machine.get(key) for key in SAME):
+                    return known
             aside = self.file.with_stem(f"{self.file.stem}-{int(self.file.stat().st_mtime)}")
             os.replace(self.file, aside)
-            print(f"{self.file.name} held results of {page.card(known['machine'])}; they are in {aside.name} now.")
+            print(f"{self.file.name} held other results than this card's; they are in {aside.name} now.", flush=True)
         return {"machine": machine, "stages": {}}
 
     def _begun(self, stage: Stage, machine: dict, kept: dict) -> dict:
@@ -82,17 +106,17 @@ class Kit:
             record["left_out"] = f"it needs {stage.gib:g} GiB and the card has {memory / GIB:.1f}"
         return record
 
-    def _cases(self, stage: Stage, record: dict, keep: Callable[[], None]) -> None:
-        """Those that have no record, each written down as soon as it has ended."""
-        cases, words = stage.cases(SIZES[self.device]), text(SCRATCH / "text")
-        start = time.monotonic()
-        at_once, threads = _at_once(stage)
+    def _cases(self, stage: Stage, record: dict, memory: int | None, keep: Callable[[], None]) -> None:
+        """Those that have no record, each written down as soon as it has ended. Args: memory: of the card."""
+        size, words = SIZES[self.device], text(SCRATCH / "text")
+        cases, start = stage.cases(size), time.monotonic()
+        at_once, threads = _at_once(stage, memory)
 
         def run(name: str) -> dict | None:
-            left = start + stage.seconds - time.monotonic()
+            left = start + size.patience * stage.seconds - time.monotonic()
             if left < LEAST:
                 return None
-            seconds = min(cases[name].seconds, left)
+            seconds = min(size.patience * cases[name].seconds, left)
             return process.case(stage.module, name, self.device, words, seconds, threads)
 
         with ThreadPoolExecutor(at_once) as pool:
@@ -116,12 +140,12 @@ def _keep(record: dict, name: str, case: dict | None) -> None:
     print(f"  {name}: {case['status']} in {case['seconds']:.0f} s{why}", flush=True)
 
 
-def _at_once(stage: Stage) -> tuple[int, int | None]:
-    """(cases at once, threads of each): two cores and eight GiB of the host for each case."""
-    import psutil
-
+def _at_once(stage: Stage, memory: int | None) -> tuple[int, int | None]:
+    """(cases at once, threads of each): two cores for each, and what a case may need of the card."""
     cores = os.cpu_count() or 1
-    most = min(stage.together, cores // 2, psutil.virtual_memory().available // (8 * GIB))
+    most = min(stage.together, cores // 2)
+    if memory is not None and stage.gib:
+        most = min(most, int(memory / GIB / stage.gib))
     at_once = max(1, most)
     return at_once, None if at_once == 1 else cores // at_once
 

@@ -19,6 +19,7 @@ def cases(size: Size) -> Mapping[str, Case]:
     return {
         "card": Case(card, 60),
         "link": Case(link, 60),
+        "memory of the host": Case(host, 60),
         "products": Case(products, 60),
         "gradients over the link": Case(staged, 60),
         "rates of the planner": Case(rates, 90),
@@ -59,6 +60,22 @@ def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     return said.splitlines()[0] if said else None
+
+
+def host(here: Here) -> dict:
+    """Free memory before some is touched and while it is held: a virtual machine's may grow only then, and a run is
+    refused for what is not there."""
+    import psutil
+    import torch
+
+    found, held = [psutil.virtual_memory()], []
+    while len(held) < here.size.touched and psutil.virtual_memory().available > 2 * GIB:
+        held.append(torch.ones(GIB // 4))
+    found.append(psutil.virtual_memory())
+    del held
+    found.append(psutil.virtual_memory())
+    when = ("before", "held", "after")
+    return {key: {"total": one.total, "available": one.available} for key, one in zip(when, found, strict=True)}
 
 
 def seconds(call: Callable[[], object], here: Here) -> float:
@@ -197,6 +214,9 @@ def table(results: Mapping[str, dict]) -> str:
     for key in ("context_bytes", "context_and_kernels_bytes", "workspace_bytes"):
         if about.get(key) is not None:
             lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {about[key] / GIB:.3f} GiB |")
+    for when, sizes in results.get("memory of the host", {}).items():
+        free = f"{sizes['available'] / GIB:.1f} of {sizes['total'] / GIB:.1f} GiB"
+        lines.append(f"| memory of the host, {when} | {free} |")
     for name in ("link", "gradients over the link"):
         for way, speed in results.get(name, {}).get("bytes_per_second", {}).items():
             lines.append(f"| {way} | {speed / 1e9:.2f} GB/s |")

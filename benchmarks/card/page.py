@@ -24,16 +24,20 @@ def results(stage: Mapping) -> dict[str, dict]:
 
 
 def line(stage: Stage, found: Mapping) -> str:
+    return f"{stage.number} {stage.name}: {went(stage, found)}"
+
+
+def went(stage: Stage, found: Mapping) -> str:
     """How a stage went, and what it shows."""
     if "left_out" in found:
-        return f"{stage.number} {stage.name}: left out, {found['left_out']}"
+        return f"left out, {found['left_out']}"
     counts = dict.fromkeys(("done", "failed", "ended", "left out"), 0)
     for case in found["cases"].values():
         counts[case["status"]] += 1
     missing = len(found["planned"]) - len(found["cases"])
-    went = [f"{count} {status}" for status, count in counts.items() if count]
-    went += [f"{missing} not begun in its {stage.seconds:.0f} s"] if missing else []
-    return f"{stage.number} {stage.name}: {', '.join(went)}; {_of(stage, 'says', found)}"
+    parts = [f"{count} {status}" for status, count in counts.items() if count]
+    parts += [f"{missing} not begun in its {stage.seconds:.0f} s"] if missing else []
+    return f"{', '.join(parts)}; {_of(stage, 'says', found)}"
 
 
 def _of(stage: Stage, what: str, found: Mapping) -> str:
@@ -51,7 +55,7 @@ def page(found: Mapping, stages: Sequence[Stage]) -> str:
         record = found["stages"].get(str(stage.number))
         if record is None:
             continue
-        lines += [f"## {stage.name}", "", f"{line(stage, record)}.", ""]
+        lines += [f"## {stage.number}. {stage.name}", "", f"{went(stage, record)}.", ""]
         if results(record):
             lines += [_of(stage, "table", record), ""]
         lines += [f"- **{name}** {case['status']}: {short(case['why'])}" for name, case in _gone_wrong(record)]

@@ -59,7 +59,7 @@ def _record(process: subprocess.Popen, folder: Path, seconds: float) -> dict:
         status = "failed"
     except subprocess.TimeoutExpired:
         _end(process)
-        why = f"it was ended after {seconds:.0f} s; its last words: {_words(folder)}"
+        why = f"{_words(folder)} (it was ended after {seconds:.0f} s)"
         status = "ended"
     try:
         left = json.loads((folder / RESULT).read_text())

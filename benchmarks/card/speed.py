@@ -155,7 +155,10 @@ def ratio_to(other: str, one: Mapping) -> float | None:
 
 
 def table(results: Mapping[str, dict]) -> str:
-    lines = ["| recipe and model | loop | tokens/s | lowmem is at | peak GiB | losses |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| recipe and model | loop | tokens/s | speed of lowmem, over it | peak GiB | losses |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, one in results.items():
         for loop, rounds in one.get("loops", {}).items():
             lines.append(f"| {name} | {loop} | {_cells(loop, rounds, one)} |")

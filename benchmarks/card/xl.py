@@ -22,7 +22,7 @@ def cases(size: Size) -> Mapping[str, Case]:
 def preset(here: Here, cap: str, share: float, seconds: float) -> dict:
     """Random numbers of dropout aside, what a user would see: peaks, pace and the loss of every step."""
     typed = [*here.typed(), *here.size.preset]
-    return capped(cap, typed, max(2, round(share * here.size.steps)), seconds)
+    return capped(cap, typed, max(2, round(share * here.size.steps)), here.size.patience * seconds)
 
 
 def says(results: Mapping[str, dict]) -> str:

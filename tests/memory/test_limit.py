@@ -75,3 +75,23 @@ def test_the_cap_on_cuda_is_a_share_of_the_card_and_is_lifted(monkeypatch):
     assert said == [0.25, 1.0]
     with limit.capped(12 * 2**30, "cpu"), limit.capped(None, "cuda"):
         assert len(said) == 2
+
+
+@pytest.mark.gpu
+def test_on_a_card_the_cap_ends_an_allocation_and_is_lifted():
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 2**28
+    with limit.capped(room, "cuda"):
+        torch.empty(2**27, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    torch.empty(2**29, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.gpu
+def test_on_a_card_the_run_ends_in_advice_and_leaves_a_snapshot(command, tmp_path):
+    """100M parameters in 300 MiB."""
+    wide = ("model.architecture.n_embd=1024", "model.architecture.n_layer=8")
+    code, said = command("device=cuda", "memory.limit=300MiB", *wide)
+    assert code == 1 and "Out of memory" in said and "Try, one after the other" in said and "Traceback" not in said
+    assert (tmp_path / "run" / "memory_snapshot.pickle").stat().st_size > 1000

@@ -3,9 +3,10 @@
 import threading
 
 import pytest
+import torch
 from lightning.pytorch.strategies import strategy
 
-from lowmem.memory.link import StagedLink
+from lowmem.memory.link import CudaLane, StagedLink
 from lowmem.precision import master as masters
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights
@@ -109,3 +110,69 @@ def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
     monkeypatch.setattr(masters, "_step", broken)
     with pytest.raises(ZeroDivisionError, match="on the host"):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
+
+
+# --- on a card --------------------------------------------------------------------------------------------------------
+
+ELEMENTS = 5_000_000  # 20 MB: a segment of its own
+LONG = 200_000_000  # cycles that a stream is kept busy: a tenth of a second
+
+
+@pytest.fixture
+def lane():
+    torch.cuda.empty_cache()
+    return CudaLane(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_a_card_the_staged_link_has_the_bits_of_the_naive_loop(config, deterministic, lane, precision, clip):
+    """Through few small slots, where everything has to wait for everything, and through the run's own."""
+    cfg = configured(config, precision, "adamw8bit", clip, "fixed", "linear", "loss=chunked", "device=cuda")
+    right = naive(cfg)
+    assert equal(ours(cfg, lane), right) and equal(ours(cfg), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_on_a_card_a_copy_starts_when_what_it_copies_is_computed(lane, wrong):
+    slot, gradient = lane.staging(4 * ELEMENTS), torch.zeros(ELEMENTS, device="cuda")
+    assert slot.is_pinned()
+    torch.cuda.synchronize()
+    too_early = lane.mark()
+    torch.cuda._sleep(LONG)
+    gradient.fill_(1.0)
+    lane.copy(slot.view(torch.float32), gradient, too_early if wrong else lane.mark()).synchronize()
+    assert bool((slot.view(torch.float32) == 1.0).all()) != wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_on_a_card_the_memory_of_what_is_being_copied_is_not_used_again(lane, monkeypatch, wrong):
+    if wrong:
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    slot, gradient = lane.staging(4 * ELEMENTS).view(torch.float32), torch.ones(ELEMENTS, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(lane._down):
+        torch.cuda._sleep(LONG)
+    landed, place = lane.copy(slot, gradient, lane.mark()), gradient.data_ptr()
+    del gradient
+    other = torch.full((ELEMENTS,), 2.0, device="cuda")
+    landed.synchronize()
+    assert (other.data_ptr() == place) == wrong
+    assert bool((slot == 1.0).all()) != wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_on_a_card_the_device_waits_for_the_weight_that_it_reads(lane, wrong):
+    rounded, weight = lane.staging(4 * ELEMENTS).view(torch.float32).fill_(1.0), torch.zeros(ELEMENTS, device="cuda")
+    with torch.cuda.stream(lane._up):
+        torch.cuda._sleep(LONG)
+    landed = lane.copy(weight, rounded, lane.mark())
+    if not wrong:
+        lane.hold(landed)
+    read = weight.clone()
+    torch.cuda.synchronize()
+    assert bool((read == 1.0).all()) != wrong

@@ -171,3 +171,15 @@ def test_the_curve_names_its_units():
     assert metrics["memory/weights_gib"] == 0.25
     assert all(name.startswith("memory/") and name.endswith("_gib") for name in metrics)
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.gpu
+def test_on_a_card_the_allocator_holds_what_the_tracker_counts(fit):
+    """What it holds beside: rounding, and workspaces of cuBLAS, up to 32 MiB for each thread that calls it."""
+    wide = ("model.architecture.n_embd=512", "model.architecture.n_layer=4", "batch_size=64")
+    summary, run = fit("device=cuda", *wide)
+    rows = [row for row in read(run) if row["live_peak_bytes"] and row["phase"] in ("forward", "backward", "step")]
+    for row in rows:
+        live, allocated, reserved = (int(row[f"{kind}_peak_bytes"]) for kind in ("live", "allocated", "reserved"))
+        assert 0.98 * live < allocated <= reserved and allocated - live < 2**28, row
+    assert rows and summary["peak_bytes"]["device"] >= max(int(row["allocated_peak_bytes"]) for row in rows)

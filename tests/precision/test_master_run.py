@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from lowmem import host_memory as host
 from lowmem.checkpoint import complete
 from lowmem.errors import Refused
+from lowmem.memory.ledger import optimizer_state
 from lowmem.module import CausalLM
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights
@@ -97,6 +98,22 @@ def _without_restoring(setup):
         trainer.strategy.load_optimizer_state_dict = theirs
 
     return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "lies_on"), [("bf16-master", "cpu"), ("32", "cuda"), ("bf16-true", "cuda")])
+def test_on_a_card_restored_state_lies_where_the_optimizer_steps(fit, monkeypatch, precision, lies_on):
+    lines = (f"precision={precision}", "optim=adamw", "device=cuda")
+    _, run = fit(*lines, "max_steps=2")
+    found, start = set(), CausalLM.on_train_start
+
+    def look(self):
+        found.update(t.device.type for t in optimizer_state(self.trainer.optimizers[0]) if t.numel() > 1)
+        start(self)
+
+    monkeypatch.setattr(CausalLM, "on_train_start", look)
+    assert fit(*lines, f"resume={run}", folder="again")[0]["steps"] == 4
+    assert found == {lies_on}
 
 
 # --- checkpoints and exports ------------------------------------------------------------------------------------------

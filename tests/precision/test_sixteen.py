@@ -163,3 +163,19 @@ def test_tf32_is_switched_back_after_the_job(monkeypatch):
     assert torch.get_float32_matmul_precision() == "high" != before
     precision.teardown()
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.gpu
+def test_on_a_card_tf32_rounds_the_factors_of_products_and_is_switched_back():
+    a, b = (torch.randn(512, 512, device="cuda") for _ in range(2))
+    exact = a.double() @ b.double()
+
+    def off() -> float:
+        return ((a @ b - exact).norm() / exact.norm()).item()
+
+    before = off()
+    precision = plugin.TensorFloat32("cuda")
+    within = off()
+    precision.teardown()
+    assert off() == before < 1e-6
+    assert (1e-4 < within < 1e-3) == plugin.has_tf32("cuda")  # 2**-11 is 0.0005

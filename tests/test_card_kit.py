@@ -1,6 +1,8 @@
 """The kit for a card, where there is none: how cases end, what is kept and resumed, the page; every stage, in small."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ STAGES = (
     Stage(2, "made up again", "card_stages", seconds=60, gib=8),
 )
 CARD = {"name": "NVIDIA Made-Up 3000", "memory_bytes": 12 * GIB, "driver": "1.2.3", "processor": "a CPU", "cores": 2}
-CARD |= {"versions": {"torch": "2.11.0"}}
+CARD |= {"versions": {"torch": "2.11.0"}, "device": "cpu"}
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_some_stages_leave_what_is_known_of_the_others(made_up, tmp_path):
 
 
 def test_a_stage_past_its_limit_begins_nothing_more_and_says_so(made_up, tmp_path, capsys):
-    short = Stage(1, "made up", "card_stages", seconds=kit.LEAST + 0.5)
+    short = Stage(1, "made up", "card_stages", seconds=(kit.LEAST + 0.5) / SIZES["cpu"].patience)
     start = time.monotonic()
     assert made_up(stages=[short]).run([short]) == 1
     record = known(tmp_path)["stages"]["1"]
@@ -124,14 +126,74 @@ def test_results_of_another_card_are_set_aside(made_up, tmp_path, monkeypatch):
     assert json.loads(aside.read_text())["machine"] == CARD
 
 
+def test_a_file_of_results_that_is_cut_short_is_set_aside_too(made_up, tmp_path):
+    (tmp_path / "card.json").write_text('{"machine": {"na')
+    made_up().run(STAGES[:1], resume=True)
+    assert statuses(known(tmp_path)["stages"]["1"]) == ENDS and len(list(tmp_path.glob("card-*.json"))) == 1
+
+
+def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
+    monkeypatch.setattr(kit.os, "cpu_count", lambda: 16)
+    stage = Stage(3, "", "", 60, together=6, gib=8)
+    assert kit._at_once(stage, 80 * GIB) == (6, 2) and kit._at_once(stage, 24 * GIB) == (3, 5)
+    assert kit._at_once(stage, 12 * GIB) == (1, None) and kit._at_once(stage, None) == (6, 2)
+    assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, None)
+
+
+@pytest.mark.parametrize("sign", ["SIGTERM", "SIGINT"])
+def test_no_case_outlives_a_kit_that_is_ended(tmp_path, sign):
+    code = f"""
+import signal, sys
+from pathlib import Path
+from benchmarks.card import kit
+from benchmarks.card.case import Stage, text
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+kit.SCRATCH, kit.LEAST = Path({str(tmp_path)!r}), 0
+kit.Kit._machine = lambda self: {CARD!r}
+stage = Stage(1, "made up", "card_stages", seconds=60)
+kit.SIZES["cpu"] = kit.SIZES["cuda"]  # whose limits are as long as they say
+import card_stages
+kit.Kit("cpu", Path({str(tmp_path / "card.json")!r}), [stage]).run([stage])
+"""
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "src", "tests"))
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
+    while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:  # a case, and what it started
+        time.sleep(0.02)
+    process.send_signal(getattr(signal, sign))
+    assert process.wait(30) not in (0, 1)
+    time.sleep(0.2)
+    assert not any(_runs(child.pid) for child in children)
+
+
 def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_path):
     made_up().run(STAGES[:1])
     assert not (tmp_path / "card.md").exists()
     made_up("cuda").run(STAGES[:1])
     written = (tmp_path / "card.md").read_text()
     assert "NVIDIA Made-Up 3000, 12.0 GiB, driver 1.2.3" in written and "torch 2.11.0" in written
-    assert "## made up" in written and "| well | {'device': 'cuda', 'text': True} |" in written
+    assert "## 1. made up" in written and "| well | {'device': 'cuda', 'text': True} |" in written
     assert "- **fails** failed: ZeroDivisionError: at the second step" in written
+
+
+def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsys, monkeypatch):
+    made_up().run(STAGES[:1])
+    monkeypatch.setattr(kit.process, "case", None)  # nothing is run
+    made_up().table()
+    assert "| well |" in capsys.readouterr().out and not (tmp_path / "card.md").exists()
+    of_card = known(tmp_path)
+    of_card["machine"]["device"] = "cuda"
+    (tmp_path / "card.json").write_text(json.dumps(of_card))
+    made_up().table()
+    assert "| well |" in (tmp_path / "card.md").read_text()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}'])
+def test_a_page_of_no_results_is_a_sentence_and_exit_code_2(tmp_path, capsys, content):
+    file = tmp_path / "card.json"
+    if content is not None:
+        file.write_text(content)
+    assert command.main(["--table", "--to", str(file)]) == 2
+    assert "no results of this command can be read there" in capsys.readouterr().err
 
 
 def test_a_result_that_a_stage_does_not_expect_costs_no_other(tmp_path):
@@ -169,6 +231,12 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "hydra" else True)
     assert command.main([]) == 2
     assert "hydra: not installed" in capsys.readouterr().err
+
+
+def test_no_stage_needs_pytest():
+    code = "import sys; sys.modules['pytest'] = None; import made_up, oracle, parity, same, tolerances, two_models"
+    paths = os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True)
 
 
 # --- the stages -------------------------------------------------------------------------------------------------------
@@ -303,7 +371,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
-    """Every stage as typed, in small: some four minutes on two idle cores, nearly all of it imports."""
+    """Every stage as typed, in small: some three minutes on two idle cores, nearly all of it imports."""
     file = tmp_path / "card.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--to", str(file)],

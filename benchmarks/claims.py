@@ -124,8 +124,8 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
         "Mixed precision: up to 2x faster, less memory",
         f"bf16: {saved('mixed precision')}",
         at_xl("mixed precision"),
-        "The speed: on this CPU for bf16; it emulates fp16, which is far slower. The memory: not where the logits are "
-        "the peak, because the loss needs them in fp32 besides; loss=chunked mends that.",
+        "The speed: on this CPU for bf16; fp16 products it computes in fp32. The memory: not where the logits are the "
+        "peak, because the loss needs them in fp32 besides; loss=chunked mends that.",
     )
     yield (
         "`.half()` halves the model",

@@ -122,6 +122,12 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def without_units(monkeypatch):
+    """A CPU that multiplies nothing but fp32."""
+    monkeypatch.setattr("lowmem.precision.widened.has_units", lambda dtype: dtype == torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)

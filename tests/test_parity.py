@@ -44,6 +44,12 @@ def test_on_a_card_a_technique_is_the_oracle(config, technique):
     assert within(found, allowed(technique, on_card=True)), found
 
 
+@pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith(("precision=16", "precision=bf16"))])
+def test_a_16_bit_precision_is_the_oracle_also_without_units_for_it(config, without_units, technique):
+    found = deviations(config, technique)
+    assert within(found, allowed(technique)), found
+
+
 MASTERS = ("precision=16-master", "precision=bf16-master")
 REFUSED_PAIRS = {
     frozenset((other, "optim.in_backward=true"))

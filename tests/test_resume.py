@@ -89,6 +89,11 @@ def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique
         assert same(one[key], other[key]), key
 
 
+@pytest.mark.parametrize("technique", ["precision=bf16", pytest.param("precision=bf16-master", marks=pytest.mark.slow)])
+def test_the_same_on_a_cpu_without_units_for_its_products(life, tmp_path, without_units, technique):
+    test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
+
+
 @pytest.mark.parametrize("forgotten", ["random states", "optimizer"])
 def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
     """The deliberately wrong variants."""

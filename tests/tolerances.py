@@ -10,6 +10,10 @@ BF16 = 0.03
 ADAMW_REORDERED = 3e-4
 # fp16 carries 11 bits: 2**-12 = 0.00025 per rounding, the same chain
 FP16 = 0.004
+# Share of a product's elements that are the exact ones, rounded once to 16 bits. A sum in fp32 is off by some 1e-6 of
+# its terms and becomes the neighbour where it lies that near to the middle between two of fp16's numbers, 5e-4 apart
+# (measured: 0.997 and more, as torch's own); rounded twice, a quarter of the elements differ
+ROUNDED_ONCE = 0.99
 # What a technique may add to the relative error of the total update after four steps, (of matrices, of vectors),
 # against the fp32 oracle. AdamW divides each gradient by its own size, so that the rounding of small gradients counts
 # as much as that of large ones. Two techniques together may have the sum of both. The wrong variants of test_parity.py

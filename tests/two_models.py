@@ -9,6 +9,7 @@ from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.memory.link import StagedLink
+from lowmem.precision.widened import widened
 
 PRECISIONS = ("16-master", "bf16-master")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
@@ -42,8 +43,13 @@ def windows(cfg):
 
 def naive(cfg):
     """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
-    wide, narrow = build(cfg), build(cfg).model.to(cfg.device)
     dtype = torch.float16 if cfg.trainer.plugins.precision._target_.endswith(".Float16Master") else torch.bfloat16
+    with widened(dtype, cfg.device):  # another order of additions has other bits
+        return _naive(cfg, dtype)
+
+
+def _naive(cfg, dtype):
+    wide, narrow = build(cfg), build(cfg).model.to(cfg.device)
     for p in narrow.parameters():
         p.data = p.data.to(dtype)
     stepping = optimizer(cfg)(wide.model)

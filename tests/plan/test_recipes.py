@@ -29,6 +29,8 @@ RECIPES = [
     ("bf16-master", "adamw", "none", "full", 2),
     ("bf16-master", "adafactor", "offload", "chunked", 4),
     ("32", "adamw", "selective", "chunked", 4),
+    ("16", "adamw", "every_layer", "full", 8),
+    ("16-master", "adamw8bit", "none", "chunked", 2),
 ]
 
 

@@ -58,6 +58,12 @@ def test_a_checkpointed_chunked_run_has_the_bits_of_the_naive_loop(config, preci
     assert equal(ours(cfg), naive(cfg))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_cpu_without_units_for_its_products_changes_no_bit_beside_the_naive_loop(config, without_units, precision):
+    cfg = configured(config, precision, "adamw8bit", "norm", "fixed", "linear")
+    assert equal(ours(cfg), naive(cfg))
+
+
 @pytest.mark.parametrize("clip", ["norm", "off"])
 def test_an_overflow_skips_the_step_and_halves_the_scale_as_the_naive_scaler_does(config, clip):
     cfg = configured(config, "16-master", "adamw", clip, "fixed", "linear", INIT_SCALE.format(2.0**30))

@@ -23,8 +23,7 @@ from lowmem.units import CATEGORIES
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
 SHORT = 8  # tokens of a trace of the parameters alone
 # precision -> one that computes in the same dtypes, with its gradients on the device
-COMPUTES = {"tf32": "32", "16": "bf16", "16-true": "bf16-true", "bf16-sr": "bf16-true"}
-COMPUTES |= {"16-master": "bf16-true", "bf16-master": "bf16-true"}
+COMPUTES = {"tf32": "32", "bf16-sr": "bf16-true", "bf16-master": "bf16-true", "16-master": "16-true"}
 
 Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
 Needed = tuple[Mapping[str, str], tuple[int, int]]  # overrides, smallest and largest micro-batch

@@ -22,10 +22,12 @@ from lowmem.instantiate import instantiate
 from lowmem.plan.trace import Trace
 from lowmem.plan.work import Work
 from lowmem.precision.master_callback import steps_early
+from lowmem.precision.widened import widened
 from lowmem.refusals import masters, scales_loss
 
 CACHE = Path("~/.cache/lowmem").expanduser()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RATES = 2  # raise it when what is measured changes: older files are then not read
 STEPPED = 1 << 22  # parameters of the probe of an optimizer's step
 
 
@@ -110,9 +112,10 @@ def measured(name: str, device: str) -> Machine:
     """Two to ten seconds."""
     flops = {}
     for dtype_name, dtype in DTYPES.items():
-        n = 4096 if device == "cuda" else 256 if dtype == torch.float16 else 1024  # most CPUs emulate fp16
+        n = 4096 if device == "cuda" else 1024
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        flops[dtype_name] = 2 * n**3 / _seconds(lambda a=a, b=b: a @ b, device)
+        with widened(dtype, device):
+            flops[dtype_name] = 2 * n**3 / _seconds(lambda a=a, b=b: a @ b, device)
     big = torch.ones(1 << 25, device=device)
     bandwidth = 2 * big.nbytes / _seconds(lambda: big.mul_(1.0), device)
     small = torch.ones(16, device=device)
@@ -171,4 +174,4 @@ def _name(on_card: bool) -> str:
 
 
 def _file(name: str) -> Path:
-    return CACHE / f"machine-{name}-torch-{torch.__version__}.json"
+    return CACHE / f"machine-{RATES}-{name}-torch-{torch.__version__}.json"

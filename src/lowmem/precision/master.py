@@ -85,6 +85,7 @@ class BFloat16Master(FullPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Lightning calls this once the weights are loaded or restored, and before they move to the device."""
+        module = super().convert_module(module)
         for name, p in module.named_parameters():  # a tied parameter once
             if id(p) not in self.masters:
                 self.masters[id(p)] = Master(name, p, self.dtype)
@@ -191,6 +192,7 @@ class BFloat16Master(FullPrecision):
                 p.data = data
 
     def teardown(self) -> None:
+        super().teardown()
         self.link.close()
 
 

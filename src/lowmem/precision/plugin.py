@@ -8,12 +8,12 @@ scaler skipped as a step; on a CPU it turns fp16 into bf16. These do none of tha
 
 Autocast (`16`, `bf16`) keeps the weights in fp32 and saves half of the activations' bytes. Source: Micikevicius et al.
 2018, arXiv 1710.03740. Where the weights themselves have 16 bits see `sixteen.py`; where they have masters on the host,
-`master.py`.
+`master.py`; how a CPU multiplies 16 bits for which it has no units, `widened.py`.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lowmem.gradients import norm
 from lowmem.memory.ledger import Side
 from lowmem.precision.loss_scale import LossScale
+from lowmem.precision.widened import NAMES, widened
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +31,23 @@ log = logging.getLogger(__name__)
 class FullPrecision(Precision):
     """fp32 throughout."""
 
+    dtype = torch.float32  # of the matrix products
     scales_loss = False  # gradients mean nothing until the whole window's are unscaled
     gradient_scale = 1.0  # what a gradient of true size 1 is stored as, after `unscale`
     optimizer_side: Side = "device"  # where the optimizer's state lies
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
+        self._run = ExitStack()
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Lightning calls this before anything is computed or tracked, and `teardown` in the end, come what may."""
+        if self._run.enter_context(widened(self.dtype, self.device)):
+            log.info(f"This CPU has no {NAMES[self.dtype]} products: they are computed in fp32 and rounded once.")
+        return module
+
+    def teardown(self) -> None:
+        self._run.close()
 
     def master(self, p: nn.Parameter) -> nn.Parameter:
         """What the optimizer steps in the place of a parameter of the model."""
@@ -102,6 +114,7 @@ class TensorFloat32(FullPrecision):
             log.info("precision=tf32: this device has no TF32 products; it runs in fp32.")
 
     def teardown(self) -> None:
+        super().teardown()
         if self._before is not None:  # the setting is the process's, and the next job of a sweep may be fp32
             torch.set_float32_matmul_precision(self._before)
 
@@ -135,8 +148,6 @@ class ScaledLoss(FullPrecision):
 
     def __init__(self, device: str = "cpu", init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         super().__init__(device=device)
-        if device == "cpu":
-            log.info("fp16 on a CPU: most emulate it and take ten times as long; bf16 and 32 run at full speed.")
         self.loss_scale = LossScale(init_scale, growth_interval)
 
     def pre_backward(self, tensor: Tensor, module) -> Tensor:

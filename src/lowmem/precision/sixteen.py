@@ -38,6 +38,8 @@ def stochastically(wide: Tensor, narrow: Tensor) -> None:
 class BFloat16Weights(FullPrecision):
     """Args: stochastic: round the updated weights up or down at random, right in the mean."""
 
+    dtype = torch.bfloat16
+
     def __init__(self, stochastic: bool = False, device: str = "cpu") -> None:
         super().__init__(device)
         self.round: Callable[[Tensor, Tensor], None] = stochastically if stochastic else to_nearest
@@ -68,6 +70,8 @@ class Float16Weights(ScaledLoss, BFloat16Weights):
 
     Args, Raises: those of `ScaledLoss`.
     """
+
+    dtype = torch.float16
 
     def unscale(self, optimizer: Optimizer) -> bool:
         return self.loss_scale.update(bool(norm(gradients(optimizer)).isfinite()))

@@ -128,6 +128,13 @@ def without_units(monkeypatch):
     monkeypatch.setattr("lowmem.precision.widened.has_units", lambda dtype: dtype == torch.float32)
 
 
+@pytest.fixture
+def without_compiler(monkeypatch):
+    """8-bit optimizers step as torch operators."""
+    for module in ("adamw8bit", "bitsandbytes_cpu"):
+        monkeypatch.setattr(f"lowmem.optim.{module}.library", lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)

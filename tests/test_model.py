@@ -130,4 +130,8 @@ def test_an_architecture_that_is_none_is_a_sentence(architecture, said):
     ("model_type", "longest"), [("xlnet", None), ("gpt2", 1024), ("musicgen", 2048), ("gemma3", 131072)]
 )
 def test_positions_are_those_of_the_text(model_type, longest):
-    assert model.positions(model._of_type(model_type)) == longest
+    try:
+        config = model._of_type(model_type)
+    except Refused:
+        pytest.skip(f"this transformers makes no {model_type} of default values")  # musicgen, until 5.18 or later
+    assert model.positions(config) == longest

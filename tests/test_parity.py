@@ -50,6 +50,12 @@ def test_a_16_bit_precision_is_the_oracle_also_without_units_for_it(config, with
     assert within(found, allowed(technique)), found
 
 
+@pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith("optim=") and "8bit" in c])
+def test_an_8_bit_optimizer_is_the_oracle_also_without_a_compiler(config, without_compiler, technique):
+    found = deviations(config, technique)
+    assert within(found, allowed(technique)), found
+
+
 MASTERS = ("precision=16-master", "precision=bf16-master")
 REFUSED_PAIRS = {
     frozenset((other, "optim.in_backward=true"))

@@ -94,6 +94,11 @@ def test_the_same_on_a_cpu_without_units_for_its_products(life, tmp_path, withou
     test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
 
 
+@pytest.mark.parametrize("technique", ["optim=adam8bit", pytest.param("optim=adamw8bit", marks=pytest.mark.slow)])
+def test_the_same_without_a_compiler(life, tmp_path, without_compiler, technique):
+    test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
+
+
 @pytest.mark.parametrize("forgotten", ["random states", "optimizer"])
 def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
     """The deliberately wrong variants."""

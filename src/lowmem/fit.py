@@ -221,6 +221,7 @@ def _summary(run: Run, cfg: DictConfig, tokens: Tokens, module: CausalLM) -> dic
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
         "batch_size": cfg.batch_size,
+        "optimizer": report.stepped_by(run.trainer.optimizers[0]),
         "parameters": sum(p.numel() for p in module.model.parameters()),
         "interrupted": run.stop.interrupted,
         "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",

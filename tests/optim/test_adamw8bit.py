@@ -202,13 +202,19 @@ def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):
 def test_it_is_compiled_once_and_cached_by_source_compiler_and_processor(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
-    first = compiled._built(compiler, adamw8bit.SOURCE)
+    first = compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS)
     monkeypatch.setattr(compiled, "_compile", None)  # calling it would be an error
-    assert compiled._built(compiler, adamw8bit.SOURCE) == first and first.is_file()
-    other = tmp_path / "adamw8bit.cpp"
-    other.write_text(adamw8bit.SOURCE.read_text() + "//\n")
+    assert compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS) == first and first.is_file()
     with pytest.raises(TypeError):
-        compiled._built(compiler, other)
+        compiled._built(compiler, adamw8bit.SOURCE, [*compiled.FLAGS, "-ffp-contract=off"])
+    for changed in ("adamw8bit.cpp", "half.hpp"):
+        folder = tmp_path / changed
+        folder.mkdir()
+        for name in ("adamw8bit.cpp", "half.hpp"):
+            text = adamw8bit.SOURCE.with_name(name).read_text()
+            (folder / name).write_text(text + ("//\n" if name == changed else ""))
+        with pytest.raises(TypeError):
+            compiled._built(compiler, folder / "adamw8bit.cpp", compiled.FLAGS)
 
 
 def test_what_the_native_step_cannot_read_is_refused():

@@ -4,89 +4,13 @@
 // for the compiler to vectorise; -fno-math-errno lets it vectorise std::sqrt. Nothing is reordered (no -ffast-math):
 // a gradient that is scaled here is the gradient that was scaled before.
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
+
+#include "half.hpp"
 
 namespace {
 
 constexpr long BLOCK = 256;
 constexpr int LEAST = 2;  // code of u
-
-uint32_t bits(float x) {
-    uint32_t u;
-    std::memcpy(&u, &x, sizeof u);
-    return u;
-}
-
-float real(uint32_t u) {
-    float x;
-    std::memcpy(&x, &u, sizeof x);
-    return x;
-}
-
-// The three dtypes of a gradient, two of which are those of the weights on the device; rounded to nearest even.
-struct Float32 {
-    float value;
-    operator float() const { return value; }
-};
-
-struct BFloat16 {
-    uint16_t upper;
-    operator float() const { return real(uint32_t(upper) << 16); }
-    explicit BFloat16(float x) {
-        const uint32_t u = bits(x);
-        const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-        upper = uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-    }
-};
-
-struct Float16 {
-    uint16_t half;
-    operator float() const {
-        const uint32_t u = uint32_t(half & 0x7fffu) << 13, sign = uint32_t(half & 0x8000u) << 16;
-        const uint32_t finite = bits(real(u) * 0x1p112f);  // the exponents' biases differ by 112; exact for subnormals
-        return real((u >= 0x0f800000u ? u | 0x7f800000u : finite) | sign);
-    }
-    explicit Float16(float x) {
-        const uint32_t u = bits(x) & 0x7fffffffu, sign = (bits(x) >> 16) & 0x8000u;
-        const uint32_t normal = (u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13;
-        const uint32_t subnormal = bits(real(u) + 0.5f) - 0x3f000000u;  // fp32's spacing at 0.5 is theirs
-        uint32_t h = u < 0x38800000u ? subnormal : normal;
-        h = u >= 0x47800000u ? 0x7c00u : h;
-        h = u > 0x7f800000u ? 0x7e00u : h;
-        half = uint16_t(h | sign);
-    }
-};
-
-template <class T>
-inline void widen(const T *from, float *to, int n) {
-    for (int i = 0; i < n; i++) to[i] = float(from[i]);
-}
-
-template <class T>
-inline void narrow(const float *from, T *to, int n) {
-    for (int i = 0; i < n; i++) to[i] = T(from[i]);
-}
-
-#if defined(__F16C__)  // the conversions above in one instruction: 2 ms less per 10M parameters
-template <>
-inline void widen(const Float16 *from, float *to, int n) {
-    int i = 0;
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
-    for (; i < n; i++) to[i] = float(from[i]);
-}
-
-template <>
-inline void narrow(const float *from, Float16 *to, int n) {
-    int i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-    for (; i < n; i++) to[i] = Float16(from[i]);
-}
-#endif
 
 // In the order of `_rule` in adamw8bit.py.
 struct Rule {

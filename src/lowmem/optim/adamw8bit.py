@@ -89,6 +89,11 @@ class HostAdamW8bit(Optimizer):
         if rounded is not None:
             rounded.copy_(p)
 
+    def runs_as(self) -> str:
+        """For the summary: which of the two ways."""
+        on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+        return "one C++ pass" if on_cpu and library(SOURCE) else "torch operators"
+
 
 class Rule(NamedTuple):
     """What a step needs to know, in the order of the C++ `Rule`."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lowmem.memory.ledger import parts
 from lowmem.memory.process import page_out
+from lowmem.optim.bitsandbytes_cpu import in_one_pass
 
 
 def itself(p: nn.Parameter) -> nn.Parameter:
@@ -38,6 +39,7 @@ class MakeOptimizer:
         optimizer = self.make(groups)
         if hasattr(optimizer, "get_config"):
             _hold_state_in_the_groups_bits(optimizer)
+            in_one_pass(optimizer)
         _restore_in_saved_dtypes(optimizer)
         return optimizer
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -21,13 +22,16 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shar
 
 
 @functools.cache
-def library(source: Path) -> ctypes.CDLL | None:
-    """None where there is no compiler, or it cannot compile this: said once, the caller has a slower way."""
+def library(source: Path, *flags: str) -> ctypes.CDLL | None:
+    """None where there is no compiler, or it cannot compile this: said once, the caller has a slower way.
+
+    Args: flags: beside those of every file here.
+    """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return _without(source, "no C++ compiler is on the PATH")
     try:
-        return ctypes.CDLL(str(_built(compiler, source)))
+        return ctypes.CDLL(str(_built(compiler, source, (*FLAGS, *flags))))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return _without(source, f"{compiler} failed ({said.strip().splitlines()[0]})")
@@ -37,24 +41,24 @@ def _without(source: Path, why: str) -> None:
     log.info(f"optim={source.stem}: {why}, so its step runs as torch operators, some five times as long.")
 
 
-def _built(compiler: str, source: Path) -> Path:
-    """The cached library; its name tells the source, the compiler and the instructions of this processor."""
+def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
+    """The cached library; its name tells the sources, the compiler and the instructions of this processor."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     target = subprocess.run(describe, capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256("".join([source.read_text(), target, *FLAGS]).encode()).hexdigest()[:16]
+    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.hpp")))]
+    key = hashlib.sha256("".join([*texts, target, *flags]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmem"
     found = cache / f"{source.stem}-{key}.so"
     if not found.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:  # two processes may build at once
             draft = Path(folder) / found.name
-            _compile(compiler, source, draft)
+            _compile([compiler, *flags, str(source), "-o", str(draft)])
             os.replace(draft, found)
     return found
 
 
-def _compile(compiler: str, source: Path, to: Path) -> None:
-    command = [compiler, *FLAGS, str(source), "-o", str(to)]
+def _compile(command: list[str]) -> None:
     quiet = {"capture_output": True, "text": True, "check": True}
     try:
         subprocess.run([*command, "-fopenmp"], **quiet)

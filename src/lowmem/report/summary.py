@@ -9,6 +9,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from torch.optim import Optimizer
+
 from lowmem.units import GIB
 
 MEASURED_AS = {"init": "load"}  # a plan's phases that the meter calls otherwise
@@ -22,6 +24,12 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def stepped_by(optimizer: Optimizer) -> str:
+    """Which class, and which of the ways that it has."""
+    how = f" ({optimizer.runs_as()})" if hasattr(optimizer, "runs_as") else ""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"
 
 
 def write(file: Path, summary: Mapping) -> None:
@@ -45,6 +53,7 @@ def table(summary: Mapping) -> str:
     extra = summary["auxiliary_loss"]
     rows = [
         ("parameters", f"{summary['parameters']:,}"),
+        ("optimizer", summary["optimizer"]),
         ("optimizer steps", _steps(summary)),
         ("tokens", f"{summary['tokens']:,}"),
         ("train loss", _number(summary["train_loss"], ".4f")),

@@ -22,7 +22,7 @@ class Corpus:
     val: list[Path]
 
 
-# Not the library itself: its tests, other people's packages, and generated or bundled files.
+# Not the library itself: its tests, other people's packages, and what is generated: rows of code points, help texts.
 _NOT_STDLIB = {
     "site-packages",
     "dist-packages",
@@ -32,6 +32,8 @@ _NOT_STDLIB = {
     "__pycache__",
     "ensurepip",
     "lib2to3",
+    "encodings",
+    "pydoc_data",
 }
 
 

@@ -7,9 +7,10 @@ import hydra
 from omegaconf import DictConfig
 
 from lowmem import cli
+from lowmem.overrides import CONF
 
 
-@hydra.main(version_base="1.3", config_path=str(cli.CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> float:
     return cli.run(cfg)
 

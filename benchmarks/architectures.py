@@ -21,7 +21,6 @@ from functools import cache
 
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -30,13 +29,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.runner import write
 from lowmem import build, gradient_checkpointing, model
-from lowmem.cli import CONF, quoted
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.errors import Refused
-from lowmem.fit import mixes_dtypes
 from lowmem.instantiate import instantiate, plain
+from lowmem.overrides import composed
 from lowmem.plan.prediction import predict
 from lowmem.quiet import quiet
+from lowmem.training import mixes_dtypes
 
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
 SECONDS = 60  # of one cell, after which it is ended
@@ -121,8 +120,7 @@ def _value(key: str, value: object, layers: int) -> object:
 
 @cache
 def _composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [quoted(line) for line in ("model=hf", "model.name=shrunk", *overrides)])
+    cfg = composed(["model=hf", "model.name=shrunk", *overrides])
     return OmegaConf.merge(cfg, {"model": {"pretrained": False}, "device": "cpu", "batch_size": BATCH})
 
 

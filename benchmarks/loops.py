@@ -135,16 +135,15 @@ class Materials(NamedTuple):
 
 
 def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials, "Watch"]:
-    from hydra import compose, initialize_config_dir
     from lightning.pytorch import seed_everything
     from omegaconf import OmegaConf
 
-    from lowmem import build, cli
+    from lowmem import build
     from lowmem.memory import process
+    from lowmem.overrides import composed
 
     lines = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
-    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        cfg = compose("config", [cli.quoted(line) for line in (*lines, *typed)])
+    cfg = composed([*lines, *typed])
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     seed_everything(cfg.seed, verbose=False)
     data = build.data(cfg)

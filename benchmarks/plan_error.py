@@ -105,16 +105,13 @@ def row(arguments: list[str]) -> dict:
 
 def dropped_block() -> float:
     """The right prediction of a checkpointed run over one that forgets the inside of the block computed again."""
-    from hydra import compose, initialize_config_dir
-
-    from lowmem import cli
+    from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.plan.trace import trace
 
     def peak(checkpointing: str) -> tuple[int, int]:
         typed = [*GPT2, *DRY, *sized(8, 512), "precision=bf16-true", "optim=sgd", "loss=chunked", "loss.rows=128"]
-        with initialize_config_dir(str(cli.CONF), version_base="1.3"):
-            cfg = compose("config", [cli.quoted(o) for o in (*typed, f"gradient_checkpointing={checkpointing}")])
+        cfg = composed([*typed, f"gradient_checkpointing={checkpointing}"])
         point = trace(resolved(cfg, on_card=False), on_card=False).phases["backward"]
         return point.total, point.bytes["activations"]
 

@@ -46,18 +46,15 @@ def row(name: str) -> dict:
 
 def counted() -> dict[str, float]:
     """The planner's seconds of each recipe."""
-    from hydra import compose, initialize_config_dir
-
-    from lowmem import cli
     from lowmem.instantiate import instantiate
+    from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.plan.machine import machine
     from lowmem.plan.trace import trace
 
     here, found = machine(on_card=False), {}
     for name in RECIPES:
-        with initialize_config_dir(str(cli.CONF), version_base="1.3"):
-            cfg = resolved(compose("config", [cli.quoted(line) for line in typed(name)]), on_card=False)
+        cfg = resolved(composed(typed(name)), on_card=False)
         shapes = trace(cfg, on_card=False)
         seconds = here.seconds(shapes.work, ("forward", "backward"))
         found[name] = here.window(cfg, shapes, seconds, instantiate(cfg.accumulation).largest)

@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.loops import shape
 from benchmarks.runner import RESULTS, measure, medians, trained, write
-from lowmem.cli import CONF
+from lowmem.overrides import CONF
 
 BASE = "(as shipped)"
 GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")

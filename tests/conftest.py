@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from lowmem import cli
+from lowmem.overrides import composed, key
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `import train`
@@ -65,12 +65,11 @@ def config(small):
     """(overrides) -> the composed config of a small run."""
 
     def make(*overrides: str, base: tuple[str, ...] = small):
-        typed = {cli._key(o) for o in overrides}
+        typed = {key(o) for o in overrides}
         if "model" in typed:  # another model has other architecture keys
             base = tuple(o for o in base if not o.startswith("model."))
-        lines = [o for o in base if cli._key(o) not in typed] + list(overrides)
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return compose("config", overrides=[cli.quoted(o) for o in lines])
+        lines = [o for o in base if key(o) not in typed] + list(overrides)
+        return composed(lines)
 
     return make
 
@@ -93,12 +92,12 @@ def command(small, tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
         """base: beside them; None: nothing at all."""
-        typed = {cli._key(a) for a in arguments}
+        typed = {key(a) for a in arguments}
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
         if "model" in typed:  # another model has other architecture keys
             base = tuple(a for a in base if not a.startswith("model."))
         beside = () if base is None else (*base, *folders)
-        lines = [a for a in beside if cli._key(a) not in typed]
+        lines = [a for a in beside if key(a) not in typed]
         lines = sorted([*lines, *arguments], key=lambda a: not a.startswith("-"))
         monkeypatch.setattr(sys, "argv", ["train.py", *lines])
         code, said = 0, ""

@@ -4,15 +4,15 @@ from functools import cache
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 
 import oracle
-from lowmem import cli, model
+from lowmem import model
 from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import MicroBatch, WindowLoader
 from lowmem.instantiate import instantiate
+from lowmem.overrides import composed
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
 STEPS, LR, DECAY = 4, 1e-2, 2.0
@@ -150,8 +150,7 @@ def _of_oracle(cfg, optim, accumulation):
 
 @cache
 def _expected(dtype, optim, windows, clip, lr, decay):
-    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        spec = OmegaConf.to_container(compose("config", overrides=list(MODEL)).model)
+    spec = OmegaConf.to_container(composed(MODEL).model)
     torch.manual_seed(0)
     network = model.build(model.architecture(**spec), getattr(torch, dtype), **spec).float()
     before = {name: p.detach().clone() for name, p in network.named_parameters()}

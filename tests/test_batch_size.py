@@ -3,6 +3,7 @@
 import pytest
 
 from lowmem import batch_size
+from lowmem.accumulation import divisors
 from lowmem.errors import Refused
 from lowmem.fit import OutOfMemory
 
@@ -12,9 +13,7 @@ AUTO = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=12
 def test_bisection_finds_the_largest_that_fits_without_trying_all():
     for most in range(14):
         tried = []
-        found = batch_size.largest(
-            batch_size.divisors(12), lambda n, most=most, tried=tried: tried.append(n) or n <= most
-        )
+        found = batch_size.largest(divisors(12), lambda n, most=most, tried=tried: tried.append(n) or n <= most)
         assert found == max((d for d in (1, 2, 3, 4, 6, 12) if d <= most), default=None)
         assert len(tried) <= 3
 
@@ -62,9 +61,7 @@ def test_a_number_starts_no_tries(config, monkeypatch):
 
 
 def test_the_plan_is_tried_first_and_bisection_goes_below_it(config, monkeypatch):
-    from lowmem.plan import ahead
-
-    monkeypatch.setattr(ahead, "could_fit", lambda cfg: cfg.batch_size <= 4)
+    monkeypatch.setattr(batch_size, "could_fit", lambda cfg: cfg.batch_size <= 4)
     for most, tries in ((4, [4]), (2, [4, 3, 2])):
         tried = []
         monkeypatch.setattr(batch_size, "fits", lambda _, n, most=most, tried=tried: tried.append(n) or n <= most)

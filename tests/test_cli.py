@@ -9,6 +9,7 @@ import yaml
 
 from conftest import ROOT
 from lowmem import cli
+from lowmem.overrides import quoted
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ from lowmem import cli
     ],
 )
 def test_only_the_choices_of_a_group_are_quoted(typed, read):
-    assert cli.quoted(typed) == read
+    assert quoted(typed) == read
 
 
 @pytest.fixture

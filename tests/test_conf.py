@@ -8,10 +8,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from conftest import ROOT
-from lowmem import cli
 from lowmem.check import check, targets
 from lowmem.memory.advice import SAVERS, advice
 from lowmem.memory.advice import out_of_memory as out_of_memory_text
+from lowmem.overrides import quoted
 
 CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
@@ -32,7 +32,7 @@ def composed(group, choice):
     given = GIVEN.get(f"{group}={choice}", [])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(
-            "config", overrides=[cli.quoted(f"{group}={choice}"), "device=cpu", *given], return_hydra_config=True
+            "config", overrides=[quoted(f"{group}={choice}"), "device=cpu", *given], return_hydra_config=True
         )
 
 
@@ -107,7 +107,7 @@ def test_advice_names_only_what_is_not_in_use_and_composes():
     ]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for line in tries:
-            compose("config", overrides=[cli.quoted(part) for part in line.split()])
+            compose("config", overrides=[quoted(part) for part in line.split()])
     assert "weights" in out_of_memory_text({"weights": 2**30}, used, 8, 128)
 
 

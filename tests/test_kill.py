@@ -9,8 +9,8 @@ import torch
 
 import dying
 from conftest import ROOT
-from lowmem import cli
 from lowmem.checkpoint import complete
+from lowmem.overrides import key, quoted
 
 STEPS = 12
 PARAMETERS = 28  # of the small model: steps of its masters per optimizer step
@@ -33,12 +33,12 @@ def life(processes, small, tmp_path):
 
     def live(moment, renames=True):
         lives[0] += 1
-        base = [o for o in small if cli._key(o) not in {cli._key(line) for line in RUN}]
+        base = [o for o in small if key(o) not in {key(line) for line in RUN}]
         lines = [*base, *RUN, "logger=none"]
         if complete(folder / "checkpoints"):
             lines.append(f"resume={folder}")
         process = processes.Process(
-            target=dying.live, args=(str(ROOT), [cli.quoted(o) for o in lines], str(folder), moment, renames)
+            target=dying.live, args=(str(ROOT), [quoted(o) for o in lines], str(folder), moment, renames)
         )
         process.start()
         process.join(120)

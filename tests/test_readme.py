@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from conftest import ROOT
-from lowmem import cli
+from lowmem.overrides import quoted
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = list(dict.fromkeys(re.findall(r"^    (python (?:train|plan|compare)\.py .*)$", README, re.MULTILINE)))
@@ -26,7 +26,7 @@ def test_there_are_commands():
 
 
 def overrides_of(command: str) -> list[str]:
-    return [cli.quoted(word) for word in shlex.split(command)[2:] if not word.startswith(("-", "sweep.resume="))]
+    return [quoted(word) for word in shlex.split(command)[2:] if not word.startswith(("-", "sweep.resume="))]
 
 
 def choices(command: str) -> list[list[str]]:

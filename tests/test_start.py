@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowmem import model
-from lowmem.cli import CONF
+from lowmem.overrides import CONF
 
 PRECISIONS = [yaml.stem for yaml in sorted((CONF / "precision").glob("*.yaml"))]
 OPTIMIZERS = [yaml.stem for yaml in sorted((CONF / "optim").glob("*.yaml"))]
@@ -19,11 +19,11 @@ def start(fit, monkeypatch):
     """(overrides) -> the weights with which a run would begin."""
     kept = []
 
-    def keep(cfg, output_dir, data, module):
+    def keep(cfg, output_dir, data, module, keeps):
         kept.append([p.detach().clone() for p in module.model.parameters()])
         raise Started
 
-    monkeypatch.setattr("lowmem.fit._assemble", keep)
+    monkeypatch.setattr("lowmem.training._assembled", keep)
 
     def run(*overrides):
         torch.rand(len(kept) + 1)  # whatever was drawn before

@@ -39,7 +39,7 @@ def batch_size(here: Here, fit: str) -> dict:
 
 
 def divisors() -> list[int]:
-    from lowmem.batch_size import divisors
+    from lowmem.accumulation import divisors
 
     return divisors(EFFECTIVE)
 

@@ -126,12 +126,9 @@ class Here:
         Raises:
             LeftOut: where its optimizer's library is not installed.
         """
-        from hydra import compose, initialize_config_dir
+        from lowmem.overrides import composed
 
-        from lowmem import cli
-
-        with initialize_config_dir(str(cli.CONF), version_base="1.3"):
-            cfg = compose("config", [cli.quoted(line) for line in (*base, *typed, f"device={self.device}")])
+        cfg = composed([*base, *typed, f"device={self.device}"])
         library = cfg.optim._target_.split(".")[0]
         if find_spec(library) is None:
             raise LeftOut(f"{library} is not installed")

@@ -66,6 +66,11 @@ def by_step(sizes: Mapping[int, int]) -> WindowSize:
     return WindowSize(_checked(sizes), "window")
 
 
+def divisors(n: int) -> list[int]:
+    """Sizes of a micro-batch with which `n` sequences make whole windows."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def _checked(sizes: Mapping[int, int]) -> dict[int, int]:
     sizes = dict(sizes)
     if 0 not in sizes or not all(_counts(n) and isinstance(at, int) and at >= 0 for at, n in sizes.items()):

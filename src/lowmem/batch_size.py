@@ -18,7 +18,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from lowmem.accumulation import divisors
 from lowmem.errors import Refused
+from lowmem.instantiate import plain
+from lowmem.plan.ahead import could_fit
+from lowmem.quiet import quiet
+from lowmem.training import DidNotFit, trained
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +51,7 @@ def resolve(cfg: DictConfig) -> DictConfig:
 
 
 def _is_predicted_to_fit(cfg: DictConfig, batch_size: int) -> bool:
-    from lowmem.plan.ahead import could_fit  # which asks for the divisors
-
     return could_fit(OmegaConf.merge(cfg, {"batch_size": batch_size}))
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -69,13 +68,11 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 def fits(cfg: DictConfig, batch_size: int) -> bool:
     """Args: cfg: with its interpolations, most of which do not depend on batch_size but some do."""
-    with tempfile.TemporaryDirectory() as folder:
-        trial = {"batch_size": batch_size, "max_steps": STEPS, "val_sequences": batch_size, "sample_tokens": 0}
-        trial |= {"output_dir": folder, "logger": {}, "resume": None, "save_every": STEPS + 1, "fit": "off"}
-        trial = OmegaConf.to_container(OmegaConf.merge(cfg, trial)) | {"logger": {}}
-        done = subprocess.run(
-            [sys.executable, "-m", "lowmem.batch_size"], input=json.dumps(trial), capture_output=True, text=True
-        )
+    trial = {"batch_size": batch_size, "max_steps": STEPS, "val_sequences": batch_size, "sample_tokens": 0}
+    trial = OmegaConf.to_container(OmegaConf.merge(cfg, trial | {"resume": None})) | {"logger": {}}
+    done = subprocess.run(
+        [sys.executable, "-m", "lowmem.batch_size"], input=json.dumps(trial), capture_output=True, text=True
+    )
     if done.returncode not in (0, DOES_NOT_FIT):
         raise Refused(f"batch_size=auto: the try with batch_size={batch_size} failed:\n{done.stderr.strip()}")
     log.info(f"batch_size={batch_size} {'fits' if done.returncode == 0 else 'does not fit'}.")
@@ -83,13 +80,13 @@ def fits(cfg: DictConfig, batch_size: int) -> bool:
 
 
 def main() -> None:
-    """One try: a config on stdin, the answer as exit code."""
-    from lowmem.fit import OutOfMemory, fit
-
-    cfg = OmegaConf.create(json.loads(sys.stdin.read()))
+    """One try: a config on stdin, the answer as exit code. What it writes, curves alone, goes with it."""
+    quiet()
+    cfg = plain(OmegaConf.create(json.loads(sys.stdin.read())))
     try:
-        fit(cfg, Path(cfg.output_dir))
-    except OutOfMemory:
+        with tempfile.TemporaryDirectory() as folder, trained(cfg, Path(folder), keeps=False):
+            pass
+    except DidNotFit:
         sys.exit(DOES_NOT_FIT)
     except Refused as error:
         sys.exit(str(error))

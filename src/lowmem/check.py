@@ -31,10 +31,6 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     errors = errors or [*refused(cfg)]
     if errors:
         raise Refused("\n".join(errors))
-    if cfg.resume is not None:
-        from lowmem import checkpoint
-
-        checkpoint.find(cfg.resume)
     _device(cfg.device, cfg.memory.snapshot)
 
 
@@ -47,7 +43,7 @@ def check_values(cfg: DictConfig) -> None:
     architecture = cfg.model.get("architecture") or {}
     if not isinstance(architecture, Mapping):
         raise Refused(f"model.architecture={architecture}: give its keys, such as model.architecture.n_layer=6.")
-    _check_positions(cfg, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
+    check_positions(cfg, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
 
 
 def _numbers(cfg: DictConfig) -> Iterator[str]:
@@ -143,14 +139,8 @@ def _device(device: str, snapshot: bool) -> None:
         )
 
 
-def check_architecture(cfg: DictConfig) -> None:
-    """Of the whole architecture, the published keys too: before anything is planned for it."""
-    from lowmem.model import architecture_of, positions
-
-    _check_positions(cfg, positions(architecture_of(cfg)))
-
-
-def _check_positions(cfg: DictConfig, positions: int | None) -> None:
+def check_positions(cfg: DictConfig, positions: int | None) -> None:
+    """Args: positions: of the model; None: as many as one likes."""
     if positions is not None and cfg.seq_len > positions:
         raise Refused(f"seq_len={cfg.seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
 

@@ -4,7 +4,6 @@ Nothing heavy is imported at module level: `--help` answers in well under a seco
 """
 
 import os
-import re
 import shutil
 import sys
 import traceback
@@ -23,8 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem import runs, sweep
 from lowmem.check import check_values
 from lowmem.errors import Refused
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
+from lowmem.overrides import key, quoted, unquoted, without
 
 _failures: list[str] = []  # of this command
 
@@ -59,21 +57,8 @@ def prepare(arguments: list[str]) -> list[str]:
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
         raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
-    typed = {_key(argument) for argument in arguments}
-    earlier = [line for line in _resumed_overrides(arguments) if _key(line) not in typed]
-    return [quoted(argument) for argument in earlier + arguments]
-
-
-def quoted(argument: str, conf: Path = CONF) -> str:
-    """Hydra reads `precision=16` as the integer 16 and refuses it as a group's choice: quote it."""
-    key, equals, value = argument.partition("=")
-    if not equals or not (conf / key).is_dir():
-        return argument
-    return key + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
-
-
-def _key(argument: str) -> str:
-    return argument.partition("=")[0].lstrip("+~")
+    earlier = without(set(map(key, arguments)), _resumed_overrides(arguments))
+    return list(map(quoted, earlier + arguments))
 
 
 def _resumed_sweep(arguments: list[str]) -> list[str]:
@@ -91,7 +76,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            return [line for line in yaml.safe_load(file.read_text()) if _key(line) != "resume"]
+            return without({"resume"}, yaml.safe_load(file.read_text()))
     return []
 
 
@@ -137,7 +122,7 @@ def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debu
     hydra = HydraConfig.get()
     output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
-        return job(output_dir, dict(hydra.runtime.choices), [line.replace("'", "") for line in overrides])
+        return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except Exception as error:
         message = _message(error, debug)
         _failures.append(message)

@@ -27,7 +27,7 @@ from transformers import (
     initialization,
 )
 
-from lowmem.check import POSITIONS
+from lowmem.check import POSITIONS, check_positions
 from lowmem.errors import Refused
 from lowmem.stable_embedding import folded, stabilise
 
@@ -228,6 +228,15 @@ def _held_in(network: PreTrainedModel, dtype: str | None) -> Iterator[None]:
     finally:
         for p, data in held.items():
             p.data = data
+
+
+def check_architecture(cfg: DictConfig) -> None:
+    """Of the whole architecture, the published keys too: before anything is planned for it.
+
+    Raises:
+        Refused
+    """
+    check_positions(cfg, positions(architecture_of(cfg)))
 
 
 def positions(config: PretrainedConfig) -> int | None:

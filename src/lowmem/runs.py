@@ -6,13 +6,14 @@ Nothing heavy is imported: the process that starts a sweep's jobs reads them too
 import csv
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from lowmem.errors import Refused
+from lowmem.overrides import as_mapping, unquoted
 from lowmem.units import GIB
 
 FAILED = "failed.txt"  # in a run's folder: why
@@ -85,10 +86,6 @@ def differing(runs: Sequence[Run]) -> list[str]:
     return [key for key in keys if len({one.get(key) for one in every}) > 1]
 
 
-def as_mapping(overrides: Iterable[str]) -> dict[str, str]:
-    return dict(line.lstrip("+").split("=", 1) for line in overrides if "=" in line)
-
-
 # column -> how it is read from a summary, and written
 FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
@@ -130,7 +127,7 @@ def _is_run(folder: Path) -> bool:
 
 def _overrides(folder: Path) -> list[str]:
     try:
-        return [str(o).replace("'", "") for o in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())]
+        return [unquoted(str(line)) for line in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())]
     except (OSError, yaml.YAMLError, TypeError):
         return []
 

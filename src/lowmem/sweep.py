@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from lowmem import runs
 from lowmem.errors import Refused
+from lowmem.overrides import unquoted
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 LOG = "output.log"  # of a job: what it printed
@@ -34,7 +35,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> runs.Run:
     Raises:
         KeyboardInterrupt: after Ctrl-C, when the job has written its checkpoint.
     """
-    plain = [line.replace("'", "") for line in typed]
+    plain = list(map(unquoted, typed))
     before = runs.load(folder)
     if before.status == "done" and before.overrides == plain:
         print(f"job {number} was done already", flush=True)

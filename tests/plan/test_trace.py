@@ -7,8 +7,8 @@ import torch
 from omegaconf import OmegaConf
 
 import parity
-from lowmem.cli import CONF
 from lowmem.memory import process
+from lowmem.overrides import CONF
 from lowmem.plan.stand_in import needs_one
 from lowmem.plan.trace import trace
 

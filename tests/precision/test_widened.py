@@ -6,18 +6,17 @@ import platform
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import parity
 from conftest import ROOT
-from lowmem import cli
 from lowmem import loss as losses
 from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import PHASES
 from lowmem.module import CausalLM
+from lowmem.overrides import composed
 from lowmem.plan.work import work_of
 from lowmem.precision import widened as widening
 from lowmem.precision.plugin import FullPrecision
@@ -271,8 +270,7 @@ def test_where_there_are_units_and_on_a_card_torchs_own_kernels_stay(monkeypatch
 
 @pytest.mark.parametrize("precision", sorted(file.stem for file in (ROOT / "conf" / "precision").glob("*.yaml")))
 def test_every_precision_knows_its_device_and_what_it_multiplies(precision):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=[cli.quoted(f"precision={precision}"), "device=meta"])
+    cfg = composed([f"precision={precision}", "device=meta"])
     plugin: FullPrecision = instantiate(cfg.trainer.plugins.precision)
     assert plugin.dtype == {"b": torch.bfloat16, "1": torch.float16}.get(precision[0], torch.float32)
     assert plugin.dtype == torch.float32 or plugin.device == "meta"

@@ -12,8 +12,9 @@ from lowmem.host_memory import available_bytes
 from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.memory.limit import parse
+from lowmem.overrides import as_lines, as_mapping, composed, without
 from lowmem.plan.prediction import Prediction, predict
-from lowmem.plan.recipes import Plan, composed, search
+from lowmem.plan.recipes import Plan, search
 from lowmem.plan.table import command
 from lowmem.units import GIB
 
@@ -31,7 +32,7 @@ def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
     if cfg.fit in ("check", "off"):
         return cfg
     gpu = _free(cfg) if cfg.fit == "auto" else parse(cfg.fit, "fit", plain=False)
-    typed = [line for line in typed if not line.startswith("fit=")]
+    typed = without({"fit"}, typed)
     plan = _searched(plain(cfg), typed, gpu)
     if plan.chosen is None:
         least = plan.recipes[0]
@@ -45,8 +46,7 @@ def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
         f"{sum(r.fits(plan.gpu, plan.ram) for r in plan.recipes)} recipes that fit (of {len(plan.recipes)}). It needs "
         f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of the device."
     )
-    recipe = dict(line.split("=", 1) for line in plan.chosen.overrides)
-    return _composed(cfg, typed, recipe)
+    return _composed(cfg, typed, as_mapping(plan.chosen.overrides))
 
 
 def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
@@ -129,4 +129,4 @@ def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
 def _composed(cfg: DictConfig, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
     """Where `cfg` runs, which is known by now: what was typed may be device=auto."""
     where = {"device": cfg.device, "output_dir": cfg.output_dir}
-    return plain(OmegaConf.merge(composed("config", typed, recipe), where))
+    return plain(OmegaConf.merge(composed([*without(recipe, typed), *as_lines(recipe)]), where))

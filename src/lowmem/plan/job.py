@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem.check import check, check_architecture
+from lowmem import model
+from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.host_memory import available_bytes
 from lowmem.instantiate import plain
 from lowmem.memory.limit import parse
+from lowmem.overrides import as_lines, composed, without
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
-from lowmem.plan.recipes import Plan, composed, largest_model, search
+from lowmem.plan.recipes import Plan, largest_model, search
 from lowmem.quiet import quiet
 from lowmem.refusals import masters
 
@@ -39,10 +41,10 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     cfg = resolved(cfg, on_card)
     check(cfg, choices)
     quiet()
-    check_architecture(cfg)
+    model.check_architecture(cfg)
     gpu = gpu if gpu is not None or not on_card else torch.cuda.mem_get_info()[0]
     ram = ram if ram is not None else available_bytes()
-    typed = [line for line in typed if line.split("=")[0] not in OURS]
+    typed = without(OURS, typed)
     if cfg.search:
         found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card, devices)
         said, written = table.of_plan(found, typed, cfg.rows), _as_dict(found, typed)
@@ -85,7 +87,7 @@ def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
 
 
 def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) -> DictConfig:
-    return resolved(composed("plan", typed, recipe), on_card)
+    return resolved(composed([*without(recipe, typed), *as_lines(recipe)], "plan"), on_card)
 
 
 def _as_dict(found: Plan, typed: Sequence[str]) -> dict:

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import hydra
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from lowmem.batch_size import divisors
-from lowmem.cli import CONF, quoted
+from lowmem.accumulation import divisors
 from lowmem.errors import Refused
 from lowmem.memory import process
 from lowmem.model import architecture_of
+from lowmem.overrides import CONF, as_mapping
 from lowmem.plan.derive import Compose, Derivation, Needed
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
@@ -103,7 +102,7 @@ def search(
         found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries, devices), seconds))
     ranked = sorted((r for r in found if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
-        exact = predict(compose(_as_mapping(recipe.overrides)), on_card, devices)
+        exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices)
         ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
         if exact.fits(gpu, ram):
             break
@@ -144,7 +143,7 @@ def _cost(recipe: Recipe) -> tuple[int, int]:
 
 def candidates(cfg: DictConfig, typed: Sequence[str]) -> Iterator[dict[str, str]]:
     """Overrides that leave the sequences of an optimizer step as they are, and what was typed untouched."""
-    fixed = dict(line.split("=", 1) for line in typed if "=" in line)
+    fixed = as_mapping(typed)
     groups = {name: (fixed[name],) if name in fixed else choices for name, choices in CHOICES.items()}
     for precision, optim, checkpointing, loss in product(*groups.values()):
         on_host = precision.endswith("-master") and "optim" not in fixed
@@ -189,7 +188,7 @@ def model_depth(cfg: DictConfig) -> int:
 
 def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) -> str | None:
     """Of conf/model, below `parameters`: the largest with which the smallest recipe of a plan fits."""
-    recipe = _as_mapping(plan.recipes[0].overrides)
+    recipe = as_mapping(plan.recipes[0].overrides)
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
@@ -201,16 +200,6 @@ def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) 
     return None
 
 
-def composed(name: str, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
-    """The config `name` of conf/ as typed, with a recipe in the place of what it says otherwise."""
-    lines = [line for line in typed if line.split("=", 1)[0] not in recipe]
-    return hydra.compose(name, [quoted(line) for line in (*lines, *(f"{k}={v}" for k, v in recipe.items()))])
-
-
 def _is_default(cfg: DictConfig, key: str, value: str, typed: Sequence[str]) -> bool:
     """Whether a recipe need not say it: it was typed."""
-    return any(line.split("=", 1)[0] == key for line in typed) or (key == "batch_size" and str(cfg.batch_size) == value)
-
-
-def _as_mapping(overrides: Sequence[str]) -> dict[str, str]:
-    return dict(line.split("=", 1) for line in overrides)
+    return key in as_mapping(typed) or (key == "batch_size" and str(cfg.batch_size) == value)

@@ -1,0 +1,102 @@
+"""The house: nothing imports in a circle, and nothing imports what stands above it. Read off the imports themselves."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+# From the ground up: a part may import from its own storey and those below it, files of its own folder included.
+STOREYS = (
+    ("errors", "units", "overrides", "quiet", "instantiate"),
+    (
+        "data",
+        "memory",
+        "gradients",
+        "accumulation",
+        "scheduler",
+        "stop",
+        "runs",
+        "optim",
+        "loss",
+        "head",
+        "auxiliary_loss",
+    ),
+    ("precision", "kept_results", "gradient_checkpointing", "stable_embedding", "refusals", "check", "model"),
+    ("module", "checkpoint", "host_memory", "report", "compare", "sweep"),
+    ("build", "training", "plan"),
+    ("batch_size",),
+    ("fit",),
+    ("cli",),
+)
+
+
+def imports(source: Path) -> dict[str, set[str]]:
+    """Module -> the modules of lowmem that it imports, wherever in the file."""
+    files = {_name(file, source): file for file in source.rglob("*.py")}
+    return {name: _imported(name, file, files.keys()) for name, file in files.items()}
+
+
+def _name(file: Path, source: Path) -> str:
+    return ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imported(name, file, known):
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (full & known) | ({node.module} if not full <= known else set())
+    return (found & known) - {name}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """One, if there is any: modules of which each imports the next, and the last the first."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return []
+        found = next(filter(None, (walk(other, [*path, name]) for other in sorted(graph[name]))), [])
+        done.add(name)
+        return found
+
+    return next(filter(None, (walk(name, []) for name in sorted(graph))), [])
+
+
+def storey(module: str) -> int:
+    """Of `lowmem.<part>.<...>`."""
+    part = module.split(".")[1]
+    return next(number for number, parts in enumerate(STOREYS) if part in parts)
+
+
+def upwards(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    inside = {name: {other for other in others if "." in other} for name, others in graph.items() if "." in name}
+    pairs = {(name, other) for name, others in inside.items() for other in others if name.startswith("lowmem.")}
+    return {(name, other) for name, other in pairs if storey(other) > storey(name)}
+
+
+def test_no_imports_in_a_circle():
+    assert circle(imports(ROOT / "src")) == []
+
+
+def test_nothing_imports_upwards():
+    assert upwards(imports(ROOT / "src")) == set()
+
+
+@pytest.mark.parametrize("inside", ["", "def late():\n    "])
+def test_a_circle_and_a_climb_are_seen_also_inside_a_function(tmp_path, inside):
+    package = tmp_path / "lowmem"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "fit.py").write_text("from lowmem import runs\n")
+    (package / "runs.py").write_text("from lowmem.units import GIB\n" + inside + "from lowmem.fit import fit\n")
+    (package / "units.py").write_text("GIB = 1\n")
+    graph = imports(tmp_path)
+    assert sorted(circle(graph)) == ["lowmem.fit", "lowmem.runs"]
+    assert upwards(graph) == {("lowmem.runs", "lowmem.fit")}

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from conftest import ROOT
 from lowmem.check import check, targets
-from lowmem.memory.advice import SAVERS, advice
+from lowmem.memory.advice import advice
 from lowmem.memory.advice import out_of_memory as out_of_memory_text
 from lowmem.overrides import quoted
 
@@ -88,12 +88,6 @@ def test_an_optimizers_comment_names_the_factor_that_was_measured(optim):
         pytest.skip("add it to benchmarks/learning_rates.py and run that with --add")
     yaml = (CONF / "optim" / f"{optim}.yaml").read_text()
     assert re.search(r"^lr: .* # ([\d.]+) x AdamW's was best on tiny$", yaml, re.M)[1] == min(losses, key=losses.get)
-
-
-def test_the_advice_on_memory_follows_the_table_of_the_readme():
-    rows = re.findall(r"^\| `(\w+)=([\w-]+)`", README, re.MULTILINE)
-    order = [row for row in rows if row in [(g, c) for g, savers in SAVERS.items() for c in savers]]
-    assert order == [(g, c) for g, savers in SAVERS.items() for c in savers]
 
 
 def test_advice_names_only_what_is_not_in_use_and_composes():

@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Under which name a model's config has the length of the longest sequence, if it has one.
 POSITIONS = ("max_position_embeddings", "n_positions")
 # Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
-OPTIM_KEYS = ("in_backward", "embedding_bits")
+OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 
 
 def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
@@ -111,7 +111,8 @@ def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
             continue
         names = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for key in node:
-            if not key.startswith("_") and key not in names and (group != "optim" or key not in OPTIM_KEYS):
+            ours = OPTIM_KEYS if group == "optim" else ("declares",)
+            if not key.startswith("_") and key not in names and key not in ours:
                 yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names)}."
 
 

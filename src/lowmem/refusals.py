@@ -12,6 +12,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from lowmem.instantiate import instantiate
+from lowmem.techniques import GROUPS, declared
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,8 @@ def accumulates(cfg: DictConfig) -> bool:
     return instantiate(cfg.accumulation).largest > 1
 
 
-def compiles(cfg: DictConfig) -> bool:
-    """Whether code is generated: with a C++ compiler on a CPU, by Triton on a card."""
-    by_blocks = cfg.gradient_checkpointing.get("backend") == "inductor"
-    return cfg.device != "cuda" and (by_blocks or cfg.optim._target_.startswith("torchao."))
+def needs_compiler(cfg: DictConfig) -> bool:
+    return cfg.device != "cuda" and any(declared(cfg, group).generates_code for group in GROUPS)
 
 
 REFUSALS = (
@@ -74,7 +73,7 @@ REFUSALS = (
         "masters take no part in backward: the setting changes nothing",
     ),
     Refusal(
-        lambda cfg: masters(cfg) and "Paged" in cfg.optim._target_,
+        lambda cfg: masters(cfg) and declared(cfg, "optim").pages,
         "This optim moves its state to host memory when the card is full, and with this precision the state is in host "
         "memory already. Type optim=adamw8bit.",
         "bitsandbytes does not page the state of parameters that are in host memory",
@@ -104,14 +103,16 @@ REFUSALS = (
         "every try fits, until the kernel ends the process",
     ),
     Refusal(
-        lambda cfg: cfg.memory.limit is not None and "backend" in cfg.gradient_checkpointing and _on_cpu(cfg),
+        lambda cfg: (
+            cfg.memory.limit is not None and declared(cfg, "gradient_checkpointing").compiles_blocks and _on_cpu(cfg)
+        ),
         "memory.limit={limit}: on a CPU tensors are counted operator by operator, and the compiled blocks of this "
         "gradient_checkpointing allocate where they cannot be seen. Type gradient_checkpointing=every_layer, or "
         "memory.limit=null.",
         "a limit that the uncompiled run exceeds ends nothing",
     ),
     Refusal(
-        lambda cfg: compiles(cfg) and not any(map(shutil.which, ("c++", "g++", "clang++"))),
+        lambda cfg: needs_compiler(cfg) and not any(map(shutil.which, ("c++", "g++", "clang++"))),
         "This optim or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install one, or type "
         "optim=adamw8bit gradient_checkpointing=every_layer.",
         "torch: InvalidCxxCompiler: No working C++ compiler found",

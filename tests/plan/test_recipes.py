@@ -12,6 +12,7 @@ from lowmem.plan.machine import ASSUMED, Machine
 from lowmem.plan.prediction import needs
 from lowmem.plan.trace import trace
 from lowmem.plan.work import Work
+from lowmem.techniques import techniques
 
 DEPTH = 7
 SHAPE = [
@@ -104,12 +105,18 @@ def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size(config):
 
 
 def test_masters_step_with_the_optimizer_that_is_made_for_the_host(config):
-    found = list(recipes.candidates(config(), []))
-    assert {r["optim"] for r in found if r["precision"] == "bf16-master"} == {"adamw", "adamw8bit", "adafactor"}
+    def config_of(recipe):
+        return config(*(f"{key}={value}" for key, value in recipe.items()))
+
+    for typed, optimizers in (([], {"adamw", "adamw8bit", "adafactor"}), (["optim=adam8bit"], {"adam8bit"})):
+        options = recipes.candidates(config(), [*typed, "batch_size=8", "gradient_checkpointing=none", "loss=full"])
+        found = [option for option, _ in recipes.workable(options, typed, config_of, devices=1)]
+        assert {r["optim"] for r in found if r["precision"] == "bf16-master"} == optimizers
+        assert "adam8bit" in {r["optim"] for r in found if r["precision"] == "bf16"}
 
 
 def test_sqrt_is_never_preferred():
-    assert "sqrt" not in recipes.CHOICES["gradient_checkpointing"]
+    assert not techniques("gradient_checkpointing")["sqrt"].tried
 
 
 def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit(config):

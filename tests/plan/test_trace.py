@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 import parity
 from lowmem.memory import process
 from lowmem.overrides import CONF
-from lowmem.plan.stand_in import needs_one
 from lowmem.plan.trace import trace
+from lowmem.techniques import declared
 
 GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
 CHOICES = [f"{group}={yaml.stem}" for group in GROUPS for yaml in sorted((CONF / group).glob("*.yaml"))]
@@ -53,7 +53,7 @@ def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
     inputs = cfg.batch_size * cfg.seq_len * 8  # a fake tensor is copied by `.to(device)`, as on the way to a card
     for phase in PHASES:
         beyond = phases[phase].total - found[phase]["live_peak_bytes"] - inputs
-        if needs_one(cfg.optim._target_):  # state and scratch from a probe's rates
+        if not declared(cfg, "optim").steps_on_shapes:  # state and scratch from a probe's rates
             assert abs(beyond) <= TABLES + (ORDER if phase == "step" else 0)
         else:
             assert abs(beyond) <= (SCALARS if choice.startswith("accumulation") else 0), (

@@ -1,20 +1,9 @@
-"""What to try when memory runs out: existing overrides, in the order of the README's table."""
+"""What to try when memory runs out: of each group what its techniques say is the first to try."""
 
 from collections.abc import Mapping
 
+from lowmem.techniques import GROUPS, techniques
 from lowmem.units import GIB
-
-# group -> the choices that save memory, in the order of the README's table; the first is what is advised
-SAVERS = {
-    "precision": ("bf16", "16", "bf16-true", "bf16-sr", "16-true", "16-master", "bf16-master"),
-    "optim": (
-        *("adam8bit", "adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "adamw_fp8", "adamw4bit"),
-        *("lion8bit", "muon", "adafactor", "sgd"),
-    ),
-    "accumulation": ("fixed", "effective_batch", "by_epoch", "by_step"),
-    "gradient_checkpointing": ("every_layer", "every_k", "sqrt", "selective", "budget", "offload"),
-    "loss": ("chunked",),
-}
 
 
 def out_of_memory(
@@ -29,14 +18,14 @@ def out_of_memory(
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
-    """Overrides that this run does not use yet."""
+    """Overrides that this run does not use yet, of the groups that save memory."""
     tries = []
-    for group, savers in SAVERS.items():
-        if group == "accumulation":  # a smaller micro-batch, the same update
-            if batch_size > 1 and choices.get(group) == "effective_batch":
-                tries.append(f"batch_size={batch_size // 2}")
-            elif batch_size > 1:
-                tries.append(f"batch_size={batch_size // 2} accumulation=fixed accumulation.batches=2")
-        elif choices.get(group) not in savers:
-            tries.append(f"{group}={savers[0]}")
+    for group in GROUPS:
+        known = techniques(group)
+        used, first = known.get(choices.get(group)), next(name for name, one in known.items() if one.advised)
+        if group != "accumulation":
+            tries += [f"{group}={first}"] if used is None or not used.saves else []
+        elif batch_size > 1:  # a smaller micro-batch, the same update
+            more = "" if used and used.counts_sequences else f" accumulation={first} accumulation.batches=2"
+            tries.append(f"batch_size={batch_size // 2}{more}")
     return [*tries, f"seq_len={max(1, seq_len // 2)}"]

@@ -18,12 +18,11 @@ from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
 from lowmem.refusals import in_backward, masters
+from lowmem.techniques import declared
 from lowmem.units import CATEGORIES
 
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
 SHORT = 8  # tokens of a trace of the parameters alone
-# precision -> one that computes in the same dtypes, with its gradients on the device
-COMPUTES = {"tf32": "32", "bf16-sr": "bf16-true", "bf16-master": "bf16-true", "16-master": "16-true"}
 
 Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
 Needed = tuple[Mapping[str, str], tuple[int, int]]  # overrides, smallest and largest micro-batch
@@ -77,7 +76,7 @@ class Derivation:
     def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
         """What must be traced for a recipe: its passes, whatever is stepped, and its parameters alone."""
         way = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
-        way["precision"] = COMPUTES.get(recipe["precision"], recipe["precision"])
+        way["precision"] = declared(cfg, "precision").computes_as or recipe["precision"]
         owns = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
         if masters(cfg) and windows(cfg, recipe) > 1:  # which are summed
             owns["accumulation"] = "fixed"

@@ -17,6 +17,7 @@ from lowmem.model import architecture_of
 from lowmem.plan.allocator import replay
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.refusals import accumulates, masters
+from lowmem.techniques import declared
 from lowmem.units import CATEGORIES, GIB
 
 PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
@@ -97,7 +98,7 @@ def predict(cfg: DictConfig, on_card: bool, devices: int = 1) -> Prediction:
         Refused: what the run itself would be refused for.
     """
     libraries = process.rss_bytes()  # this process has imported what the run will import
-    if "backend" in cfg.gradient_checkpointing:
+    if declared(cfg, "gradient_checkpointing").compiles_blocks:
         uncompiled = {"gradient_checkpointing": {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}}
         cfg = OmegaConf.create(OmegaConf.to_container(cfg) | uncompiled)
         why = (
@@ -126,7 +127,7 @@ def outline(cfg: DictConfig) -> Trace:
     weights, state = count * (2 if on_host else size), round(count * state_bytes_per_parameter(build.optimizer(cfg)))
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
     boundary = tokens * getattr(text, "hidden_size", 1024) * 2
-    blocks = layers if cfg.gradient_checkpointing._target_.endswith(".none") else 1
+    blocks = 1 if declared(cfg, "gradient_checkpointing").saves else layers
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size
     activations = boundary * layers + 17 * boundary * blocks + logits
     gradients = 0 if on_host else weights

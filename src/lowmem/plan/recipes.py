@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,17 +20,9 @@ from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
 from lowmem.plan.trace import untraceable
 from lowmem.refusals import masters, refused
+from lowmem.techniques import declared, techniques
 
-# What is tried in the place of what was not typed: techniques that keep the update's quality. fp16 needs the same bytes
-# as bf16 and a loss scale besides, so it is tried only where it was typed; so are optimizers that need an lr of their
-# own.
-CHOICES = {
-    "precision": ("bf16", "bf16-sr", "bf16-master"),
-    "optim": ("adamw", "adam8bit", "adafactor"),
-    "gradient_checkpointing": ("none", "selective", "every_layer", "offload"),
-    "loss": ("full", "chunked"),
-}
-ON_HOST = {"adam8bit": "adamw8bit"}  # the same state, made for masters in host memory
+TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of which the planner chooses
 SAME = 1.03  # recipes this close in counted time are equally fast
 WAIT = 2  # seconds that nobody need be told of
 CONFIRMED = 2  # of the fastest are traced at most, until one fits
@@ -89,14 +81,10 @@ def search(
     depth = model_depth(cfg)
     sizes = [int(option["batch_size"]) for option in options]
     derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, machine(on_card))
-    workable = []
-    for option in options:
-        recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        if not any(refused(recipe_cfg)) and (devices == 1 or not masters(recipe_cfg)):  # those of a whole model
-            workable.append((option, recipe_cfg))
-    _trace_all(cfg, derivation, [need for recipe in workable for need in derivation.needed(*recipe)])
+    options = list(workable(options, typed, config_of, devices))
+    _trace_all(cfg, derivation, [need for option in options for need in derivation.needed(*option)])
     found = []
-    for option, recipe_cfg in workable:
+    for option, recipe_cfg in options:
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
         found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries, devices), seconds))
@@ -110,6 +98,20 @@ def search(
     others = [r for r in found if not r.fits(gpu, ram)] + [r for r in ranked if not r.fits(gpu, ram)]
     others.sort(key=lambda r: r.prediction.device_need)
     return Plan(fitting + others, gpu, ram, derivation.traces)
+
+
+def workable(
+    options: Iterable[dict[str, str]], typed: Sequence[str], config_of: Compose, devices: int
+) -> Iterator[tuple[dict[str, str], DictConfig]]:
+    """(candidate, config of its precision and optimizer), without those that are refused."""
+    for option in options:
+        recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
+        twin = declared(recipe_cfg, "optim").on_host
+        if twin and masters(recipe_cfg) and "optim" not in as_mapping(typed):
+            option = {**option, "optim": twin}
+            recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
+        if not any(refused(recipe_cfg)) and (devices == 1 or not masters(recipe_cfg)):  # those of a whole model
+            yield option, recipe_cfg
 
 
 def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]) -> None:
@@ -144,17 +146,15 @@ def _cost(recipe: Recipe) -> tuple[int, int]:
 def candidates(cfg: DictConfig, typed: Sequence[str]) -> Iterator[dict[str, str]]:
     """Overrides that leave the sequences of an optimizer step as they are, and what was typed untouched."""
     fixed = as_mapping(typed)
-    groups = {name: (fixed[name],) if name in fixed else choices for name, choices in CHOICES.items()}
-    for precision, optim, checkpointing, loss in product(*groups.values()):
-        on_host = precision.endswith("-master") and "optim" not in fixed
-        recipe = {
-            "precision": precision,
-            "optim": ON_HOST.get(optim, optim) if on_host else optim,
-            "gradient_checkpointing": checkpointing,
-            "loss": loss,
-        }
+    groups = [(fixed[group],) if group in fixed else _tried(group) for group in TRIED]
+    for choices in product(*groups):
+        recipe = dict(zip(TRIED, choices, strict=True))
         for batch_size, accumulation in micro_batches(cfg, fixed):
             yield {**recipe, "batch_size": str(batch_size), **accumulation}
+
+
+def _tried(group: str) -> list[str]:
+    return [name for name, technique in techniques(group).items() if technique.tried]
 
 
 def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:

@@ -2,8 +2,7 @@
 
 8-bit optimizers read their data behind torch's back (a C++ or CUDA library, compiled code), so they cannot step tensors
 without memory. Their state and the scratch of a step are per element: a real one steps two small real parameters of
-each role under the tracker, and what the second one added is the rate. So nothing here knows any optimizer by name but
-those that step on shapes by themselves.
+each role under the tracker, and what the second one added is the rate. So nothing here knows any optimizer by name.
 """
 
 from collections.abc import Mapping
@@ -23,8 +22,6 @@ SIDE = 256  # of a probe: whole blocks of every optimizer that holds its state i
 WIDE = 2048  # of a probe whose scratch is pages, not what malloc has at hand
 SMALL = 1024  # elements of a probe for parameters whose state 8-bit optimizers keep in 32 bits
 THRESHOLD = 4096  # elements below which they do
-# Written in torch operators alone, which know what they do to a shape.
-STEPS_ON_SHAPES = ("torch.optim.", "transformers.", "lowmem.optim.muon.")
 
 
 class Rate(NamedTuple):
@@ -32,16 +29,6 @@ class Rate(NamedTuple):
 
     state: float
     scratch: float  # beside the state while a parameter is stepped
-
-
-def needs_one(target: str) -> bool:
-    """Args: target: the class of a yaml of conf/optim."""
-    return not target.startswith(STEPS_ON_SHAPES)
-
-
-def generated(target: str) -> bool:
-    """Whether its step is code that torch.compile generates. Args: that of `needs_one`."""
-    return target.startswith("torchao.")
 
 
 def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:

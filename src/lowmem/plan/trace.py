@@ -35,11 +35,12 @@ from lowmem.memory.tracker import Point
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
-from lowmem.plan.stand_in import generated, needs_one, stand_in, unseen
+from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work, work_of
 from lowmem.precision.master_callback import steps_early
 from lowmem.precision.plugin import step_one
 from lowmem.refusals import masters
+from lowmem.techniques import declared
 
 aten = torch.ops.aten
 OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
@@ -128,7 +129,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
             gradients=sum(p.nbytes for p in every if p.requires_grad),
             steps_on_host=plugins[0].optimizer_side == "host",
             unseen=round(in_operators * max(p.numel() for p in every)),
-            generated=generated(cfg.optim._target_),
+            generated=declared(cfg, "optim").generates_code,
             blocks=(len(stack), max((sum(p.nbytes for p in block.parameters()) for block in stack), default=0)),
             work=shapes.work,
         )
@@ -149,8 +150,8 @@ def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
     """(one that steps on shapes, bytes per element that the real one takes unseen)."""
-    make, compiled, scratch = build.optimizer(cfg), generated(cfg.optim._target_), 0.0
-    if needs_one(cfg.optim._target_):
+    make, compiled, scratch = build.optimizer(cfg), declared(cfg, "optim").generates_code, 0.0
+    if not declared(cfg, "optim").steps_on_shapes:
         # of a card's own kernels only generated ones have scratch: that of the same graph, generated for a CPU
         if compiled or masters(cfg) or not on_card:
             scratch = unseen(make)

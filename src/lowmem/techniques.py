@@ -1,0 +1,74 @@
+"""What a technique says of itself, in its yaml under `declares` and nowhere else: checks, planner and advice ask here.
+
+conf/<group>/<name>.yaml is a technique; one that is `@package _global_` declares under <group>.declares.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem.errors import Refused
+from lowmem.overrides import CONF
+
+GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
+
+
+@dataclass(frozen=True)
+class Technique:
+    """Args:
+    saves: category of bytes -> what is left of the shipped run's, at most; empty: it saves nothing.
+    tried: the planner may take it where nothing was typed: it needs no other lr and keeps the update's quality.
+    advised: the first of its group to try when memory runs out.
+    on_host: of an optimizer: the one with the same state that is made for masters in host memory.
+    pages: of an optimizer: its state moves to host memory by itself.
+    steps_on_shapes: of an optimizer: its step is torch operators alone, which know what they do to a shape.
+    generates_code: while it runs: with a C++ compiler on a CPU, by Triton on a card.
+    compiles_blocks: so that what they allocate is seen by nobody.
+    computes_as: of a precision: one that computes in the same dtypes, with its gradients on the device.
+    counts_sequences: of an accumulation: it makes up for a smaller micro-batch by itself.
+    """
+
+    saves: Mapping[str, float] = field(default_factory=dict)
+    tried: bool = False
+    advised: bool = False
+    on_host: str | None = None
+    pages: bool = False
+    steps_on_shapes: bool = False
+    generates_code: bool = False
+    compiles_blocks: bool = False
+    computes_as: str | None = None
+    counts_sequences: bool = False
+
+
+def declared(cfg: DictConfig, group: str) -> Technique:
+    """Of the technique that a composed config has chosen.
+
+    Raises:
+        Refused: a key that no technique declares.
+    """
+    said = (cfg.get(group) or {}).get("declares") or {}
+    return _technique(OmegaConf.to_container(said) if isinstance(said, DictConfig) else said, group)
+
+
+@cache
+def techniques(group: str) -> dict[str, Technique]:
+    """name -> what it declares, of every yaml of the group.
+
+    Raises:
+        Refused: a key that no technique declares.
+    """
+    found = {}
+    for file in sorted((CONF / group).glob("*.yaml")):
+        said = yaml.safe_load(file.read_text()) or {}
+        found[file.stem] = _technique(said.get(group, said).get("declares") or {}, f"conf/{group}/{file.name}")
+    return found
+
+
+def _technique(said: Mapping, where: str) -> Technique:
+    known = [one.name for one in fields(Technique)]
+    if unknown := [key for key in said if key not in known]:
+        raise Refused(f"{where}: declares.{unknown[0]} means nothing here. Declare one of {', '.join(known)}.")
+    return Technique(**said)

@@ -1,0 +1,94 @@
+"""Proof 2 of a technique: what it declares to save it saves, counted on the live tensors of a run.
+
+Generated from conf/: a yaml declares which share of the shipped run's bytes is left, at most. Weights, gradients and
+state are looked at where they are large beside the activations (`WIDE`), activations where it is the other way round.
+"""
+
+import pytest
+import torch
+
+from lowmem.techniques import GROUPS, techniques
+
+WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
+LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
+SHAPES = {"weights": WIDE, "gradients": WIDE, "optimizer": WIDE, "activations": LONG}
+# What a choice needs beside its name to be the work of the shipped run.
+WITH = {
+    "accumulation=fixed": ["batch_size=2"],
+    "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
+    "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4}"],
+    "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4}"],
+    "loss=chunked": ["loss.rows=128"],
+}
+EVERY = [f"{group}={name}" for group in GROUPS for name in techniques(group)]
+# The yardsticks, and what moves or changes bytes that nobody counts here: each with the reason.
+SAVES_NOTHING = {
+    "precision=32": "the yardstick",
+    "optim=adamw": "the yardstick",
+    "accumulation=none": "the yardstick",
+    "gradient_checkpointing=none": "the yardstick",
+    "loss=full": "the yardstick",
+    "precision=tf32": "faster products alone",
+    "optim=paged_adamw32bit": "pages on CUDA alone",
+    "gradient_checkpointing=budget": "compiled, unseen: test_gradient_checkpointing.py counts what it keeps",
+}
+
+
+@pytest.fixture(scope="module")
+def known():
+    """(shape, technique and what was changed in it) -> bytes by category at the highest point of a run."""
+    return {}
+
+
+@pytest.fixture
+def held(fit, known):
+    """(shape, overrides) -> bytes by category."""
+
+    def run(shape, *lines):
+        if (shape, lines) not in known:
+            typed = {line.split("=")[0] for line in lines}
+            beside = [line for line in shape if line.split("=")[0] not in typed]
+            with torch.compiler.set_stance("force_eager"):  # to generate code takes seconds, and changes no state
+                summary, _ = fit("max_steps=2", "clip=null", *beside, *lines)
+            known[shape, lines] = summary["peak_bytes_by_category"]
+        return known[shape, lines]
+
+    return run
+
+
+def too_much(held, saves, *lines):
+    """Categories of which more is left than `saves` says: category -> share of the shipped run's bytes."""
+    left = {kind: held(SHAPES[kind], *lines)[kind] / held(SHAPES[kind])[kind] for kind in saves}
+    return {kind: share for kind, share in left.items() if share > saves[kind]}
+
+
+@pytest.mark.parametrize("technique", EVERY)
+def test_a_technique_declares_what_it_saves(technique):
+    group, name = technique.split("=")
+    assert bool(techniques(group)[name].saves) != (technique in SAVES_NOTHING), (
+        f"conf/{group}/{name}.yaml: say what it saves in `declares: {{saves: {{<category>: <share of the shipped run "
+        f"that is left>}}}}` ({', '.join(SHAPES)}), or give the reason in SAVES_NOTHING of {__file__}."
+    )
+
+
+@pytest.mark.parametrize("technique", [technique for technique in EVERY if technique not in SAVES_NOTHING])
+def test_a_technique_saves_what_it_declares(held, technique):
+    group, name = technique.split("=")
+    assert too_much(held, techniques(group)[name].saves, technique, *WITH.get(technique, [])) == {}
+
+
+IDLE = {
+    "optim": ["optim=adamw"],
+    "gradient_checkpointing": ["gradient_checkpointing=none"],
+    "precision": ["precision=32"],
+    "loss": ["loss=full"],
+    "accumulation": ["accumulation=none"],
+}
+
+
+@pytest.mark.parametrize("technique", [technique for technique in EVERY if technique not in SAVES_NOTHING])
+def test_one_that_does_nothing_is_caught(held, technique):
+    """The deliberately wrong variant of every technique: the yardstick of its group under its declaration."""
+    group, name = technique.split("=")
+    saves = techniques(group)[name].saves
+    assert too_much(held, saves, *IDLE[group]).keys() == saves.keys()

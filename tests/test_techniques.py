@@ -1,0 +1,93 @@
+"""A technique declares itself: what it declares is known, and nothing outside of it knows its name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import ROOT
+from lowmem import techniques as module
+from lowmem.errors import Refused
+from lowmem.techniques import GROUPS, Technique, declared, techniques
+
+SOURCE = ROOT / "src"
+# (file, name) -> why it may stand there.
+NAMED = {
+    ("precision/widened.py", "bf16"): "torch's word in the name of a question to oneDNN",
+    ("plan/derive.py", "sgd"): "the passes are traced with the optimizer that holds nothing",
+    ("plan/derive.py", "full"): "the parameters are traced alone, with whatever loss",
+    ("plan/derive.py", "fixed"): "gradients of masters are summed in windows of any kind",
+    ("plan/recipes.py", "fixed"): "a smaller micro-batch needs a window that makes up for it",
+    ("plan/job.py", "none"): "a word of a sentence",
+}
+
+
+def named(source: Path) -> set[tuple[str, str]]:
+    """(file, technique) of every string of the code, sentences left out, that is the name of a technique."""
+    names = {name for group in GROUPS for name in techniques(group)}
+    return {
+        (str(file.relative_to(source / "lowmem")), node.value)
+        for file in source.rglob("lowmem/**/*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    }
+
+
+def sniffed(source: Path) -> list[str]:
+    """Lines that look for a part of a name in a `_target_`."""
+    tests = ("in cfg", "startswith(", "endswith(", "==")
+    return [
+        f"{file.name}: {line.strip()}"
+        for file in source.rglob("lowmem/**/*.py")
+        for line in file.read_text().splitlines()
+        if "._target_" in line and any(test in line.replace("for key in cfg", "") for test in tests)
+    ]
+
+
+def test_no_file_names_a_technique():
+    assert named(SOURCE) == set(NAMED)
+
+
+def test_no_file_looks_into_the_name_of_a_class():
+    assert [line for line in sniffed(SOURCE) if "optimizer_side" not in line] == []
+
+
+def test_a_name_and_a_look_into_one_are_seen(tmp_path):
+    package = tmp_path / "lowmem"
+    package.mkdir()
+    (package / "late.py").write_text('if cfg.precision == "bf16-master" or "Paged" in cfg.optim._target_:\n    pass\n')
+    assert named(tmp_path) == {("late.py", "bf16-master")} and len(sniffed(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_config_says_what_the_yaml_declares(config, group):
+    for name, technique in techniques(group).items():
+        more = ["accumulation.sizes={0: 1}"] if name.startswith("by_") else []
+        assert declared(config(f"{group}={name}", *more), group) == technique
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_one_of_each_group_is_the_first_to_try_and_twins_exist(group):
+    every = techniques(group)
+    advised = [name for name, technique in every.items() if technique.advised]
+    assert len(advised) == 1 and all(every[name].saves for name in advised)
+    for technique in every.values():
+        assert technique.on_host is None or technique.on_host in every
+        assert technique.computes_as is None or technique.computes_as in every
+
+
+def test_what_no_technique_declares_is_refused(tmp_path, monkeypatch, config):
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "typo.yaml").write_text(yaml.safe_dump({"declares": {"pagse": True}}))
+    monkeypatch.setattr(module, "CONF", tmp_path)
+    techniques.cache_clear()
+    with pytest.raises(Refused, match=r"conf/optim/typo.yaml: declares.pagse means nothing here. Declare one of saves"):
+        techniques("optim")
+    techniques.cache_clear()
+    with pytest.raises(Refused, match=r"declares\.pagse means"):
+        declared(config("+optim.declares.pagse=true"), "optim")
+
+
+def test_by_itself_a_technique_declares_nothing():
+    assert Technique() == techniques("accumulation")["none"]

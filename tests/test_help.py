@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from conftest import ROOT
 from lowmem import cli, help
+from pages import keys_of
 
 CONF = ROOT / "conf"
 YAMLS = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -35,15 +36,6 @@ def typed():
 
 def unwrapped(text: str) -> str:
     return " ".join(text.split())
-
-
-def keys_of(node: object, path: str = "") -> set[str]:
-    """Paths of every key of a yaml; a list's entries stand under the list."""
-    if isinstance(node, list):
-        return set().union(*(keys_of(one, path) for one in node if isinstance(one, dict)))
-    if not isinstance(node, dict):
-        return set()
-    return set().union(*({f"{path}{key}"} | keys_of(value, f"{path}{key}.") for key, value in node.items()))
 
 
 @pytest.mark.parametrize("name", YAMLS, ids=str)

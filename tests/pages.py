@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lowmem import cli
+from lowmem.check import check
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -56,8 +57,10 @@ def commands(text: str) -> list[str]:
 
 def choices(command: str) -> list[list[str]]:
     """The overrides of a command, and of a sweep each choice by itself."""
+    if " -sc " in command:  # a flag of Hydra's, with words of its own
+        return []
     words = shlex.split(command)[2:]
-    lines = [cli.quoted(word) for word in words if not word.startswith(("-", "sweep.resume=")) and "=bash" not in word]
+    lines = [cli.quoted(word) for word in words if not word.startswith(("-", "sweep.resume=", "resume="))]
     if " -m " not in command:
         return [lines]
     parsed = OverridesParser.create().parse_overrides(lines)
@@ -67,8 +70,8 @@ def choices(command: str) -> list[list[str]]:
     return [[*fixed, one] for one in each]
 
 
-def not_composed(text: str) -> list[str]:
-    """Commands that Hydra refuses."""
+def refused(text: str) -> list[str]:
+    """Commands that Hydra or lowmem refuses before anything is built."""
     wrong = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands(text):
@@ -80,7 +83,7 @@ def not_composed(text: str) -> list[str]:
 def _refusals(command: str) -> Iterator[Exception]:
     for lines in choices(command):
         try:
-            compose("plan" if "plan.py" in command else "config", overrides=lines)
+            check(compose("plan" if "plan.py" in command else "config", overrides=lines), {})
         except Exception as error:
             yield error
 
@@ -121,15 +124,10 @@ def own_files(text: str) -> set[str]:
 
 def unknown_keys(text: str) -> list[str]:
     """Overrides of which conf/ knows no key or choice, and dotted keys that it does not have."""
-    return [
-        *(
-            f"{key}={value}"
-            for line in code(text)
-            for key, value in OVERRIDE.findall(line)
-            if not _known(key, value, text)
-        ),
-        *(name for name in inline(text) if _looks_like_a_key(name) and name not in KEYS),
-    ]
+    lines = [line for line in code(text) if " -sc " not in line]
+    typed = dict.fromkeys(found for line in lines for found in OVERRIDE.findall(line))
+    wrong = [f"{key}={value}" for key, value in typed if not _known(key, value, text)]
+    return wrong + [name for name in inline(text) if _looks_like_a_key(name) and name not in KEYS]
 
 
 def _known(key: str, value: str, page: str) -> bool:

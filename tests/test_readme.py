@@ -33,6 +33,10 @@ def docs(name: str) -> str:
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
+def test_the_readme_is_eight_kilobytes_at_most():
+    assert len(README.read_bytes()) <= 8192 and "<!--" not in TEXT
+
+
 @EVERY
 def test_a_page_is_read_in_five_minutes(page):
     assert not pages.too_long(page.read_text())
@@ -171,6 +175,7 @@ def test_every_figure_with_a_link_to_results_and_every_table_is_that_of_the_resu
     ("checker", "wrong"),
     [
         ("too_long", "é" * 4097),
+        ("too_long", "<!-- table 1 of benchmarks/results/speed.md -->\n| row |\n\n" + "a" * 8192),
         ("refused", "    python train.py optim=adam9bit"),
         ("refused", "Type `python plan.py model=gpt2-xl gpus=12GiB`."),
         ("refused", "    python train.py -m precision=32,17"),
@@ -255,13 +260,14 @@ def test_no_figure_is_missing():
         assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE", page.read_text())
 
 
-def test_every_refusal_names_something_of_the_readme():
+def test_every_refusal_names_something_of_the_pages_and_advises_what_there_is():
     from lowmem.refusals import REFUSALS
 
-    every = "".join(page.read_text() for page in PAGES)
+    named = {key for page in PAGES for key, _ in pages.overrides(page.read_text())}
     for refusal in REFUSALS:
         asked = re.match(r"[\w.]+(?==)", refusal.says)
-        assert asked is None or asked[0].split("=")[0] in every
+        assert asked is None or asked[0] in named
+        assert "ype " in refusal.says and not pages.unknown_keys(f"`{refusal.says}`")
 
 
 def test_the_charts_that_the_pages_name_are_logged(fit, monkeypatch):

@@ -109,6 +109,11 @@ def test_it_shows_what_is_typed_beside_it():
     assert "loss.rows" not in said("--help")
 
 
+def test_what_is_taken_out_is_shown_as_that():
+    text = said("~clip", "memory=null", "--help")
+    assert "  ~clip " in text and "  ~memory.limit " in text and unwrapped(COMMENTS["clip"]) in unwrapped(text)
+
+
 def test_the_planner_shows_its_own_keys_too():
     text = unwrapped(said("--help", script="plan.py"))
     for key, comment in help.comments(CONF / "plan.yaml").items():

@@ -83,14 +83,16 @@ def _is_section(cfg: DictConfig, key: str) -> bool:
 
 
 def _typed(cfg: DictConfig, key: str) -> str:
-    """As one would type it: `clip=null`; a section has no value."""
+    """As one would type it: `clip=null`. A section has no value, and what this command line took out is `~clip`."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else cfg
     if OmegaConf.is_missing(node, name):
         return f"{key}=???"
-    if _is_section(cfg, key):
-        return f"{key}."
+    if not isinstance(node, DictConfig) or name not in node:
+        return f"~{key}"
     value = node[name]
+    if isinstance(value, DictConfig):
+        return f"{key}."
     spelled = {None: "null", True: "true", False: "false"}
     return f"{key}={spelled[value] if value is None or isinstance(value, bool) else value}".replace(", ", ",")
 

@@ -86,9 +86,11 @@ def _typed(cfg: DictConfig, key: str) -> str:
     """As one would type it: `clip=null`. A section has no value, and what this command line took out is `~clip`."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else cfg
+    if not isinstance(node, DictConfig):
+        return f"~{key}"
     if OmegaConf.is_missing(node, name):
         return f"{key}=???"
-    if not isinstance(node, DictConfig) or name not in node:
+    if name not in node:
         return f"~{key}"
     value = node[name]
     if isinstance(value, DictConfig):

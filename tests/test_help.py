@@ -1,6 +1,7 @@
 """What the command line tells about itself: --help, made from the comments of conf/, and tab completion."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from conftest import ROOT
-from lowmem import cli, help
+from lowmem import help
 from pages import keys_of
 
 CONF = ROOT / "conf"
@@ -74,8 +75,6 @@ def test_every_key_that_one_may_type_has_a_comment():
 
 def test_a_comment_that_is_new_is_shown_and_one_that_is_gone_is_not(tmp_path, typed):
     """The text is made from the files: another conf/ has another help."""
-    import shutil
-
     shutil.copytree(CONF, tmp_path / "conf")
     file = tmp_path / "conf" / "config.yaml"
     text = file.read_text()
@@ -195,7 +194,3 @@ def test_what_the_readme_types_for_it_completes_and_runs_nobody_elses_script(in_
 def test_without_its_second_half_a_strangers_script_is_run(in_bash):
     """The wrong variant: Hydra's own line, which looks for its decorator and does not ask what it found."""
     assert in_bash('eval "$(python train.py -sc install=bash)"') == ("optim=lion8bit", True)
-
-
-def test_the_map_of_the_command_line_is_that_of_the_package():
-    assert cli.CONF == CONF

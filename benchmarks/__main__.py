@@ -13,7 +13,7 @@ from benchmarks.runner import ROOT
 EVERY = {
     "side_by_side": "lowmem, a plain loop, Lightning and transformers.Trainer",
     "overhead": "what the meter and the loop cost",
-    "techniques": "every technique of the README's table",
+    "techniques": "every technique by itself: docs/techniques.md",
     "anatomy": "the pictures of docs/how-memory-works.md",
     "speed": "what checkpointing and the chunked loss cost in time",
     "learning_rates": "which lr each optimizer wants",
@@ -24,6 +24,7 @@ EVERY = {
     "plan_error": "predicted over measured",
     "plan_time": "counted times beside a stopwatch's",
     "plans": "what the planner chooses for known models and cards",
+    "pages": "the tables of docs/, from what the others left",
 }
 
 

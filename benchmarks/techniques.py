@@ -1,15 +1,18 @@
-"""What each technique saves and costs on the default model: the figures of the README's table.
+"""What each technique saves and costs on the default model, and which others it is refused with: docs/techniques.md.
 
 python -m benchmarks.techniques          # about half an hour on two cores
 """
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from statistics import median
 
 from benchmarks.loops import shape
 from benchmarks.runner import RESULTS, measure, medians, trained, write
-from lowmem.overrides import CONF
+from lowmem.overrides import CONF, composed
+from lowmem.refusals import refused
 
 BASE = "(as shipped)"
 GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
@@ -48,19 +51,35 @@ def of_shipped(found: dict, name: str) -> float:
     )
 
 
-def table(found: dict) -> str:
+def refused_pairs() -> dict[str, list[str]]:
+    """Row -> the rows that it is refused with, though each of the two can be had alone."""
+
+    def says(*names: str) -> list[str]:
+        return list(refused(composed([line for name in names for line in ROWS[name]])))
+
+    pairs: dict[str, list[str]] = {name: [] for name in ROWS}
+    alone = [name for name in ROWS if not says(name)]
+    for one, other in combinations(alone, 2):
+        if one.split("=")[0] != other.split("=")[0] and says(one, other):
+            pairs[one].append(other)
+            pairs[other].append(one)
+    return pairs
+
+
+def table(found: dict, pairs: Mapping[str, Sequence[str]]) -> str:
     peak, speed = medians(found, "peak_bytes"), medians(found, "tokens_per_second")
     state, activations = medians(found, "optimizer"), medians(found, "activations")
     parameters = found[BASE][0]["parameters"]
     lines = [
-        "| override | peak MiB | of shipped | activations MiB | optimizer bytes/parameter | tokens/s | of shipped |",
-        "|---|---|---|---|---|---|---|",
+        "| override | peak MiB | of shipped | activations MiB | optimizer bytes/parameter | tokens/s | of shipped "
+        "| refused with |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in found:
         slow = of_shipped(found, name)
         lines.append(
             f"| {name} | {peak[name] / 2**20:.1f} | {peak[name] / peak[BASE]:.2f} | {activations[name] / 2**20:.1f} "
-            f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} |"
+            f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} | {', '.join(pairs[name]) or '-'} |"
         )
     return "\n".join(lines).replace("nan", "-")
 
@@ -70,23 +89,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--add", nargs="*", help="measure these rows and the shipped one; keep the others")
     parser.add_argument("--row", nargs="*", help="run one row in this process")
+    parser.add_argument("--table", action="store_true", help="only the table again, of what was measured")
     options = parser.parse_args()
     if options.row is not None:
         print(json.dumps(row(options.row)), flush=True)
         return
-    rows = {name: ["-m", "benchmarks.techniques", "--row", *arguments] for name, arguments in ROWS.items()}
+    known = json.loads((RESULTS / "techniques.json").read_text())["rounds"] if options.add or options.table else {}
+    if options.table:
+        found = known
+    else:
+        rows = {name: ["-m", "benchmarks.techniques", "--row", *arguments] for name, arguments in ROWS.items()}
+        if options.add:
+            rows = {name: row for name, row in rows.items() if name in (BASE, *options.add)}
+        found = measure(rows, options.rounds)
     if options.add:
-        rows = {name: row for name, row in rows.items() if name in (BASE, *options.add)}
-    found = measure(rows, options.rounds)
-    if options.add:
-        known = json.loads((RESULTS / "techniques.json").read_text())["rounds"]
         for name in options.add:
             known[name] = [
                 one | {"shipped_tokens_per_second": shipped["tokens_per_second"]}
                 for one, shipped in zip(found[name], found[BASE], strict=True)
             ]
         found = {name: known[name] for name in ROWS}
-    write("techniques", {"rounds": found}, table(found))
+    pairs = refused_pairs()
+    write("techniques", {"rounds": found, "refused": pairs}, table(found, pairs))
 
 
 if __name__ == "__main__":

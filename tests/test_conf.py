@@ -17,6 +17,10 @@ CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
 TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
 README = (ROOT / "README.md").read_text()
+# What the first cell of each row of its tables names; choices that do the same share a row.
+NAMED = [
+    name for cell in re.findall(r"^\| ([^|]*) \|", README, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)
+]
 
 
 # What a choice leaves for the user to say.
@@ -54,7 +58,7 @@ def test_it_opens_with_what_it_is(group, choice):
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] in TECHNIQUES])
 def test_a_technique_has_a_row_in_the_readme(group, choice):
-    assert re.search(rf"^\| `{group}={re.escape(choice)}`", README, re.MULTILINE)
+    assert f"{group}={choice}" in NAMED
 
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] not in TECHNIQUES])

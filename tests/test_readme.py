@@ -1,7 +1,6 @@
-"""The README's commands mean what they say."""
+"""README.md and docs/ mean what they say: their commands run, their names, files and figures are there."""
 
 import json
-import math
 import os
 import random
 import re
@@ -10,42 +9,62 @@ import subprocess
 import sys
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from benchmarks.pages import tables
+from benchmarks.techniques import ROWS, table
 
+import pages
 from conftest import ROOT
-from lowmem.overrides import quoted
+from pages import DOCS, README
+from test_parity import REFUSED_PAIRS
 
-README = (ROOT / "README.md").read_text()
-COMMANDS = list(dict.fromkeys(re.findall(r"^    (python (?:train|plan|compare)\.py .*)$", README, re.MULTILINE)))
+TEXT = README.read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [README, *DOCS]
+EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# docs/add-a-technique.md is followed in a copy of the repository: test_docs.py
+FOLLOWED = ROOT / "docs" / "add-a-technique.md"
+COMMANDS = list(dict.fromkeys(c for page in PAGES if page != FOLLOWED for c in pages.commands(page.read_text())))
+
+
+def docs(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_eight_kilobytes_at_most():
+    assert len(README.read_bytes()) <= 8192 and "<!--" not in TEXT
+
+
+@EVERY
+def test_a_page_is_read_in_five_minutes(page):
+    assert not pages.too_long(page.read_text())
+
+
+def test_the_pages_that_the_readme_promises_are_there_and_say_first_what_they_answer():
+    linked = set(re.findall(r"\]\(docs/([\w-]+)\.md", TEXT))
+    assert linked == {page.stem for page in DOCS}
+    for page in DOCS:
+        opening = page.read_text().split("\n\n")[1]
+        assert "?" in opening or "This page" in opening or "One yaml" in opening, page.name
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
 
 
 def test_there_are_commands():
     assert "python train.py precision=16 optim=adam8bit" in COMMANDS
     assert "python train.py -m precision=32,16,bf16 optim=adamw,adam8bit,adafactor" in COMMANDS
+    assert len(COMMANDS) > 15
+    for page in ("README", "techniques", "planner", "masters", "sweeps"):
+        assert pages.commands(README.read_text() if page == "README" else docs(page))
 
 
-def overrides_of(command: str) -> list[str]:
-    return [quoted(word) for word in shlex.split(command)[2:] if not word.startswith(("-", "sweep.resume="))]
-
-
-def choices(command: str) -> list[list[str]]:
-    """The overrides, and of a sweep each choice by itself."""
-    lines = overrides_of(command)
-    if " -m " not in command:
-        return [lines]
-    parsed = OverridesParser.create().parse_overrides(lines)
-    fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
-    swept = [o for o in parsed if o.is_sweep_override()]
-    each = [f"{o.get_key_element()}={c}" for o in swept if o.is_discrete_sweep() for c in o.sweep_string_iterator()]
-    return [[*fixed, one] for one in each]
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "compare.py" not in c])
-def test_every_command_composes(command):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for lines in choices(command):
-            compose("plan" if "plan.py" in command else "config", overrides=lines)
+@EVERY
+def test_every_command_composes_and_is_not_refused(page):
+    if page != FOLLOWED:
+        assert not pages.refused(page.read_text())
 
 
 WORDS = ("we", "think", "that", "a", "day", "is", "too", "short", "for", "what", "it", "holds")
@@ -53,7 +72,7 @@ WORDS = ("we", "think", "that", "a", "day", "is", "too", "short", "for", "what",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a newcomer stands: their notes, and the runs that the README names by their dates."""
+    """Where a newcomer stands: their notes, and the runs that the pages name by their dates."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "notes").mkdir()
     for number in range(20):
@@ -81,9 +100,13 @@ THIN_LLAMA = ["num_hidden_layers=2", "hidden_size=64", "intermediate_size=128", 
 THIN_LLAMA += ["num_key_value_heads=2", "head_dim=16", "vocab_size=4096", "bos_token_id=null", "eos_token_id=null"]
 
 
+def says_only(command: str) -> bool:
+    return "--help" in command or " -sc " in command
+
+
 def beside(command: str) -> list[str]:
     """What a test of two steps types besides."""
-    if "train.py" not in command or "sweep.resume" in command:
+    if "train.py" not in command or "sweep.resume" in command or says_only(command):
         return []
     more = ["max_steps=2", "val_sequences=16"]
     if "optuna" in command:
@@ -99,7 +122,9 @@ def beside(command: str) -> list[str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_runs(command, folder):
     said = as_typed(command, folder, *beside(command))
-    if "plan.py" in command:
+    if says_only(command):
+        assert said
+    elif "plan.py" in command:
         assert "planned in" in said
     elif "compare.py" in command or " -m " in command or "sweep.resume" in command:
         assert "validation loss" in said and "failed" not in said
@@ -107,27 +132,11 @@ def test_every_command_runs(command, folder):
         assert "peak device memory" in said
 
 
-def test_both_commands_of_the_makefile_are_there():
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for target in re.findall(r"`?make ([\w-]+)", README):
-        assert target in targets
-
-
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
-def test_every_link_leads_somewhere(page):
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
-    assert all(((ROOT / page).parent / link).exists() for link in links if "://" not in link)
-
-
-def test_no_figure_is_missing():
-    assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE", README)
-
-
 def test_the_notebook_example_is_what_fit_takes(tmp_path, small, monkeypatch):
     """The block runs as it stands, in the repository, on a smaller model and another folder."""
     import hydra
 
-    block = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    block = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
     block = block.replace("outputs/notebook", str(tmp_path / "run")).replace(
         'config_path="conf"', f'config_dir="{ROOT}/conf"'
     )
@@ -139,59 +148,136 @@ def test_the_notebook_example_is_what_fit_takes(tmp_path, small, monkeypatch):
     assert scope["summary"]["steps"] == 2 and (tmp_path / "run" / "summary.json").exists()
 
 
-def test_the_measured_figures_are_those_of_the_results():
-    """The last column of every technique's row: peak and tokens/s relative to the shipped defaults."""
-    from benchmarks.runner import medians
-    from benchmarks.techniques import BASE, ROWS, of_shipped
-
-    found = json.loads((ROOT / "benchmarks" / "results" / "techniques.json").read_text())["rounds"]
-    assert found.keys() == ROWS.keys()
-    peak = medians(found, "peak_bytes")
-    for name in list(ROWS)[1:]:
-        row = re.search(rf"^\| `{re.escape(name)}` .* \| ([^|]*) \|$", README, re.MULTILINE)
-        share = peak[name] / peak[BASE]
-        written = f"{'-' if math.isnan(share) else f'{share:.2f}'}, {of_shipped(found, name):.2f}"
-        assert row[1].rstrip(" ¹²³⁴⁵") == written, name
+# --- names, files and figures ----------------------------------------------------------------------------------------
 
 
-def test_the_table_of_the_four_loops_is_that_of_the_results():
-    section = README.split("## How fast")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")]
-    result = (ROOT / "benchmarks" / "results" / "side_by_side.md").read_text()
-    assert len(rows) > 20 and all(row in result for row in rows)
+@EVERY
+def test_every_key_and_every_choice_is_one_of_conf(page):
+    assert not pages.unknown_keys(page.read_text())
 
 
-def test_the_tables_about_masters_are_those_of_the_results():
-    section = README.split("## A model that does not fit")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")]
-    results = "".join(
-        (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() for name in ("host_optimizer", "gpt2_xl")
-    )
-    assert len(rows) > 12 and all(row in results for row in rows)
+@EVERY
+def test_every_name_in_backticks_is_somewhere_in_the_code(page):
+    assert not pages.unknown_names(page.read_text())
 
 
-def test_the_tables_about_the_planner_are_those_of_the_results():
-    section = README.split("## What fits: the planner")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")]
-    results = "".join((ROOT / "benchmarks" / "results" / f"{name}.md").read_text() for name in ("plan_error", "plans"))
-    assert len(rows) > 16 and all(row in results for row in rows)
+@EVERY
+def test_every_link_picture_path_benchmark_and_target_of_make_is_there(page):
+    assert not pages.missing_files(page.read_text(), page.parent)
+
+
+@EVERY
+def test_every_figure_with_a_link_to_results_and_every_table_is_that_of_the_results(page):
+    assert not pages.wrong_figures(page.read_text(), page.parent)
+
+
+@pytest.mark.parametrize(
+    ("checker", "wrong"),
+    [
+        ("too_long", "é" * 4097),
+        ("too_long", "<!-- table 1 of benchmarks/results/speed.md -->\n| row |\n\n" + "a" * 8192),
+        ("refused", "    python train.py optim=adam9bit"),
+        ("refused", "Type `python plan.py model=gpt2-xl gpus=12GiB`."),
+        ("refused", "    python train.py -m precision=32,17"),
+        ("refused", "    python train.py optim.in_backward=true"),
+        ("unknown_keys", "Type `optim=adam9bit`."),
+        ("unknown_keys", "    python train.py experiment=baseline,combined"),
+        ("unknown_keys", "Type `loss=chunked loss.row=7` for less."),
+        ("unknown_keys", "| `optimizer=adam8bit` | 6 B |"),
+        ("unknown_keys", "The card's size is `memory.limits`."),
+        ("unknown_keys", "```sh\npython train.py 'learning_rate=tag(log,interval(1e-4,1e-2))'\n```"),
+        ("unknown_names", "It evaluates every `val_evry` steps."),
+        ("missing_files", "![where the bytes are](docs/no-such-picture.png)"),
+        ("missing_files", "[how](docs/no-such-page.md#there)"),
+        ("missing_files", "What src/lowmem/no_such_file.py does."),
+        ("missing_files", "`python -m benchmarks.no_such_benchmark`"),
+        ("missing_files", "`python -m benchmarks.techniques --no-such-flag`"),
+        ("missing_files", "    make dance"),
+        ("wrong_figures", "[Kendall's tau is 0.94](benchmarks/results/plan_time.md)"),
+        ("wrong_figures", "off by [-26.8%](benchmarks/results/plan_error.md)"),
+        (
+            "wrong_figures",
+            "<!-- table 1 of benchmarks/results/speed.md -->\n| row | ratio |\n|---|---|\n| sqrt | 1.01 |\n",
+        ),
+    ],
+)
+def test_a_page_that_is_wrong_is_found_out(checker, wrong):
+    check = getattr(pages, checker)
+    told = check(wrong, ROOT) if checker in ("missing_files", "wrong_figures") else check(wrong)
+    assert len(told) == 1, told
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_one_digit_of_a_table_is_enough(page):
+    """Every table that says where it comes from is looked at to its last cell."""
+    text = page.read_text()
+    for mark in re.finditer(r"<!-- table .*-->\n((?:\|.*\n)+)", text):
+        at = max(n for n in range(mark.start(1), mark.end(1)) if text[n].isdigit())
+        changed = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+        assert pages.wrong_figures(changed, page.parent)
+
+
+def test_the_tables_that_are_results_say_so():
+    """Each is on its page, under the mark that keeps it so."""
+    for page, results in {
+        "techniques": ["techniques"],
+        "planner": ["plan_error", "plans"],
+        "masters": ["host_optimizer", "gpt2_xl"],
+        "speed": ["side_by_side", "speed"],
+    }.items():
+        for name in results:
+            (first, *others) = tables((RESULTS / f"{name}.md").read_text())
+            assert any(f"results/{name}.md -->\n{one}" in docs(page) for one in (first, *others)), name
+    assert len(tables(docs("speed"))[0].splitlines()) > 20
+
+
+def test_the_table_of_the_techniques_is_that_of_what_was_measured_and_of_what_is_refused():
+    """From the figures themselves; that no other pair is refused is what test_parity.py runs."""
+    found = json.loads((RESULTS / "techniques.json").read_text())
+    assert found["rounds"].keys() == ROWS.keys()
+    written = table(found["rounds"], found["refused"])
+    assert written + "\n" in docs("techniques")
+    pairs = {frozenset((one, other)) for one, others in found["refused"].items() for other in others}
+    assert pairs == REFUSED_PAIRS and len(pairs) > 10
 
 
 def test_the_figure_of_the_planner_is_that_of_the_results():
-    written = re.search(r"Kendall's tau is ([\d.]+)\]", README)[1]
-    result = (ROOT / "benchmarks" / "results" / "plan_time.md").read_text()
-    assert f"Kendall's tau {written} " in result
+    written = re.search(r"Kendall's tau is ([\d.]+)\]", docs("planner"))[1]
+    assert f"Kendall's tau {written} " in (RESULTS / "plan_time.md").read_text()
 
 
 def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():
-    low, high = (int(n.replace(",", "")) for n in re.search(r"from\s+([\d,]+) to ([\d,]+) blocks", README).groups())
-    for interior, depth in ((22, low), (34, high)):
+    page = docs("techniques")
+    interiors = [int(n) for n in re.search(r"\((\d+) to (\d+) in", page).groups()]
+    depths = [int(n.replace(",", "")) for n in re.search(r"from\s+([\d,]+) to ([\d,]+) blocks", page).groups()]
+    assert interiors == [22, 34]  # measured in test_gradient_checkpointing.py
+    for interior, depth in zip(interiors, depths, strict=True):
         assert depth == pytest.approx(interior**2, rel=0.05)
 
 
-def test_every_refusal_names_something_of_the_readme():
+def test_no_figure_is_missing():
+    for page in PAGES:
+        assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE", page.read_text())
+
+
+def test_every_refusal_names_something_of_the_pages_and_advises_what_there_is():
     from lowmem.refusals import REFUSALS
 
+    named = {key for page in PAGES for key, _ in pages.overrides(page.read_text())}
     for refusal in REFUSALS:
         asked = re.match(r"[\w.]+(?==)", refusal.says)
-        assert asked is None or asked[0].split("=")[0] in README
+        assert asked is None or asked[0] in named
+        assert "ype " in refusal.says and not pages.unknown_keys(f"`{refusal.says}`")
+
+
+def test_the_charts_that_the_pages_name_are_logged(fit, monkeypatch):
+    from lightning.pytorch.loggers import CSVLogger
+
+    logged = set()
+    monkeypatch.setattr(CSVLogger, "log_metrics", lambda self, metrics, step=None: logged.update(metrics))
+    monkeypatch.setattr("lowmem.report.picture.send", lambda *_: logged.add("memory/picture"))
+    fit("+logger.csv._target_=lightning.pytorch.loggers.CSVLogger", "+logger.csv.save_dir=${output_dir}")
+    named = {
+        name for page in PAGES for name in pages.inline(page.read_text()) if re.match(r"(train|memory)/\w+$", name)
+    }
+    assert len(named) > 6 and named <= logged

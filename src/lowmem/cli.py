@@ -16,13 +16,13 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import runs, sweep
+from lowmem import help, runs, sweep
 from lowmem.check import check_values
 from lowmem.errors import Refused
-from lowmem.overrides import key, quoted, unquoted, without
+from lowmem.overrides import CONF, key, quoted, unquoted, without
 
 _failures: list[str] = []  # of this command
 
@@ -32,9 +32,13 @@ def start(main: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()
     sweep.Report.failed = ()
+    OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
     try:
         sys.argv[1:] = prepare(sys.argv[1:])
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # python train.py --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException) as error:
         causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
         sys.exit("\n".join(map(str, causes)))
@@ -54,6 +58,9 @@ def prepare(arguments: list[str]) -> list[str]:
     Raises:
         Refused: a sweep that cannot be resumed, or a launcher that is not installed.
     """
+    if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
+        *words, last = os.environ["COMP_LINE"].split(" ")
+        os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
         raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")

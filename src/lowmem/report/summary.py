@@ -9,8 +9,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from torch.optim import Optimizer
-
 from lowmem.units import GIB
 
 MEASURED_AS = {"init": "load"}  # a plan's phases that the meter calls otherwise
@@ -26,7 +24,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def stepped_by(optimizer: Optimizer) -> str:
+def stepped_by(optimizer: object) -> str:
     """Which class, and which of the ways that it has."""
     how = f" ({optimizer.runs_as()})" if hasattr(optimizer, "runs_as") else ""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"

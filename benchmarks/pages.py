@@ -1,0 +1,46 @@
+"""The tables of docs/ that are results, copied from what the benchmarks left in results/.
+
+python -m benchmarks.pages               # at once; after a benchmark
+
+A page says which table it wants, and everything from there to the next empty line is that table:
+<!-- table 2 of ../benchmarks/results/speed.md -->
+"""
+
+import re
+from pathlib import Path
+
+from benchmarks.runner import ROOT
+
+DOCS = ROOT / "docs"
+MARK = re.compile(r"^<!-- table ([1-9]\d*) of (\S+) -->\n(?:(?!\n).*\n?)*", re.MULTILINE)
+
+
+def tables(text: str) -> list[str]:
+    """Every table of a page, each with a line break at its end."""
+    return [match[0] for match in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+
+
+def filled(page: str, folder: Path = DOCS) -> str:
+    """The page with the tables that its results hold now. Args: folder: of the page.
+
+    Raises:
+        FileNotFoundError, IndexError: a table that there is not.
+    """
+
+    def table(mark: re.Match) -> str:
+        number, file = mark.groups()
+        return f"<!-- table {number} of {file} -->\n{tables((folder / file).read_text())[int(number) - 1]}"
+
+    return MARK.sub(table, page)
+
+
+def main() -> None:
+    for file in sorted(DOCS.glob("*.md")):
+        before = file.read_text()
+        if (after := filled(before)) != before:
+            file.write_text(after)
+            print(f"wrote {file.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -293,7 +293,7 @@ def test_offloaded_boundaries_do_not_outlive_their_graph(batch):
     import gc
     import weakref
 
-    from lowmem.memory import boundary
+    from lowmem.offload import boundary
 
     alive = weakref.WeakSet()
     made = boundary.OnHost.__init__

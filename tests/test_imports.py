@@ -13,6 +13,7 @@ STOREYS = (
     (
         "data",
         "memory",
+        "offload",
         "gradients",
         "accumulation",
         "scheduler",
@@ -24,7 +25,7 @@ STOREYS = (
         "auxiliary_loss",
     ),
     ("precision", "kept_results", "gradient_checkpointing", "stable_embedding", "refusals", "check", "model"),
-    ("module", "checkpoint", "host_memory", "report", "compare", "sweep"),
+    ("module", "checkpoint", "report", "compare", "sweep"),
     ("build", "training", "plan"),
     ("batch_size",),
     ("fit",),

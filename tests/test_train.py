@@ -51,7 +51,7 @@ def test_a_run_leaves_what_it_promises(command, tmp_path):
     }
     assert (run / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000004.ckpt"]
-    for shown in ("bits per byte", "byte-trigram", "tokens/s", "activations", "def ", "memory.png", "summary.json"):
+    for shown in ("bits per byte", "tokens/s", "activations", "def ", "memory.png", "summary.json"):
         assert shown in said
     assert "Traceback" not in said
 
@@ -194,7 +194,7 @@ def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
     assert sorted(order, key=tries.index) == order
 
 
-def test_help_lists_the_groups_without_importing_anything_heavy():
+def test_help_imports_nothing_heavy():
     code = (
         "import sys, runpy; sys.argv = ['train.py', '--help']\n"
         "try: runpy.run_path('train.py', run_name='__main__')\n"
@@ -202,8 +202,7 @@ def test_help_lists_the_groups_without_importing_anything_heavy():
         "print([m for m in ('torch', 'lightning', 'transformers', 'wandb', 'numpy') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "precision: 16, 16-master, 16-true, 32, bf16, bf16-master, bf16-sr, bf16-true, tf32" in out
-    assert out.strip().endswith("[]")
+    assert "Groups: one word swaps a technique" in out and out.strip().endswith("[]")
 
 
 def test_a_run_leaves_the_signal_handlers_as_they_were(command):

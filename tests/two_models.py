@@ -8,7 +8,7 @@ from lowmem import model
 from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import WindowLoader
 from lowmem.instantiate import instantiate
-from lowmem.memory.link import StagedLink
+from lowmem.offload.link import StagedLink
 from lowmem.precision.widened import widened
 
 PRECISIONS = ("16-master", "bf16-master")

@@ -75,7 +75,7 @@ def masters(here: Here, way: str) -> dict:
     def lane():
         import torch
 
-        from lowmem.memory.link import CudaLane
+        from lowmem.offload.link import CudaLane
 
         return CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
 
@@ -117,7 +117,7 @@ def boundaries(here: Here) -> dict:
     """To the bit, dropout on: boundaries that stay, that travel beside the computation, and that are waited for."""
     import torch
 
-    from lowmem.memory import boundary
+    from lowmem.offload import boundary
     from same import last, same
 
     deterministic()

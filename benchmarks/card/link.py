@@ -142,7 +142,7 @@ def staged(here: Here) -> dict:
     """Gradients down and weights up as masters move them: in pieces through pinned slots, the host doing nothing."""
     import torch
 
-    from lowmem.memory.link import CudaLane, StagedLink
+    from lowmem.offload.link import CudaLane, StagedLink
     from made_up import SlowLane
 
     lane = CudaLane(torch.device("cuda")) if here.on_card else SlowLane()

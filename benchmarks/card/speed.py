@@ -65,8 +65,8 @@ def run(here: Here, typed: list[str]) -> dict:
 
 def masters(here: Here, typed: list[str]) -> dict:
     """A run with a stop-watch on the host: seconds of its work, and seconds that the loop stands still for it."""
-    from lowmem.memory.link import StagedLink
     from lowmem.module import CausalLM
+    from lowmem.offload.link import StagedLink
     from lowmem.precision import master
 
     if not here.on_card:
@@ -83,7 +83,7 @@ def masters(here: Here, typed: list[str]) -> dict:
 
 def stand_in(master) -> None:
     """Without a card: the link's own slots and thread, over copies that run late."""
-    from lowmem.memory.link import StagedLink
+    from lowmem.offload.link import StagedLink
     from made_up import SlowLane
 
     master.link_to = lambda device: StagedLink(SlowLane(), slot_bytes=1 << 14)

@@ -11,7 +11,6 @@ from lowmem import checkpoint, model
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
-from lowmem.host_memory import check_host
 from lowmem.instantiate import instantiate
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
@@ -34,7 +33,6 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     windows = instantiate(cfg.accumulation)
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    check_host(cfg, config, optimizer(cfg))
     tokens = _tokens(cfg, spec, config)
     start = saved.position if saved else START
     train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)

@@ -87,7 +87,6 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
         "bits_per_byte": metrics.bits_per_byte(metrics.val_loss),
-        "trigram_bits_per_byte": training.tokens.trigram_bits_per_byte,
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),

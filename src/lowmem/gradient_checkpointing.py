@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from lowmem import kept_results
 from lowmem.errors import Refused
-from lowmem.memory.boundary import Boundary, OnDevice, OnHost
+from lowmem.offload.boundary import Boundary, OnDevice, OnHost
 
 
 def none(model: nn.Module) -> None:

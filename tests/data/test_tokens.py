@@ -51,7 +51,7 @@ def test_an_interrupted_start_leaves_no_half_cache(texts, tmp_path, monkeypatch)
     def dies(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tokens, "trigram_bits_per_byte", dies)
+    monkeypatch.setattr(tokens.json, "dumps", dies)
     with pytest.raises(KeyboardInterrupt):
         tokens.tokenize(texts, tmp_path, 300)
     assert list(tmp_path.iterdir()) == []

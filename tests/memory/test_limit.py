@@ -5,8 +5,8 @@ import torch
 
 from lowmem.errors import Refused
 from lowmem.memory import limit
-from lowmem.memory.boundary import OnHost
 from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
+from lowmem.offload.boundary import OnHost
 
 
 @pytest.mark.parametrize(

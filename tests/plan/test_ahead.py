@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowmem import build
-from lowmem.plan import ahead
+from lowmem.memory import process
 
 
 def test_predicted_stands_beside_measured(command, tmp_path):
@@ -43,7 +43,7 @@ def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monke
 
 
 def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
-    monkeypatch.setattr(ahead, "available_bytes", lambda: -(2**50))
+    monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
     code, said = command("fit=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
     assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
 

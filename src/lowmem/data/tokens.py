@@ -19,7 +19,6 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowmem.data.corpus import Corpus
-from lowmem.data.trigram import trigram_bits_per_byte
 from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -34,14 +33,12 @@ class Tokens:
     """Token ids of both splits, documents joined and separated by the end-of-text token.
 
     `train` and `val` are memory-mapped (tokens,) arrays of unsigned integers; `val_documents` is (documents, 2): the
-    tokens and the bytes of the validation text up to the end of each document; `trigram_bits_per_byte` is what a
-    byte-trigram model of the training text needs for all of it.
+    tokens and the bytes of the validation text up to the end of each document.
     """
 
     train: np.ndarray
     val: np.ndarray
     val_documents: np.ndarray
-    trigram_bits_per_byte: float
     tokenizer: PreTrainedTokenizerBase
 
     def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
@@ -77,7 +74,6 @@ def tokenize(
         train=np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r"),
         val=np.memmap(folder / "val.bin", dtype=meta["dtype"], mode="r"),
         val_documents=np.load(folder / "val_documents.npy"),
-        trigram_bits_per_byte=meta["trigram_bits_per_byte"],
         tokenizer=tokenizer or _load_bpe(folder / "tokenizer.json"),
     )
 
@@ -110,9 +106,7 @@ def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedT
         dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
         _write_split(draft / "train.bin", corpus.train, tokenizer, dtype)
         np.save(draft / "val_documents.npy", _write_split(draft / "val.bin", corpus.val, tokenizer, dtype))
-        trigram = trigram_bits_per_byte(_contents(corpus.train), _contents(corpus.val))
-        meta = {"dtype": dtype, "trigram_bits_per_byte": trigram}
-        (draft / "meta.json").write_text(json.dumps(meta))
+        (draft / "meta.json").write_text(json.dumps({"dtype": dtype}))
         try:
             os.replace(draft, folder)
         except OSError:

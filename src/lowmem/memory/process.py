@@ -1,4 +1,4 @@
-"""What the operating system says of this process: resident memory now and at its highest."""
+"""What the operating system says of this process, resident memory now and at its highest, and of the memory left."""
 
 import ctypes
 import functools
@@ -13,6 +13,7 @@ import psutil
 from torch import Tensor
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CGROUP = Path("/sys/fs/cgroup")
 _KIB = 1024
 
 
@@ -62,3 +63,17 @@ def page_out(tensors: Iterable[Tensor]) -> None:
 def seconds_since_start() -> float:
     """Since the operating system started this process, imports included."""
     return time.time() - _this().create_time()
+
+
+def available_bytes() -> int:
+    """Free memory of the machine, or of the container where that is less."""
+    free = psutil.virtual_memory().available
+    limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return None

@@ -8,7 +8,6 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem.errors import Refused
-from lowmem.host_memory import available_bytes
 from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.memory.limit import parse
@@ -58,7 +57,7 @@ def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
     if cfg.fit == "off":
         return None
     found = predict(cfg, on_card=cfg.device == "cuda")
-    gpu, ram = _free(cfg), available_bytes() + process.rss_bytes()
+    gpu, ram = _free(cfg), _host()
     if found.estimate is not None:
         log.info(f"The prediction is an estimate: {found.estimate}")
     elif not found.fits(gpu, ram):
@@ -88,7 +87,7 @@ def instead(cfg: DictConfig, typed: Sequence[str], found: Prediction | None) -> 
 def could_fit(cfg: DictConfig) -> bool:
     """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
     found = predict(plain(cfg), on_card=cfg.device == "cuda")
-    return found.estimate is not None or found.fits(_free(cfg), available_bytes() + process.rss_bytes())
+    return found.estimate is not None or found.fits(_free(cfg), _host())
 
 
 def _free(cfg: DictConfig) -> int | None:
@@ -98,6 +97,11 @@ def _free(cfg: DictConfig) -> int | None:
         return limit
     free = torch.cuda.mem_get_info()[0]
     return free if limit is None else min(free, limit)
+
+
+def _host() -> int:
+    """Bytes that this process may have in all."""
+    return process.available_bytes() + process.rss_bytes()
 
 
 def _does_not_fit(cfg: DictConfig, typed: Sequence[str], found: Prediction, gpu: int | None, ram: int) -> str:
@@ -122,7 +126,7 @@ def _does_not_fit(cfg: DictConfig, typed: Sequence[str], found: Prediction, gpu:
 def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
-    ram = available_bytes() + process.rss_bytes()
+    ram = _host()
     return search(cfg, typed, lambda recipe: _composed(cfg, typed, recipe), gpu, ram, cfg.device == "cuda")
 
 

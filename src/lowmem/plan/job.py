@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from lowmem import model
 from lowmem.check import check
 from lowmem.errors import Refused
-from lowmem.host_memory import available_bytes
 from lowmem.instantiate import plain
+from lowmem.memory import process
 from lowmem.memory.limit import parse
 from lowmem.overrides import as_lines, composed, without
 from lowmem.plan import table
@@ -43,7 +43,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     quiet()
     model.check_architecture(cfg)
     gpu = gpu if gpu is not None or not on_card else torch.cuda.mem_get_info()[0]
-    ram = ram if ram is not None else available_bytes()
+    ram = ram if ram is not None else process.available_bytes()
     typed = without(OURS, typed)
     if cfg.search:
         found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card, devices)

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from lowmem import build
 from lowmem.errors import Refused
-from lowmem.host_memory import state_bytes_per_parameter
 from lowmem.memory import process
-from lowmem.memory.link import SLOT_BYTES, SLOTS
 from lowmem.memory.tracker import Point
 from lowmem.model import architecture_of
+from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.plan.allocator import replay
+from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.refusals import accumulates, masters
 from lowmem.techniques import declared

@@ -124,3 +124,8 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int]:
         optimizer.step()
     top = max(point.total for point in tracker.timeline())
     return ledger.bytes()["optimizer"], top - sum(ledger.bytes().values())
+
+
+def state_bytes_per_parameter(make: MakeOptimizer) -> float:
+    """Of a large matrix, counted on the state that one step leaves."""
+    return _stepped(make, Probe("matrix", small=False, count=1))[0] / SIDE**2

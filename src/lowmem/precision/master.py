@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from lowmem.errors import Refused
 from lowmem.gradients import Reading, finite, norm_of
 from lowmem.memory.ledger import Side
-from lowmem.memory.link import Link, Take, link_to
 from lowmem.memory.tracker import belongs, host_side
+from lowmem.offload.link import Link, Take, link_to
 from lowmem.precision.plugin import FullPrecision, ScaledLoss, step_one
 
 

@@ -58,7 +58,6 @@ def table(summary: Mapping) -> str:
         *([("  auxiliary loss", _number(extra, ".4f"))] if extra is not None else []),
         ("validation loss", _number(summary["val_loss"], ".4f")),
         ("bits per byte", _number(summary["bits_per_byte"], ".3f")),
-        ("  a byte-trigram model", _number(summary["trigram_bits_per_byte"], ".3f")),
         ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
         ("peak device memory", _gib(peak["device"])),

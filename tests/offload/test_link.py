@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import strategy
 
-from lowmem.memory.link import CudaLane, StagedLink
+from lowmem.offload.link import CudaLane, StagedLink
 from lowmem.precision import master as masters
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lowmem.memory import boundary
-from lowmem.memory.boundary import OnHost
+from lowmem.offload import boundary
+from lowmem.offload.boundary import OnHost
 
 pytestmark = pytest.mark.gpu
 ELEMENTS = 5_000_000  # 20 MB: a segment of its own

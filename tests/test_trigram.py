@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-
-from lowmem.data.trigram import PRIOR, trigram_bits_per_byte
+from benchmarks.trigram import PRIOR, trigram_bits_per_byte
 
 
 def test_a_fixed_cycle_costs_nothing():

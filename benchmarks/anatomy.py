@@ -13,7 +13,7 @@ from benchmarks.runner import ROOT, measure, trained, write
 from lowmem.units import CATEGORIES
 
 MIB = 2**20
-SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "sample_tokens=0", "logger=none", "fit=off"]
+SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "sample_tokens=0", "logger=none", "plan=off"]
 RECIPES = {
     "as shipped": [],
     "precision=bf16": ["precision=bf16"],

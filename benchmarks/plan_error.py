@@ -93,9 +93,9 @@ def row(arguments: list[str]) -> dict:
         "peak": [predicted["device_peak_bytes"], summary["peak_bytes"]["device"]],
         "growth": [predicted["host_peak_bytes"] - libraries, summary["peak_bytes"]["host_rss"] - before],
         "phases": {
-            phase: [predicted["phases"][phase]["device"], measured[name]["device"]]
-            for phase, name in (("init", "load"), *((p, p) for p in ("forward", "backward", "step", "evaluation")))
-            if measured.get(name, {}).get("device")
+            phase: [predicted["phases"][phase]["device"], measured[phase]["device"]]
+            for phase in ("load", "forward", "backward", "step", "evaluation")
+            if measured.get(phase, {}).get("device")
         },
         "state": predicted["peak_bytes_by_category"]["optimizer"],
         "tensors": max(need["host"] for need in predicted["phases"].values()) - libraries,
@@ -139,7 +139,7 @@ def table(found: dict, block: float) -> str:
         return f"| {what} | {len(errors)} | {middle:.2%} | {errors[worst]:+.2%} | {worst} |"
 
     lines.append(line("live-tensor peak", {name: error(one["peak"]) for name, one in counted.items()}))
-    for phase in ("init", "forward", "backward", "step", "evaluation"):
+    for phase in ("load", "forward", "backward", "step", "evaluation"):
         errors = {n: error(one["phases"][phase]) for n, one in counted.items() if phase in one["phases"]}
         lines.append(line(f"live tensors, {phase}", errors))
     large = {name: one for name, one in ones.items() if one["tensors"] >= GIB and not one["estimate"]}

@@ -41,7 +41,7 @@ def typed(name: str) -> list[str]:
 
 def row(name: str) -> dict:
     """Measured seconds of a step."""
-    return {"seconds": trained([*SHORT, *typed(name), "logger=none", "fit=off"])["seconds_per_step"]}
+    return {"seconds": trained([*SHORT, *typed(name), "logger=none", "plan=off"])["seconds_per_step"]}
 
 
 def counted() -> dict[str, float]:

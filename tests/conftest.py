@@ -33,7 +33,7 @@ SMALL = (
     "sample_tokens=0",
     "logger=csv",
     "device=cpu",
-    "fit=off",
+    "plan=off",
 )
 
 

@@ -33,7 +33,7 @@ def test_what_is_found_fits_and_the_next_larger_does_not(fit):
 
 
 def test_as_typed_it_is_found_and_trained_with(command):
-    code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "fit=check", "max_steps=1")
+    code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "plan=check", "max_steps=1")
     assert code == 0 and "batch_size=4 fits." in said and "1 micro-batches per optimizer step" in said, said
 
 
@@ -65,11 +65,11 @@ def test_the_plan_is_tried_first_and_bisection_goes_below_it(config, monkeypatch
     for most, tries in ((4, [4]), (2, [4, 3, 2])):
         tried = []
         monkeypatch.setattr(batch_size, "fits", lambda _, n, most=most, tried=tried: tried.append(n) or n <= most)
-        cfg = config(*AUTO, "memory.limit=1MiB", "fit=check")
+        cfg = config(*AUTO, "memory.limit=1MiB", "plan=check")
         assert batch_size.resolve(cfg).batch_size == most and tried[0] == 4 and len(tried) <= len(tries) + 1
 
 
 def test_what_is_predicted_not_to_fit_is_not_tried(config, monkeypatch):
     monkeypatch.setattr(batch_size, "fits", None)  # calling it would be an error
     with pytest.raises(Refused, match="not even one sequence"):
-        batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "fit=check"))
+        batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "plan=check"))

@@ -9,6 +9,7 @@ import yaml
 
 from conftest import ROOT
 from lowmem import cli
+from lowmem.errors import Refused
 from lowmem.overrides import quoted
 
 
@@ -49,6 +50,15 @@ def test_a_resumed_run_remembers_and_what_is_typed_wins(earlier, what):
 
 def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
     assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]
+
+
+def test_the_old_word_for_plan_is_answered_with_the_new_one_and_read_in_what_was_typed_before(tmp_path):
+    for typed in ("fit=12GiB", "+fit=12GiB"):
+        with pytest.raises(Refused, match=r"this key is plan\. Type plan=12GiB"):
+            cli.prepare([typed])
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- fit=12GiB\n- lr=0.1\n")
+    assert cli.prepare([f"resume={tmp_path}"]) == ["plan=12GiB", "lr=0.1", f"resume={tmp_path}"]
 
 
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])

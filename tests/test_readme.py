@@ -112,7 +112,7 @@ def beside(command: str) -> list[str]:
     if "optuna" in command:
         more.append("hydra.sweeper.trials=3")
     thin = THIN_LLAMA if "llama" in command else THIN if re.search(r"gpt2", command) else []
-    small = ["model.pretrained=false", "fit=off" if "fit=" not in command else "seq_len=64"] if thin else []
+    small = ["model.pretrained=false", "plan=off" if "plan=" not in command else "seq_len=64"] if thin else []
     if "experiment=gpt2_xl" in command or "llama" in command:
         small += ["seq_len=16"]
     return [*more, *small, *(f"model.architecture.{key}" for key in thin)]

@@ -43,7 +43,7 @@ def test_of_every_precision_and_with_a_plan(start, precision):
     shipped = start()
     assert not same(start("seed=1"), shipped)
     assert same(start(f"precision={precision}"), shipped)
-    assert same(start(f"precision={precision}", "fit=check"), shipped)
+    assert same(start(f"precision={precision}", "plan=check"), shipped)
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -53,7 +53,7 @@ def test_of_every_optimizer(start, optim):
 
 def test_of_masters_whose_optimizer_is_probed(start):
     """The probe of lion8bit's state once drew from the generator that the weights come from."""
-    assert same(start("precision=bf16-master", "optim=lion8bit", "fit=check"), start())
+    assert same(start("precision=bf16-master", "optim=lion8bit", "plan=check"), start())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -237,7 +237,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32", "bf16", "16-master"])
 def test_on_a_card_a_run_goes_from_its_plan_to_its_sample(fit, precision):
-    summary, run = fit(f"precision={precision}", "device=cuda", "fit=check", "sample_tokens=8", "val_every=2")
+    summary, run = fit(f"precision={precision}", "device=cuda", "plan=check", "sample_tokens=8", "val_every=2")
     assert summary["steps"] == 4 and summary["device"] == torch.cuda.get_device_name()
     assert summary["predicted"]["reserved_peak_bytes"] > 0 and summary["peak_bytes"]["device"] > 0
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (run / "model").iterdir()}

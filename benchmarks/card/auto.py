@@ -1,4 +1,4 @@
-"""Stage 6: what is left to the program: batch_size=auto and fit=auto, and whether what they choose is right."""
+"""Stage 6: what is left to the program: batch_size=auto and plan=auto, and whether what they choose is right."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 from benchmarks.card.case import Case, Here, Size, Stage
 from lowmem.units import GIB
 
-STAGE = Stage(6, "batch_size=auto and fit=auto", __name__, seconds=450, gib=10)
+STAGE = Stage(6, "batch_size=auto and plan=auto", __name__, seconds=450, gib=10)
 EFFECTIVE = 64  # sequences of an optimizer step
 AUTO = ["accumulation=effective_batch", f"accumulation.size={EFFECTIVE}"]
 SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "save_every=1000", "scheduler=constant"]
@@ -14,19 +14,19 @@ SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "save_every=1000", 
 
 def cases(size: Size) -> Mapping[str, Case]:
     found = {
-        "batch_size=auto, planned": Case(partial(batch_size, fit="check"), 180),
-        "fit=auto under a cap": Case(partial(chosen, cap=size.cap), 180),
+        "batch_size=auto, planned": Case(partial(batch_size, plan="check"), 180),
+        "plan=auto under a cap": Case(partial(chosen, cap=size.cap), 180),
     }
     if size.whole:
-        found["batch_size=auto, by trying alone"] = Case(partial(batch_size, fit="off"), 240)
-        found["fit=auto"] = Case(partial(chosen, cap=None), 180)
+        found["batch_size=auto, by trying alone"] = Case(partial(batch_size, plan="off"), 240)
+        found["plan=auto"] = Case(partial(chosen, cap=None), 180)
     return found
 
 
-def batch_size(here: Here, fit: str) -> dict:
+def batch_size(here: Here, plan: str) -> dict:
     """The size that was found, and whether the next larger one would not have worked."""
     typed = [*without_batch(here.size.model), *AUTO, *SHORT, "precision=bf16", f"memory.limit={here.size.cap}"]
-    summary = here.train(*typed, "batch_size=auto", f"fit={fit}")
+    summary = here.train(*typed, "batch_size=auto", f"plan={plan}")
     found = {
         "batch_size": summary["batch_size"],
         "allocated": summary["peak_bytes"]["device"],
@@ -57,9 +57,9 @@ def without_batch(typed: tuple[str, ...]) -> list[str]:
 def chosen(here: Here, cap: str | None) -> dict:
     """The recipe that the planner takes for what is free, and what it needed when it ran."""
     limit = [f"memory.limit={cap}"] if cap else []
-    summary = here.train(*here.size.model, *SHORT, *limit, *here.size.chosen, "fit=auto")
+    summary = here.train(*here.size.model, *SHORT, *limit, *here.size.chosen, "plan=auto")
     return {
-        "said": _log(here, "fit="),
+        "said": _log(here, "plan="),
         "allocated": summary["peak_bytes"]["device"],
         "predicted": summary["predicted"]["device_peak_bytes"],
         "need": summary["predicted"]["device_need_bytes"],

@@ -42,7 +42,7 @@ class Size:
     rounds: int
     preset: tuple[str, ...]  # typed beside the preset of GPT-2 XL
     steps: int  # of it
-    chosen: tuple[str, ...]  # typed beside fit=auto: what is not left to choose
+    chosen: tuple[str, ...]  # typed beside plan=auto: what is not left to choose
 
 
 DRY = tuple(f"model.architecture.{kind}_pdrop=0.0" for kind in ("resid", "embd", "attn"))

@@ -110,7 +110,7 @@ class InTurn:
         self.lane.hold(until)
 
 
-RUN = ("max_steps=4", "save_every=2", "val_sequences=4", "scheduler=constant", "log_every=1", "fit=off")
+RUN = ("max_steps=4", "save_every=2", "val_sequences=4", "scheduler=constant", "log_every=1", "plan=off")
 
 
 def boundaries(here: Here) -> dict:

@@ -162,7 +162,7 @@ def paged(here: Here) -> dict:
 
 def out_of_memory(here: Here) -> dict:
     """What a run leaves that dies of memory: what was held, what to try, and on a card the allocator's snapshot."""
-    typed = [*plan_error.GPT2, *plan_error.USUAL, *here.size.small, f"memory.limit={here.size.limit}", "fit=off"]
+    typed = [*plan_error.GPT2, *plan_error.USUAL, *here.size.small, f"memory.limit={here.size.limit}", "plan=off"]
     try:
         here.train(*plan_error.SHORT, *typed)
         said = "it did not run out of memory"

@@ -58,7 +58,7 @@ def loops(here: Here, of: tuple[str, str]) -> dict:
 
 
 def run(here: Here, typed: list[str]) -> dict:
-    summary = here.train(*here.size.model, *RUN, *typed, "fit=off")
+    summary = here.train(*here.size.model, *RUN, *typed, "plan=off")
     keys = ("seconds_per_step", "tokens_per_second", "train_loss")
     return {key: summary[key] for key in keys} | {"device_peak": summary["peak_bytes"]["device"]}
 

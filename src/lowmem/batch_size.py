@@ -1,10 +1,11 @@
 """batch_size=auto: the largest divisor of the effective batch whose micro-batch fits, predicted and then tried.
 
-The plan says which is the largest; where a try shows that it is wrong, or with fit=off, bisection finds it. Each try is
-a process of its own that trains two steps and evaluates once under the memory cap, so that what it leaves behind, and
-what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live tensors and ends the
-try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with it the update, is the
-same whatever is found. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning #9625,
+The plan says which is the largest; where a try shows that it is wrong, or with plan=off, bisection finds it. Each try
+is a process of its own that trains two steps and evaluates once under the memory cap, so that what it leaves behind,
+and what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live tensors and ends
+the try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with it the update, is
+the same whatever is found.
+Lightning's finder matches error strings and saves a whole checkpoint first (Lightning #9625,
 #11295).
 """
 
@@ -36,8 +37,8 @@ def resolve(cfg: DictConfig) -> DictConfig:
     if cfg.batch_size != "auto":
         return cfg
     size, devices = cfg.accumulation.size, cfg.accumulation.devices
-    sizes = [n for n in divisors(size // devices) if cfg.fit == "off" or _is_predicted_to_fit(cfg, n)]
-    if cfg.fit != "off" and sizes and fits(cfg, sizes[-1]):  # the plan is right, and the next larger does not fit
+    sizes = [n for n in divisors(size // devices) if cfg.plan == "off" or _is_predicted_to_fit(cfg, n)]
+    if cfg.plan != "off" and sizes and fits(cfg, sizes[-1]):  # the plan is right, and the next larger does not fit
         found = sizes[-1]
     else:
         found = largest(sizes, lambda batch_size: fits(cfg, batch_size))

@@ -74,9 +74,9 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
         limit.parse(cfg.memory.limit)
     except Refused as error:
         yield str(error)
-    if cfg.fit not in ("check", "off", "auto"):
+    if cfg.plan not in ("check", "off", "auto"):
         try:
-            limit.parse(cfg.fit, "fit", plain=False)
+            limit.parse(cfg.plan, "plan", plain=False)
         except Refused as error:
             yield f"{error} Or one of check, auto, off."
     if cfg.export_dtype not in (None, *DTYPES):

@@ -56,11 +56,13 @@ def prepare(arguments: list[str]) -> list[str]:
     """The arguments Hydra gets: a resumed run's or sweep's own overrides first, and group choices quoted.
 
     Raises:
-        Refused: a sweep that cannot be resumed, or a launcher that is not installed.
+        Refused: a sweep that cannot be resumed, a launcher that is not installed, a key of an earlier lowmem.
     """
     if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
         *words, last = os.environ["COMP_LINE"].split(" ")
         os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
+    if old := [argument for argument in arguments if key(argument) == "fit"]:
+        raise Refused(f"{old[0]}: this key is plan. Type {_renamed(old[0])}.")
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
         raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
@@ -83,8 +85,13 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            return without({"resume"}, yaml.safe_load(file.read_text()))
+            return list(map(_renamed, without({"resume"}, yaml.safe_load(file.read_text()))))
     return []
+
+
+def _renamed(line: str) -> str:
+    """A line of an earlier lowmem as one of today."""
+    return f"plan={line.partition('=')[2]}" if key(line) == "fit" else line
 
 
 def run(cfg: DictConfig) -> float:

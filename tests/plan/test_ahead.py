@@ -12,7 +12,7 @@ from lowmem.memory import process
 
 
 def test_predicted_stands_beside_measured(command, tmp_path):
-    code, said = command("fit=check", "max_steps=3", "val_every=3")
+    code, said = command("plan=check", "max_steps=3", "val_every=3")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert code == 0 and "predicted / measured" in said
     for phase in ("forward", "backward", "step", "evaluation"):
@@ -24,7 +24,7 @@ def test_predicted_stands_beside_measured(command, tmp_path):
 
 
 def test_the_loggers_get_it(fit, tmp_path):
-    fit("fit=check", "logger=tensorboard")
+    fit("plan=check", "logger=tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (folder,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*")}
@@ -35,16 +35,16 @@ def test_the_loggers_get_it(fit, tmp_path):
 
 def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "module", None)  # calling it would be another error
-    code, said = command("fit=check", "memory.limit=200KiB", "gradient_checkpointing=none", "optim=adamw")
+    code, said = command("plan=check", "memory.limit=200KiB", "gradient_checkpointing=none", "optim=adamw")
     assert code == 1 and "Traceback" not in said
-    assert "predicted to need" in said and "highest in backward" in said and "Type fit=off" in said
+    assert "predicted to need" in said and "highest in backward" in said and "Type plan=off" in said
     assert "No recipe fits." in said or "The fastest recipe that fits: python train.py" in said
     assert not (tmp_path / "run").exists()
 
 
 def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
     monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
-    code, said = command("fit=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
+    code, said = command("plan=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
     assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
 
 
@@ -58,7 +58,7 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
         return found
 
     monkeypatch.setattr(loss, "full", too_much)
-    code, said = command("fit=check", "precision=32", "model.architecture.n_embd=256")
+    code, said = command("plan=check", "precision=32", "model.architecture.n_embd=256")
     assert code == 1 and "Traceback" not in said
     need = float(re.search(r"Predicted were ([\d.]+) GiB of the device", said)[1])
     line = re.search(r"predicted to need a tenth less, ([\d.]+) GiB:\n  (python train.py .*)\n", said)
@@ -68,17 +68,17 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
 
 
 def test_off_starts_all_the_same(fit):
-    summary, _ = fit("fit=off")
+    summary, _ = fit("plan=off")
     assert summary["predicted"] is None and summary["steps"] == 4
 
 
 @pytest.mark.slow
 def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
     full = ("precision=32", "optim=adamw", "batch_size=8", "max_steps=3", "val_every=3")
-    command("fit=off", *full)
+    command("plan=off", *full)
     peak = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_bytes"]["device"]
     limit = int(0.75 * peak)
-    code, said = command(f"fit={limit}B", f"memory.limit={limit}", *full, f"hydra.run.dir={tmp_path}/chosen")
+    code, said = command(f"plan={limit}B", f"memory.limit={limit}", *full, f"hydra.run.dir={tmp_path}/chosen")
     assert code == 0 and "the fastest of" in said, said
     summary = json.loads((tmp_path / "chosen" / "summary.json").read_text())
     assert summary["peak_bytes"]["device"] <= limit and summary["steps"] == 3
@@ -89,7 +89,7 @@ def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
 
 def test_as_typed_where_the_device_is_not(command, tmp_path):
     """device=auto is the default, and precisions want to know which it is."""
-    code, said = command("fit=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
+    code, said = command("plan=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
     assert code == 0 and "the fastest of" in said, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["device"] in ("cpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
@@ -97,11 +97,11 @@ def test_as_typed_where_the_device_is_not(command, tmp_path):
 
 def test_nothing_that_fits_is_said(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full")
-    code, said = command("fit=1KiB", *typed)
-    assert code == 1 and "fit=1KiB: nothing fits. The smallest recipe, python train.py" in said
+    code, said = command("plan=1KiB", *typed)
+    assert code == 1 and "plan=1KiB: nothing fits. The smallest recipe, python train.py" in said
 
 
 @pytest.mark.parametrize("value", ["12", "yes", "12GB"])
 def test_fit_is_a_size_or_a_word(command, value):
-    code, said = command(f"fit={value}")
-    assert code == 1 and f"fit={value}: give a size such as 12GiB" in said and "Or one of check, auto, off." in said
+    code, said = command(f"plan={value}")
+    assert code == 1 and f"plan={value}: give a size such as 12GiB" in said and "Or one of check, auto, off." in said

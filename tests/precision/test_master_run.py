@@ -256,8 +256,8 @@ def test_too_little_host_memory_is_refused_with_the_numbers_and_fit_off_starts_i
     with monkeypatch.context() as patch:
         patch.setattr("lowmem.fit.trained", None)  # calling it would be another error
         with pytest.raises(Refused, match=r"GiB of the host.*The host has 0.0 GiB"):
-            fit("precision=bf16-master", "fit=check")
-    assert fit("precision=bf16-master", "fit=off")[0]["steps"] == 4
+            fit("precision=bf16-master", "plan=check")
+    assert fit("precision=bf16-master", "plan=off")[0]["steps"] == 4
 
 
 def test_free_memory_is_a_number_of_this_machine():

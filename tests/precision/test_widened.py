@@ -253,7 +253,7 @@ def test_it_ends_with_the_run_also_with_one_that_fails(fit, without_units, below
 
 
 def test_it_is_said_once(command, without_units):
-    said = command("precision=16", "fit=check")[1]
+    said = command("precision=16", "plan=check")[1]
     assert said.count("This CPU has no fp16 products") == 1
     assert "no fp16 products" not in command("precision=bf16")[1]
 

@@ -23,25 +23,25 @@ LESS = 0.9  # of what did not fit: what is tried next
 
 
 def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
-    """fit=12GiB, fit=auto: the config with the fastest recipe that fits, beside what was typed.
+    """plan=12GiB, plan=auto: the config with the fastest recipe that fits, beside what was typed.
 
     Raises:
         Refused: when nothing fits.
     """
-    if cfg.fit in ("check", "off"):
+    if cfg.plan in ("check", "off"):
         return cfg
-    gpu = _free(cfg) if cfg.fit == "auto" else parse(cfg.fit, "fit", plain=False)
-    typed = without({"fit"}, typed)
+    gpu = _free(cfg) if cfg.plan == "auto" else parse(cfg.plan, "plan", plain=False)
+    typed = without({"plan"}, typed)
     plan = _searched(plain(cfg), typed, gpu)
     if plan.chosen is None:
         least = plan.recipes[0]
         raise Refused(
-            f"fit={cfg.fit}: nothing fits. The smallest recipe, {command(typed, least)}, needs "
+            f"plan={cfg.plan}: nothing fits. The smallest recipe, {command(typed, least)}, needs "
             f"{least.prediction.device_need / GIB:.2f} GiB of the device and "
             f"{least.prediction.host_peak / GIB:.1f} of the host. Type a smaller seq_len or model."
         )
     log.info(
-        f"fit={cfg.fit}: {' '.join(plan.chosen.overrides) or 'as typed'}, the fastest of "
+        f"plan={cfg.plan}: {' '.join(plan.chosen.overrides) or 'as typed'}, the fastest of "
         f"{sum(r.fits(plan.gpu, plan.ram) for r in plan.recipes)} recipes that fit (of {len(plan.recipes)}). It needs "
         f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of the device."
     )
@@ -49,12 +49,12 @@ def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
 
 
 def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
-    """What the run will need; None with fit=off.
+    """What the run will need; None with plan=off.
 
     Raises:
         Refused: more than the device or the host has, with the numbers and a recipe that fits.
     """
-    if cfg.fit == "off":
+    if cfg.plan == "off":
         return None
     found = predict(cfg, on_card=cfg.device == "cuda")
     gpu, ram = _free(cfg), _host()
@@ -120,7 +120,7 @@ def _does_not_fit(cfg: DictConfig, typed: Sequence[str], found: Prediction, gpu:
         )
     except Refused as error:
         lines.append(str(error))
-    return " ".join([*lines, "Type fit=off to start it all the same."])
+    return " ".join([*lines, "Type plan=off to start it all the same."])
 
 
 def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:

@@ -20,7 +20,7 @@ from lowmem.refusals import accumulates, masters
 from lowmem.techniques import declared
 from lowmem.units import CATEGORIES, GIB
 
-PHASES = ("init", "forward", "backward", "step", "evaluation", "save", "resume")
+PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 # What cannot be known without the card: kernels and cuBLAS workspace beside torch's memory, and CUDA's libraries in the
 # host's memory. Margins, not measurements.
 CONTEXT, CUDA_ON_HOST = GIB // 2, GIB
@@ -180,7 +180,7 @@ def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices:
         return Need(point_device, base + host + (0 if on_card else point_device))
 
     masters = loaded if found.steps_on_host else 0
-    phases = {"init": need("init", found.weights, masters + largest + (loaded if on_card else 0))}
+    phases = {"load": need("load", found.weights, masters + largest + (loaded if on_card else 0))}
     for name in ("forward", "backward", "step"):
         point = found.phases[name]
         device = point.total + (flight if name == "backward" else 0)

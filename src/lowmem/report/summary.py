@@ -11,7 +11,6 @@ from pathlib import Path
 
 from lowmem.units import GIB
 
-MEASURED_AS = {"init": "load"}  # a plan's phases that the meter calls otherwise
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
@@ -74,7 +73,7 @@ def both(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
         return {}
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for phase, need in summary["predicted"]["phases"].items():
-        measured = summary["peak_bytes_by_phase"].get(MEASURED_AS.get(phase, phase), {})
+        measured = summary["peak_bytes_by_phase"].get(phase, {})
         sides = {side: (need[side], measured[side]) for side in ("device", "host") if measured.get(side)}
         if sides:
             found[phase] = sides

@@ -109,6 +109,14 @@ def test_a_model_that_cannot_be_traced_gets_an_estimate(planned, monkeypatch):
         assert 1 / part < ratio < part, phase
 
 
+def test_a_fault_of_the_planner_is_no_estimate(planned, monkeypatch):
+    """Whatever it is that is wrong in lowmem's own code."""
+
+    monkeypatch.setattr("lowmem.plan.trace.highest_of_phases", None)
+    code, said, _ = planned("gpu=1GiB", "search=false")
+    assert code == 1 and "Traceback" in said and "Type plan=off to start without a prediction" in said
+
+
 def test_compiled_blocks_are_an_estimate(planned):
     _, said, written = planned("gpu=2GiB", "search=false", "gradient_checkpointing=budget")
     assert "An estimate: compiled blocks cannot be traced" in said and written["recipes"][0]["estimate"]

@@ -83,6 +83,25 @@ def test_a_derivation_from_another_depth_is_not(composed):
     assert derived.device_peak != pytest.approx(needs(trace(cfg, on_card=True), cfg, True, 0).device_peak, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "bends"),
+    [
+        ("none", False),
+        ("every_layer", False),
+        ("selective", False),
+        ("offload", False),
+        ("sqrt", True),
+        ("every_k", True),
+    ],
+)
+def test_a_third_depth_tells_where_blocks_do_not_add_the_same(composed, checkpointing, bends):
+    derivation = Derivation(composed, 48, (1, 8), True, machine())
+    recipe = as_override("bf16", "adamw", checkpointing, "full", 8)
+    why = derivation.estimate(recipe, composed(recipe))
+    assert (why is not None) == bends
+    assert not bends or f"with gradient_checkpointing={checkpointing} not every block adds the same" in why
+
+
 def test_two_lines_make_a_plane():
     corners = [(d, b, 7 + 3 * d + 5 * b + 2 * d * b) for d in (3, 4) for b in (1, 8)]
     assert bilinear(corners, 48, 4) == 7 + 3 * 48 + 5 * 4 + 2 * 48 * 4

@@ -1,10 +1,11 @@
-"""From a dozen small traces to every recipe of a table, exactly where a model is a stack of equal blocks.
+"""From a dozen small traces to every recipe of a table, exactly where every block adds the same.
 
 What a run holds at one place of a pass (before the first block, inside the last one, at the loss, ...) is linear in the
 number of blocks and in the sequences of a micro-batch. So each way to compute (dtype, checkpointing, loss) is traced
 with 3 and with 4 blocks, and at the smallest and the largest micro-batch; the rest of the recipe is a sum: weights,
 gradients (kept, summed over a window, or gone to the host), the optimizer's state. Its own bytes and those of its step
-come from traces of the parameters alone, for each precision and optimizer.
+come from traces of the parameters alone, for each precision and optimizer. Whether every block does add the same is
+looked at with a third number of blocks, once for each checkpointing; where not, the derivation is an estimate.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ from lowmem.techniques import declared
 from lowmem.units import CATEGORIES
 
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
+THIRD = 7  # a number of blocks that is neither a square nor even: segments of several blocks do not divide it
+BENT = 0.01  # of the highest place: a line through DEPTHS that is further off at THIRD is no line
 SHORT = 8  # tokens of a trace of the parameters alone
 
 Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
@@ -41,6 +44,7 @@ class Derivation:
 
     def __post_init__(self) -> None:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
+        self._off: dict[str, float] = {}  # by checkpointing
 
     def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
         """Args: recipe: override -> value, the groups and batch_size among them; cfg: of its precision and optim.
@@ -81,6 +85,31 @@ class Derivation:
         if masters(cfg) and windows(cfg, recipe) > 1:  # which are summed
             owns["accumulation"] = "fixed"
         return (way, self.batches), (owns, (1, 1))
+
+    def estimate(self, recipe: Mapping[str, str], cfg: DictConfig) -> str | None:
+        """Why what is derived for a recipe is an estimate; None: it is exact. Args: those of `trace`."""
+        checkpointing = recipe["gradient_checkpointing"]
+        if checkpointing not in self._off:
+            self._off[checkpointing] = self._off_at_third(*self.needed(recipe, cfg)[0])
+        if self._off[checkpointing] <= BENT:
+            return None
+        return (
+            f"with gradient_checkpointing={checkpointing} not every block adds the same; derived from {DEPTHS} blocks, "
+            f"{THIRD} are {self._off[checkpointing]:.0%} off. Type search=false for this run alone, traced."
+        )
+
+    def _off_at_third(self, way: Mapping[str, str], batches: tuple[int, int]) -> float:
+        if self.depth <= max(DEPTHS):
+            return 0.0
+        small = min(batches)
+        at = {depth: found for depth, batch, found in self.traced(way, batches) if batch == small}
+        third = trace(OmegaConf.merge(self.compose(way), {"batch_size": small}), self.on_card, THIRD)
+        self.traces += 1
+        off = [
+            abs(_line({depth: _of(place, "kept")(found) for depth, found in at.items()}, THIRD) - held.kept)
+            for place, held in third.places.items()
+        ]
+        return max(off) / max(held.kept for held in third.places.values())
 
     def traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
         """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from omegaconf import DictConfig
@@ -87,7 +87,8 @@ def search(
     for option, recipe_cfg in options:
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
-        found.append(Recipe(overrides, needs(shapes, recipe_cfg, on_card, libraries, devices), seconds))
+        need = needs(shapes, recipe_cfg, on_card, libraries, devices)
+        found.append(Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg)), seconds))
     ranked = sorted((r for r in found if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
         exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices)

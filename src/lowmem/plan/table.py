@@ -56,7 +56,7 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
     room = "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.1f}"
     return (
         " ".join(recipe.overrides) or "(as typed)",
-        f"{need.device_need / GIB:.2f}",
+        f"{'about ' if need.estimate else ''}{need.device_need / GIB:.2f}",
         room if recipe.fits(plan.gpu, plan.ram) else f"{room} does not fit",
         f"{need.host_peak / GIB:.1f}",
         need.peak_phase,
@@ -66,6 +66,11 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _notes(plan: Plan) -> list[str]:
+    estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
+    return [*_facts(plan), *(f"about: {why}" for why in estimates)]
+
+
+def _facts(plan: Plan) -> list[str]:
     if not plan.recipes[0].prediction.on_card:
         return ["Device and host are one here: device is what the tensors take, host all resident memory."]
     return [

@@ -10,7 +10,9 @@ the gradients of an earlier one.
 """
 
 import logging
+import os
 import tempfile
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
 
+import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
@@ -43,6 +47,8 @@ from lowmem.refusals import masters
 from lowmem.techniques import declared
 
 aten = torch.ops.aten
+PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
+PYTHON = Path(os.__file__).parent
 OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
 
 
@@ -51,8 +57,27 @@ class TooLong(Exception):
 
 
 def untraceable(error: Exception) -> str:
-    """Why a model cannot be traced: whatever its code raised that asks for numbers."""
+    """Why a model cannot be traced: whatever its code raised that asks for numbers.
+
+    Raises:
+        error: where it is not the model's code that did: nothing of ours is taken for a model that cannot be traced.
+    """
+    if not isinstance(error, TooLong) and not _raised_by_a_model(error):
+        error.add_note("This is a fault of the planner. Type plan=off to start without a prediction.")
+        raise error
     return f"this model cannot be traced by shape ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+
+
+def _raised_by_a_model(error: Exception) -> bool:
+    """Whether the last that was called of lowmem, Lightning and the model, before torch raised, is the model."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # torch's way to raise
+    callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
+    return bool(callers) and not {PACKAGE, LIGHTNING} & {*callers[-1].parents}
+
+
+def _of_python(file: Path) -> bool:
+    return PYTHON in file.parents and "site-packages" not in file.parts
 
 
 @dataclass

@@ -14,6 +14,7 @@ from lowmem.data.tokens import Tokens, tokenize
 from lowmem.instantiate import instantiate
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
+from lowmem.settings import Settings
 
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
@@ -30,7 +31,7 @@ class Data(NamedTuple):
 
 def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     """The light part, in which whatever refuses a run does so."""
-    windows = instantiate(cfg.accumulation)
+    windows = Settings(cfg).windows
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
     tokens = _tokens(cfg, spec, config)

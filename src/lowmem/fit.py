@@ -18,11 +18,11 @@ from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
-from lowmem.memory.limit import parse
 from lowmem.plan import ahead
 from lowmem.quiet import quiet
 from lowmem.report import step
 from lowmem.report import summary as report
+from lowmem.settings import Settings
 from lowmem.training import DidNotFit, Training, trained
 
 
@@ -69,8 +69,7 @@ def _placed(cfg: DictConfig, output_dir: Path) -> DictConfig:
     """A copy with its folder, and with the device that `auto` means."""
     cfg = cfg.copy()
     cfg.output_dir = str(output_dir)
-    if cfg.device == "auto":
-        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = Settings(cfg).device
     return cfg
 
 
@@ -111,7 +110,7 @@ def _report(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapp
         model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
     title = " ".join(summary["overrides"]) or f"{cfg.model.name}, as shipped"
     card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None
-    meter, room = training.meter, parse(cfg.memory.limit) or card
+    meter, room = training.meter, Settings(cfg).limit or card
     picture.memory_picture(output_dir / "memory.png", meter.rows(), meter.timeline, title, room)
     step.write(output_dir / "memory_step.csv", meter.timeline)
     picture.send(output_dir / "memory.png", training.loggers, summary["steps"])

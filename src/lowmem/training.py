@@ -17,12 +17,13 @@ from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.loss import Verified
 from lowmem.memory import process
-from lowmem.memory.limit import capped, parse
+from lowmem.memory.limit import capped
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.sample import Sample
+from lowmem.settings import Settings
 from lowmem.stop import Stop
 
 
@@ -80,7 +81,7 @@ def trained(cfg: DictConfig, output_dir: Path, keeps: bool = True) -> Iterator[T
         training.rss_before_model, training.resumed_from = before, start
         with (
             training.stop.listening(),
-            capped(parse(cfg.memory.limit), cfg.device),
+            capped(Settings(cfg).limit, cfg.device),
             recorded(output_dir, cfg.memory.snapshot, cfg.device),
         ):
             training.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
@@ -100,7 +101,7 @@ def trained(cfg: DictConfig, output_dir: Path, keeps: bool = True) -> Iterator[T
 
 
 def _assembled(cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM, keeps: bool) -> Training:
-    limit = parse(cfg.memory.limit) if cfg.device == "cpu" else None
+    limit = Settings(cfg).limit if cfg.device == "cpu" else None
     meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit)
     bits_per_byte = data.tokens.bits_per_byte(data.val.predicted)
     metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), bits_per_byte)

@@ -15,6 +15,7 @@ from lowmem.overrides import as_lines, as_mapping, composed, without
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, search
 from lowmem.plan.table import command
+from lowmem.settings import Settings
 from lowmem.units import GIB
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def could_fit(cfg: DictConfig) -> bool:
 
 def _free(cfg: DictConfig) -> int | None:
     """Bytes that the device's tensors may take; None: a CPU's are only limited by the host."""
-    limit = parse(cfg.memory.limit)
+    limit = Settings(cfg).limit
     if cfg.device != "cuda":
         return limit
     free = torch.cuda.mem_get_info()[0]

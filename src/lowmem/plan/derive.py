@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem.instantiate import instantiate
 from lowmem.memory.tracker import Point
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
-from lowmem.refusals import in_backward, masters
-from lowmem.techniques import declared
+from lowmem.settings import Settings
 from lowmem.units import CATEGORIES
 
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
@@ -67,7 +65,7 @@ class Derivation:
             blocks=(self.depth, own.any.blocks[1]),
             pinned=_pinned(passes),
         )
-        gone = masters(cfg) or in_backward(cfg)
+        gone = Settings(cfg).masters or Settings(cfg).in_backward
         found.phases |= {
             "forward": _pass("forward", passes, own, found, gone, micro_batches),
             "backward": _pass("backward", passes, own, found, gone, micro_batches),
@@ -80,9 +78,9 @@ class Derivation:
     def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
         """What must be traced for a recipe: its passes, whatever is stepped, and its parameters alone."""
         way = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
-        way["precision"] = declared(cfg, "precision").computes_as or recipe["precision"]
+        way["precision"] = Settings(cfg).precision.computes_as or recipe["precision"]
         owns = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
-        if masters(cfg) and windows(cfg, recipe) > 1:  # which are summed
+        if Settings(cfg).masters and windows(cfg, recipe) > 1:  # which are summed
             owns["accumulation"] = "fixed"
         return (way, self.batches), (owns, (1, 1))
 
@@ -133,7 +131,7 @@ def windows(cfg: DictConfig, recipe: Mapping[str, str]) -> int:
         return int(recipe["accumulation.batches"])
     if "size" in cfg.accumulation:
         return cfg.accumulation.size // (int(recipe["batch_size"]) * cfg.accumulation.devices)
-    return instantiate(cfg.accumulation).largest
+    return Settings(cfg).windows.largest
 
 
 @dataclass(frozen=True)

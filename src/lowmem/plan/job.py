@@ -19,7 +19,7 @@ from lowmem.plan import table
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import Plan, largest_model, search
 from lowmem.quiet import quiet
-from lowmem.refusals import masters
+from lowmem.settings import Settings
 
 OURS = ("gpu", "ram", "search", "rows", "devices", "strategy")  # keys of conf/plan.yaml
 
@@ -70,7 +70,7 @@ def _devices(cfg: DictConfig) -> int:
         raise Refused(f"strategy={cfg.strategy} devices={cfg.devices}: give single, or fsdp and a number of devices.")
     if cfg.strategy == "single" and cfg.devices > 1:
         raise Refused(f"devices={cfg.devices}: each would hold all of the model. Type strategy=fsdp to divide it.")
-    if cfg.devices > 1 and masters(cfg):
+    if cfg.devices > 1 and Settings(cfg).masters:
         raise Refused(
             "devices: masters are those of one whole model beside one device. Type precision=bf16 for several, or "
             "devices=1."

@@ -21,9 +21,8 @@ from lowmem import build
 from lowmem.instantiate import instantiate
 from lowmem.plan.trace import Trace
 from lowmem.plan.work import Work
-from lowmem.precision.master_callback import steps_early
 from lowmem.precision.widened import widened
-from lowmem.refusals import masters, scales_loss
+from lowmem.settings import Settings
 
 CACHE = Path("~/.cache/lowmem").expanduser()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,9 +62,8 @@ class Machine:
             return micro_batches * pass_seconds + moved / self.bandwidth
         update = found.parameters * self.step_rate(cfg)
         traffic = 2 * found.parameters / self.link if self.link else 0.0  # 16 bits each way
-        early = steps_early(cfg.master.get("early_step", False), cfg.clip, scales_loss(cfg))
         *before, last = [max(pass_seconds, traffic)] * micro_batches
-        if early and self.link:  # the update runs beside the last backward pass
+        if Settings(cfg).early and self.link:  # the update runs beside the last backward pass
             return sum(before) + max(last, update + traffic)
         return sum(before) + last + update + traffic
 
@@ -146,7 +144,7 @@ def _step_seconds(cfg: DictConfig) -> float:
     probe = nn.Linear(side, STEPPED // side, bias=False)
     optimizer = build.optimizer(cfg)(probe)
     gradient = torch.full_like(probe.weight, 1e-3)
-    if masters(cfg) or cfg.weights_dtype == "float32":
+    if Settings(cfg).masters or cfg.weights_dtype == "float32":
         probe.weight.grad = gradient
         return _seconds(optimizer.step, "cpu")
     plugin = instantiate(cfg.trainer.plugins.precision)
@@ -161,7 +159,7 @@ def _step_seconds(cfg: DictConfig) -> float:
 
 def _stepped_as(cfg: DictConfig) -> str:
     """What the time of a step depends on beside its optimizer: one of 16-bit weights widens and rounds them."""
-    if masters(cfg):
+    if Settings(cfg).masters:
         return "masters"
     stochastic = cfg.trainer.plugins.precision.get("stochastic", False)
     return f"{cfg.weights_dtype}{' rounded at random' if stochastic else ''}"

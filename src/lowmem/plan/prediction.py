@@ -16,8 +16,7 @@ from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.plan.allocator import replay
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
-from lowmem.refusals import accumulates, masters
-from lowmem.techniques import declared
+from lowmem.settings import Settings
 from lowmem.units import CATEGORIES, GIB
 
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
@@ -98,7 +97,7 @@ def predict(cfg: DictConfig, on_card: bool, devices: int = 1) -> Prediction:
         Refused: what the run itself would be refused for.
     """
     libraries = process.rss_bytes()  # this process has imported what the run will import
-    if declared(cfg, "gradient_checkpointing").compiles_blocks:
+    if Settings(cfg).checkpointing.compiles_blocks:
         uncompiled = {"gradient_checkpointing": {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}}
         cfg = OmegaConf.create(OmegaConf.to_container(cfg) | uncompiled)
         why = (
@@ -123,15 +122,16 @@ def outline(cfg: DictConfig) -> Trace:
         every = list(AutoModelForCausalLM.from_config(config).parameters())
     count, largest = sum(p.numel() for p in every), max(p.numel() for p in every)
     size = getattr(torch, cfg.weights_dtype).itemsize
-    on_host = masters(cfg)
+    run = Settings(cfg)
+    on_host = run.masters
     weights, state = count * (2 if on_host else size), round(count * state_bytes_per_parameter(build.optimizer(cfg)))
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
     boundary = tokens * getattr(text, "hidden_size", 1024) * 2
-    blocks = 1 if declared(cfg, "gradient_checkpointing").saves else layers
+    blocks = 1 if run.checkpointing.saves else layers
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size
     activations = boundary * layers + 17 * boundary * blocks + logits
     gradients = 0 if on_host else weights
-    host = count * (4 + (4 if accumulates(cfg) else 2)) + state if on_host else 0
+    host = count * (4 + (4 if run.accumulates else 2)) + state if on_host else 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
         held = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}

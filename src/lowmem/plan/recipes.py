@@ -19,8 +19,9 @@ from lowmem.plan.derive import Compose, Derivation, Needed
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
 from lowmem.plan.trace import untraceable
-from lowmem.refusals import masters, refused
-from lowmem.techniques import declared, techniques
+from lowmem.refusals import refused
+from lowmem.settings import Settings
+from lowmem.techniques import techniques
 
 TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of which the planner chooses
 SAME = 1.03  # recipes this close in counted time are equally fast
@@ -107,11 +108,11 @@ def workable(
     """(candidate, config of its precision and optimizer), without those that are refused."""
     for option in options:
         recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        twin = declared(recipe_cfg, "optim").on_host
-        if twin and masters(recipe_cfg) and "optim" not in as_mapping(typed):
-            option = {**option, "optim": twin}
+        run = Settings(recipe_cfg)
+        if run.masters and run.optim.on_host and "optim" not in as_mapping(typed):
+            option = {**option, "optim": run.optim.on_host}
             recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        if not any(refused(recipe_cfg)) and (devices == 1 or not masters(recipe_cfg)):  # those of a whole model
+        if not any(refused(recipe_cfg)) and (devices == 1 or not run.masters):  # those of a whole model
             yield option, recipe_cfg
 
 

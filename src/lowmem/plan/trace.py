@@ -41,10 +41,8 @@ from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work, work_of
-from lowmem.precision.master_callback import steps_early
 from lowmem.precision.plugin import step_one
-from lowmem.refusals import masters
-from lowmem.techniques import declared
+from lowmem.settings import Settings
 
 aten = torch.ops.aten
 PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
@@ -111,7 +109,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
     config = _of_depth(model.architecture_of(cfg), depth)
     make, in_operators = _optimizer(cfg, on_card)
-    accumulates = instantiate(cfg.accumulation).largest > 1
+    run = Settings(cfg)
     shapes = Shapes()
     # transformers takes fake tensors for a graph that is recorded for later, and then writes every mask out
     as_in_a_run = patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)
@@ -130,8 +128,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         recorder = Recorder(Path(folder) / "memory.csv")
         recorder.mark(module.model)
         plugins = list(instantiate(cfg.trainer.plugins).values())
-        early = masters(cfg) and steps_early(cfg.master.get("early_step", False), cfg.clip, plugins[0].scales_loss)
-        callbacks = [recorder, *instantiate(cfg.callbacks).values(), Steady(shapes, accumulates, early)]
+        callbacks = [recorder, *instantiate(cfg.callbacks).values(), Steady(shapes, run.accumulates, run.early)]
         trainer = Trainer(
             accelerator="cpu",
             max_steps=1,
@@ -154,7 +151,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
             gradients=sum(p.nbytes for p in every if p.requires_grad),
             steps_on_host=plugins[0].optimizer_side == "host",
             unseen=round(in_operators * max(p.numel() for p in every)),
-            generated=declared(cfg, "optim").generates_code,
+            generated=run.optim.generates_code,
             blocks=(len(stack), max((sum(p.nbytes for p in block.parameters()) for block in stack), default=0)),
             work=shapes.work,
         )
@@ -175,10 +172,10 @@ def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
     """(one that steps on shapes, bytes per element that the real one takes unseen)."""
-    make, compiled, scratch = build.optimizer(cfg), declared(cfg, "optim").generates_code, 0.0
-    if not declared(cfg, "optim").steps_on_shapes:
+    make, compiled, scratch = build.optimizer(cfg), Settings(cfg).optim.generates_code, 0.0
+    if not Settings(cfg).optim.steps_on_shapes:
         # of a card's own kernels only generated ones have scratch: that of the same graph, generated for a CPU
-        if compiled or masters(cfg) or not on_card:
+        if compiled or Settings(cfg).masters or not on_card:
             scratch = unseen(make)
         make = stand_in(make, one_kernel=on_card or compiled)
     return (card.foreach(make) if on_card else make), scratch

@@ -6,11 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lowmem.errors import Refused
-
-
-def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
-    """Whether masters step as their gradients arrive: a norm, or a loss scale, needs all gradients first."""
-    return wanted and clip is None and not scales_loss
+from lowmem.settings import steps_early
 
 
 class MasterWeights(Callback):

@@ -1,0 +1,87 @@
+"""What a config means, worked out once: the run, its plan and the refusals ask here."""
+
+from functools import cached_property
+
+from hydra.utils import get_object
+from omegaconf import DictConfig
+
+from lowmem.accumulation import WindowSize
+from lowmem.instantiate import instantiate
+from lowmem.memory import limit
+from lowmem.techniques import GROUPS, Technique, declared
+
+
+def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
+    """Whether masters step as their gradients arrive: a norm, or a loss scale, needs all gradients first."""
+    return wanted and clip is None and not scales_loss
+
+
+class Settings:
+    """Args: cfg: composed; it does not change any more. What is never asked is never worked out."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+
+    @cached_property
+    def device(self) -> str:
+        """cpu or cuda."""
+        import torch  # not above: a command's arguments are read before it is needed
+
+        asked = self.cfg.device
+        return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Bytes that the device's tensors may take, where memory.limit says so."""
+        return limit.parse(self.cfg.memory.limit)
+
+    @cached_property
+    def windows(self) -> WindowSize | None:
+        """None while batch_size=auto: a search ends at a size that is not known yet."""
+        return None if self.cfg.batch_size == "auto" else instantiate(self.cfg.accumulation)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a window may have several micro-batches."""
+        return self.windows is None or self.windows.largest > 1
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether each gradient steps its parameter as soon as it exists."""
+        return self.cfg.optim.in_backward
+
+    @cached_property
+    def _precision_class(self) -> type:
+        return get_object(self.cfg.trainer.plugins.precision._target_)
+
+    @property
+    def scales_loss(self) -> bool:
+        return getattr(self._precision_class, "scales_loss", False)
+
+    @property
+    def masters(self) -> bool:
+        """Whether the optimizer steps on the host."""
+        return self._precision_class.optimizer_side == "host"
+
+    @property
+    def early(self) -> bool:
+        """Whether masters step as their gradients arrive."""
+        wanted = self.masters and self.cfg.master.get("early_step", False)
+        return steps_early(wanted, self.cfg.clip, self.scales_loss)
+
+    @cached_property
+    def precision(self) -> Technique:
+        return declared(self.cfg, "precision")
+
+    @cached_property
+    def optim(self) -> Technique:
+        return declared(self.cfg, "optim")
+
+    @cached_property
+    def checkpointing(self) -> Technique:
+        return declared(self.cfg, "gradient_checkpointing")
+
+    @property
+    def needs_compiler(self) -> bool:
+        """For code that runs on a CPU; on a card Triton makes it."""
+        return self.device == "cpu" and any(declared(self.cfg, group).generates_code for group in GROUPS)

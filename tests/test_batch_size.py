@@ -5,6 +5,7 @@ import pytest
 from lowmem import batch_size
 from lowmem.errors import Refused
 from lowmem.fit import OutOfMemory
+from lowmem.fit import fit as fit_itself
 
 AUTO = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=12")
 
@@ -41,6 +42,13 @@ def test_as_typed_it_is_found_and_trained_with(command):
 def test_one_try_says_what_fits(config):
     cfg = config(*AUTO, "memory.limit=100KiB")
     assert not batch_size.fits(cfg, 1)
+
+
+@pytest.mark.parametrize("trial", [True, False])
+def test_a_try_writes_no_checkpoint_and_no_model(config, tmp_path, trial):
+    fit_itself(config(), tmp_path / "run", trial=trial)
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {"memory.csv", "metrics.csv"} if trial else {"checkpoints", "model", "summary.json"} <= left
 
 
 def test_when_nothing_fits_the_sentence_says_what_to_type(config, monkeypatch):

@@ -88,7 +88,7 @@ def main() -> None:
 
     cfg = OmegaConf.create(json.loads(sys.stdin.read()))
     try:
-        fit(cfg, Path(cfg.output_dir))
+        fit(cfg, Path(cfg.output_dir), trial=True)  # a checkpoint of 7B parameters alone is 84 GB
     except OutOfMemory:
         sys.exit(DOES_NOT_FIT)
     except Refused as error:

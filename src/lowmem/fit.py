@@ -46,16 +46,21 @@ class OutOfMemory(Refused):
 
 
 def fit(
-    cfg: DictConfig, output_dir: Path, choices: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+    cfg: DictConfig,
+    output_dir: Path,
+    choices: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    trial: bool = False,
 ) -> dict:
     """Train as `cfg` says and leave the results in `output_dir`.
 
     Args:
         choices: group -> chosen yaml, for messages.
         overrides: what the user typed, for the summary.
+        trial: whether it fits is all that is asked: no checkpoint, no model and no report is written.
 
     Returns:
-        What summary.json holds.
+        What summary.json holds; of a trial nothing.
 
     Raises:
         Refused: a run that cannot work, or that ran out of memory, in a sentence.
@@ -77,13 +82,15 @@ def fit(
         module = build.module(cfg, data, saved)
         tokens = data.tokens
         output_dir.mkdir(parents=True, exist_ok=True)
-        run = _assemble(cfg, output_dir, data, module)
+        run = _assemble(cfg, output_dir, data, module, trial)
         with (
             run.stop.listening(),
             capped(parse(cfg.memory.limit), cfg.device),
             recorded(output_dir, cfg.memory.snapshot, cfg.device),
         ):
             run.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
+        if trial:
+            return {}
         about = {"overrides": list(overrides), "resumed_from": str(start) if start else None}
         about |= {"predicted": prediction.beside(before) if prediction else None, "rss_before_model_bytes": before}
         return _report(run, cfg, output_dir, tokens, module, about)
@@ -126,15 +133,16 @@ class Run:
                 logger.experiment.finish()  # or the next job of a multirun would log into this run
 
 
-def _assemble(cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM) -> Run:
+def _assemble(cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM, trial: bool) -> Run:
     limit = parse(cfg.memory.limit) if cfg.device == "cpu" else None
     meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit)
     bits_per_byte = data.tokens.bits_per_byte(data.val.predicted)
     metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), bits_per_byte)
     sample, stop = Sample(data.tokens.tokenizer, cfg.sample_tokens, cfg.seed), Stop()
-    saves = checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)
+    saves = [checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)]
     plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
-    callbacks = [meter, metrics, *instantiate(cfg.callbacks).values(), Verified(), stop, saves, sample]
+    ends = [stop, *([] if trial else saves), sample]
+    callbacks = [meter, metrics, *instantiate(cfg.callbacks).values(), Verified(), *ends]
     loggers = [logger for logger in instantiate(cfg.logger).values() if logger is not None]
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))

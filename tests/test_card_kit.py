@@ -11,11 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.card import __main__ as command
-from benchmarks.card import correctness, kit, link, memory, page, speed, xl
+from benchmarks.card import auto, correctness, kit, link, memory, page, process, speed, xl
 from benchmarks.card.case import SIZES, Case, Here, Stage, text
 from benchmarks.card.kit import Kit
 
 from conftest import ROOT
+from lowmem.errors import Refused
 from lowmem.units import GIB
 
 STAGES = (
@@ -30,7 +31,7 @@ CARD |= {"versions": {"torch": "2.11.0"}, "device": "cpu"}
 def made_up(tmp_path, monkeypatch):
     """(device) -> a kit of made-up stages, on a made-up card, whose page is not the project's."""
     monkeypatch.setattr(kit, "PAGE", tmp_path / "card.md")
-    monkeypatch.setattr(kit, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(process, "SCRATCH", tmp_path / "scratch")
     monkeypatch.setattr(kit, "text", lambda folder: text(folder, files=1, lines=10))
     monkeypatch.setattr(Kit, "_machine", lambda self: CARD)
 
@@ -49,6 +50,7 @@ def statuses(record):
 
 
 ENDS = {"well": "done", "fails": "failed", "endless": "ended", "dies": "failed", "left out": "left out"}
+ENDS["wrong"] = "done"
 
 
 def test_a_case_that_fails_dies_or_does_not_end_is_recorded_and_the_others_run(made_up, tmp_path, capsys):
@@ -57,12 +59,14 @@ def test_a_case_that_fails_dies_or_does_not_end_is_recorded_and_the_others_run(m
     assert statuses(record) == ENDS and set(record["planned"]) == set(ENDS)
     assert record["cases"]["well"]["result"] == {"device": "cpu", "text": True}
     assert "ZeroDivisionError: at the second step" in record["cases"]["fails"]["why"]
-    assert record["cases"]["dies"]["result"] == {"half": True}  # what it had kept by then
+    assert record["cases"]["dies"]["result"]["half"] is True  # what it had kept by then
+    assert "ended by signal 6, Aborted" in record["cases"]["dies"]["why"]
     assert "ended after 2 s" in record["cases"]["endless"]["why"]
     time.sleep(0.1)
-    assert not _runs(record["cases"]["endless"]["result"]["child"])
+    assert not any(_runs(record["cases"][name]["result"]["child"]) for name in ("endless", "dies"))
     said = capsys.readouterr().out
-    assert "1 made up: 1 done, 2 failed, 1 ended, 1 left out; results of" in said
+    assert "1 made up: 2 done, 2 failed, 1 ended, 1 left out, 1 NOT RIGHT; results of" in said
+    assert "  wrong: done in" in said and ", and NOT RIGHT" in said
     assert "  fails: failed in" in said and "ZeroDivisionError: at the second step" in said
 
 
@@ -74,20 +78,21 @@ def test_results_are_written_after_every_case(made_up, monkeypatch):
     written = []
     monkeypatch.setattr(kit, "write", lambda file, found: written.append(len(found["stages"]["1"]["cases"])))
     made_up().run(STAGES[:1])
-    assert written == [1, 2, 3, 4, 5, 5]
+    assert written == [1, 2, 3, 4, 5, 6, 6]
 
 
 def test_resume_leaves_out_what_is_there_and_retry_does_again_what_went_wrong(made_up, tmp_path, monkeypatch):
     made_up().run(STAGES[:1])
     ran = []
-    right = kit.process.case
-    monkeypatch.setattr(kit.process, "case", lambda *arguments: (ran.append(arguments[1]), right(*arguments))[1])
+    right = process.case
+    monkeypatch.setattr(process, "case", lambda *arguments: (ran.append(arguments[1]), right(*arguments))[1])
     before = known(tmp_path)
     made_up().run(STAGES[:1], resume=True)
     assert ran == [] and known(tmp_path)["stages"]["1"]["cases"] == before["stages"]["1"]["cases"]
-    made_up().run(STAGES[:1], resume=True, retry=True)
+    made_up().run(STAGES[:1], retry=True)
     assert sorted(ran) == ["dies", "endless", "fails"]
     before["stages"]["1"]["cases"].pop("well")  # as if the machine had gone in the middle of it
+    before["stages"]["1"]["cases"]["of an older kit"] = {"status": "failed", "why": "", "seconds": 1.0}
     (tmp_path / "card.json").write_text(json.dumps(before))
     ran.clear()
     made_up().run(STAGES[:1], resume=True)
@@ -132,12 +137,69 @@ def test_a_file_of_results_that_is_cut_short_is_set_aside_too(made_up, tmp_path)
     assert statuses(known(tmp_path)["stages"]["1"]) == ENDS and len(list(tmp_path.glob("card-*.json"))) == 1
 
 
+@pytest.mark.parametrize("content", ["[]", '{"machine": {"name": "NVIDIA Made-Up 3000"}, "stages": {}}'])
+def test_a_file_of_another_format_is_set_aside(made_up, tmp_path, content):
+    (tmp_path / "card.json").write_text(content)
+    made_up().run(STAGES[:1], resume=True)
+    (aside,) = tmp_path.glob("card-*.json")
+    assert aside.read_text() == content and known(tmp_path)["format"] == kit.FORMAT
+
+
+def test_a_wrong_result_is_an_exit_code(made_up, monkeypatch):
+    only = {"right": True}
+    monkeypatch.setattr(process, "case", lambda *_: {"status": "done", "result": dict(only), "seconds": 0.1})
+    assert made_up().run(STAGES[:1]) == 0
+    only["right"] = False
+    assert made_up().run(STAGES[:1]) == 1
+
+
+def test_two_kits_do_not_measure_each_other(made_up, tmp_path):
+    with kit._alone(), pytest.raises(Refused, match="is at work here"):
+        made_up().run(STAGES[:1])
+    assert not (tmp_path / "card.json").exists()
+    with kit._alone():
+        pass
+
+
+@pytest.mark.parametrize("place", ["a file/card.json", "a folder", "/proc/nowhere/card.json"])
+def test_a_place_that_cannot_be_written_is_a_sentence_before_anything_runs(tmp_path, monkeypatch, capsys, place):
+    (tmp_path / "a file").touch()
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.setattr(Kit, "_machine", None)
+    assert command.main(["--to", str(tmp_path / place)]) == 2
+    assert "cannot be written there" in capsys.readouterr().err
+
+
+def test_a_case_that_begins_when_the_kit_is_stopped_ends_at_once(made_up, tmp_path):
+    made_up()
+    process.end_all()
+    start = time.monotonic()
+    record = process.ended(["-c", "import time; time.sleep(600)"], seconds=600)
+    process.stopped.clear()
+    assert record["status"] == "ended" and time.monotonic() - start < 10
+
+
+def test_what_is_set_where_the_kit_is_typed_does_not_change_what_it_measures(monkeypatch, tmp_path):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for visible, first in (("2,3", "2"), ("", ""), (None, "0")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = process._environment(tmp_path, threads=3)
+        assert found["CUDA_VISIBLE_DEVICES"] == first and found["OMP_NUM_THREADS"] == "3"
+        assert not found.keys() & set(process.NOT_OURS)
+
+
 def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
+    monkeypatch.setattr(kit, "_cores", lambda: 16)
     monkeypatch.setattr(kit.os, "cpu_count", lambda: 16)
     stage = Stage(3, "", "", 60, together=6, gib=8)
     assert kit._at_once(stage, 80 * GIB) == (6, 2) and kit._at_once(stage, 24 * GIB) == (3, 5)
     assert kit._at_once(stage, 12 * GIB) == (1, None) and kit._at_once(stage, None) == (6, 2)
     assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, None)
+    monkeypatch.setattr(kit.os, "cpu_count", lambda: 128)  # of which the container has 16
+    assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, 16)
 
 
 @pytest.mark.parametrize("sign", ["SIGTERM", "SIGINT"])
@@ -145,10 +207,10 @@ def test_no_case_outlives_a_kit_that_is_ended(tmp_path, sign):
     code = f"""
 import signal, sys
 from pathlib import Path
-from benchmarks.card import kit
+from benchmarks.card import kit, process
 from benchmarks.card.case import Stage, text
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-kit.SCRATCH, kit.LEAST = Path({str(tmp_path)!r}), 0
+process.SCRATCH, kit.LEAST = Path({str(tmp_path)!r}), 0
 kit.Kit._machine = lambda self: {CARD!r}
 stage = Stage(1, "made up", "card_stages", seconds=60)
 kit.SIZES["cpu"] = kit.SIZES["cuda"]  # whose limits are as long as they say
@@ -156,11 +218,11 @@ import card_stages
 kit.Kit("cpu", Path({str(tmp_path / "card.json")!r}), [stage]).run([stage])
 """
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "src", "tests"))
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
-    while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:  # a case, and what it started
+    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
+    while len(children := psutil.Process(running.pid).children(recursive=True)) < 2:  # a case, and what it started
         time.sleep(0.02)
-    process.send_signal(getattr(signal, sign))
-    assert process.wait(30) not in (0, 1)
+    running.send_signal(getattr(signal, sign))
+    assert running.wait(30) not in (0, 1)
     time.sleep(0.2)
     assert not any(_runs(child.pid) for child in children)
 
@@ -177,7 +239,7 @@ def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_p
 
 def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsys, monkeypatch):
     made_up().run(STAGES[:1])
-    monkeypatch.setattr(kit.process, "case", None)  # nothing is run
+    monkeypatch.setattr(process, "case", None)  # nothing is run
     made_up().table()
     assert "| well |" in capsys.readouterr().out and not (tmp_path / "card.md").exists()
     of_card = known(tmp_path)
@@ -187,7 +249,7 @@ def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsy
     assert "| well |" in (tmp_path / "card.md").read_text()
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}'])
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}', '{"format": 1, "machine": []}'])
 def test_a_page_of_no_results_is_a_sentence_and_exit_code_2(tmp_path, capsys, content):
     file = tmp_path / "card.json"
     if content is not None:
@@ -221,10 +283,34 @@ def test_without_a_card_it_is_a_sentence_and_exit_code_2(monkeypatch, capsys, tm
     assert not (tmp_path / "card.json").exists()
 
 
-@pytest.mark.parametrize("typed", ["7", "0", "x", "1,9"])
+@pytest.mark.parametrize("typed", ["7", "0", "x", "1,9", "", "²", "1 2", "-1", "01"])
 def test_a_stage_that_there_is_not_is_a_sentence(typed, capsys):
-    assert command.main(["--stages", typed]) == 2
+    assert command.main([f"--stages={typed}"]) == 2
     assert "there is no stage" in capsys.readouterr().err
+
+
+def test_a_stage_that_is_typed_twice_runs_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Kit, "run", lambda self, wanted, *_: asked.extend(stage.number for stage in wanted) or 0)
+    assert command.main(["--stages", "3, 1,3"]) == 0 and asked == [3, 1]
+
+
+def test_ctrl_c_is_told_in_a_sentence(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Kit, "run", interrupted)
+    assert command.main(["--device", "cpu"]) == 130
+    assert "--resume runs the rest" in capsys.readouterr().err
+
+
+def test_versions_that_are_too_old_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(
+        command, "version", lambda name: {"torch": "2.9.1+cu130", "lightning": "2.6.10"}.get(name, "99")
+    )
+    assert command.main([]) == 2
+    said = capsys.readouterr().err
+    assert "torch 2.9.1+cu130 is installed, and 2.11 or newer is needed" in said and "lightning" not in said
 
 
 def test_what_is_not_installed_is_named(monkeypatch, capsys):
@@ -250,8 +336,6 @@ def here(tmp_path):
 
 
 def test_every_stage_has_its_time_and_no_case_more_than_it():
-    from benchmarks.card import auto
-
     for module in (*REAL.values(), auto):
         assert module.STAGE.seconds < 8 * 60 and module.STAGE.module == module.__name__
         for size in SIZES.values():

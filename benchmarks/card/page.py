@@ -23,6 +23,11 @@ def results(stage: Mapping) -> dict[str, dict]:
     return {name: case["result"] for name, case in stage.get("cases", {}).items() if "result" in case}
 
 
+def is_wrong(case: Mapping) -> bool:
+    """Whether what it found is not what it should be, where that can be told."""
+    return case.get("result", {}).get("right") is False
+
+
 def line(stage: Stage, found: Mapping) -> str:
     return f"{stage.number} {stage.name}: {went(stage, found)}"
 
@@ -36,6 +41,8 @@ def went(stage: Stage, found: Mapping) -> str:
         counts[case["status"]] += 1
     missing = len(found["planned"]) - len(found["cases"])
     parts = [f"{count} {status}" for status, count in counts.items() if count]
+    wrong = sum(map(is_wrong, found["cases"].values()))
+    parts += [f"{wrong} NOT RIGHT"] if wrong else []
     parts += [f"{missing} not begun in its {stage.seconds:.0f} s"] if missing else []
     return f"{', '.join(parts)}; {_of(stage, 'says', found)}"
 

@@ -41,7 +41,7 @@ def left_out(here):
 def cases(size):
     ways = {"well": well, "fails": fails, "endless": endless, "dies": dies, "left out": left_out, "wrong": wrong}
     limit = 2.0 / size.patience
-    return {name: Case(run, limit if run is endless else 60.0) for name, run in ways.items()}
+    return {name: Case(run, limit if run is endless else 60.0, imports="json") for name, run in ways.items()}
 
 
 def says(results):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.card import __main__ as command
-from benchmarks.card import auto, correctness, kit, link, memory, page, process, speed, xl
-from benchmarks.card.case import SIZES, Case, Here, Stage, text
+from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, speed, xl
+from benchmarks.card.case import SIZES, Case, Here, LeftOut, Stage, text
 from benchmarks.card.kit import Kit
 
 from conftest import ROOT
@@ -113,6 +114,15 @@ def test_a_stage_past_its_limit_begins_nothing_more_and_says_so(made_up, tmp_pat
     record = known(tmp_path)["stages"]["1"]
     assert len(record["cases"]) < len(record["planned"]) and time.monotonic() - start < 30
     assert f"{len(record['planned']) - len(record['cases'])} not begun in its" in capsys.readouterr().out
+
+
+def test_a_case_that_the_end_of_its_stage_cuts_short_is_begun_again(made_up, tmp_path, monkeypatch):
+    ended = {"status": "ended", "why": "(it was ended after 1 s)", "seconds": 1.0}
+    monkeypatch.setattr(process, "case", lambda *_: dict(ended))
+    for seconds, recorded in ((10.0, {"endless"}), (61.0, ENDS.keys())):  # one may take half a second, the others 60
+        stage = Stage(1, "made up", "card_stages", seconds=seconds)
+        assert made_up(stages=[stage]).run([stage]) == 1
+        assert known(tmp_path)["stages"]["1"]["cases"].keys() == recorded
 
 
 def test_a_card_that_is_too_small_for_a_stage_leaves_it_out(made_up, tmp_path, capsys):
@@ -398,6 +408,41 @@ def test_masters_whose_bits_differ_are_found_out(here, monkeypatch):
     assert not found["right"] and not found["same bits"]["as the naive loop"]
 
 
+@pytest.mark.parametrize(("off", "right"), [(1e-2, True), (1e-5, False), (1e-1, False)])
+def test_tf32_that_is_as_near_as_fp32_is_not_tf32(tmp_path, monkeypatch, off, right):
+    import parity
+
+    on_card = Here("cuda", SIZES["cuda"], tmp_path, tmp_path)
+    monkeypatch.setattr(parity, "deviations", lambda *_: (off, off, off / 100))
+    assert correctness.oracle(on_card, "precision=tf32")["right"] == right
+
+
+@pytest.mark.parametrize(
+    ("fp32", "tf32", "has_tf32", "right"),
+    [(2e-7, 3e-4, True, True), (2e-7, 2e-7, False, True), (3e-4, 3e-4, True, False), (2e-7, 2e-7, True, False)],
+)
+def test_fp32_that_is_tf32_and_tf32_that_is_fp32_are_found_out(fp32, tf32, has_tf32, right):
+    assert link.right({"fp32": fp32, "TF32": tf32, "bf16": 2e-3, "fp16": 2e-4}, has_tf32) == right
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_state_that_is_restored_goes_on_to_the_same_bits(here, monkeypatch, lost):
+    """Lost: the wrong variant, whose second half begins without state."""
+    from lowmem.optim import build
+
+    if lost:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: setattr(optimizer, "load_state_dict", id))
+    found = pages.crowded(here)
+    assert found["right"] != lost and found["same bits"] != lost, found
+    assert "same bits: " + ("NO" if lost else "yes") in pages.says(found)
+
+
+def test_on_a_card_state_must_be_paged_and_the_unpaged_must_not_fit():
+    every = ("same bits", "same state", "unpaged runs out of memory", "paged", "paged when restored")
+    assert pages.right(dict.fromkeys(every, True), on_card=True)
+    assert not any(pages.right(dict.fromkeys(every, True) | {one: False}, on_card=True) for one in every)
+
+
 @pytest.mark.parametrize("least", [971, 1000, 1180, 1200])
 def test_the_smallest_cap_is_found_by_bisection_and_was_seen_to_work(least):
     found, tried = memory.smallest_that_works(970, 1200, lambda cap: cap >= least, tries=6)
@@ -407,6 +452,23 @@ def test_the_smallest_cap_is_found_by_bisection_and_was_seen_to_work(least):
 
 def test_a_cap_that_should_work_and_does_not_is_no_result():
     assert memory.smallest_that_works(970, 1200, lambda cap: False, tries=6) == (None, {1200: False})
+
+
+@pytest.mark.parametrize(("cap", "right"), [(900, True), (1000, True), (1001, False), (None, False)])
+def test_a_plan_that_says_too_little_is_found_out(cap, right):
+    found = {"smallest_cap": cap, "predicted": {"reserved_peak": 1000}}
+    assert memory.planned_enough(found) == right
+
+
+def test_a_snapshot_is_read_as_torch_writes_it(tmp_path):
+    def file(*events):
+        (tmp_path / "snapshot").write_bytes(pickle.dumps({"segments": [], "device_traces": [[], list(events)]}))
+        return tmp_path / "snapshot"
+
+    asked = {"action": "alloc", "frames": [{"filename": "/home/src/lowmem/fit.py", "name": "fit", "line": 1}]}
+    assert memory.actions(tmp_path / "none") == set()
+    assert memory.actions(file(asked, {"action": "oom"})) == {"alloc", "oom"}
+    assert memory.asked_by(file(asked), "lowmem") and not memory.asked_by(file({"action": "alloc"}), "lowmem")
 
 
 def test_out_of_memory_leaves_advice(here, monkeypatch, capsys):
@@ -422,12 +484,29 @@ def test_what_waits_is_what_is_longer_than_the_passes_alone():
     assert speed.waits({"seconds_per_step": 1.9, "host_seconds": 1.0}, alone) == (0.0, 1.0)
 
 
+def test_runs_of_masters_are_told_beside_the_passes_alone():
+    alone = {"seconds_per_step": 2.0, "host_seconds": 0.0, "tokens_per_second": 8.0, "device_peak": GIB}
+    early, late = (alone | {"seconds_per_step": s, "host_seconds": 1.0} for s in (2.0, 2.5))
+    runs = dict(zip(speed.MASTERS, (alone, early, late), strict=True))
+    assert "masters: 0%, 20% of the step waits" in speed.says({"masters": {"runs": runs}})
+    assert "| masters that step after clipping | 2.5000 | 20% | 50% |" in speed.table({"masters": {"runs": runs}})
+    away = {speed.KEPT: alone, speed.AWAY: late}
+    assert "boundaries that travel: 1.25 of the time" in speed.says({"boundaries": {"runs": away}})
+
+
+def test_a_card_without_room_for_four_loops_leaves_them_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(Here, "memory", 12 * GIB)
+    with pytest.raises(LeftOut, match=r"the four loops together need 48 GiB and the card has 12\.0"):
+        speed.loops(Here("cuda", SIZES["cuda"], tmp_path, tmp_path), ("bf16", "124M"), 48)
+
+
 def test_a_loop_that_failed_is_told_in_the_table_and_the_others_are_compared():
     ran = {"seconds": [1.0, 1.0, 1.0, 1.0, 2.0], "tokens_per_second": 4.0, "losses": [1.0], "peak_bytes": GIB}
     slow = ran | {"seconds": [1.0, 1.0, 1.0, 2.0, 4.0]}
     one = {"loops": {"lowmem": [ran], "plain": [slow], "lightning": [{"why": "a\nno such thing"}], "trainer": []}}
     assert speed.ratio_to("plain", one) == 2.0 and speed.ratio_to("lightning", one) is None
     table = speed.table({"four loops, x": one})
+    assert "lightning or lowmem failed" in speed.says({"four loops, x": one})
     assert "| lightning | no such thing | - | - | - |" in table and "| plain | 4 | 2.000 | 1.000 | - |" in table
 
 
@@ -453,9 +532,30 @@ time.sleep(600)
     assert "3 (ended by its time)" in xl.table({"x": found}) and "loss 5.00 to 3.00" in xl.says({"x": found})
 
 
+@pytest.mark.parametrize(
+    ("losses", "reserved", "right"),
+    [
+        ([5.0, 4.0], 8, True),
+        ([5.0, 5.1], 8, True),  # too few to tell
+        ([5.0] * 19 + [4.0], 8, True),
+        ([5.0] * 19 + [5.1], 8, False),
+        ([5.0, float("nan")], 8, False),
+        ([5.0, 4.0], 9, False),
+    ],
+)
+def test_the_preset_is_right_where_it_learns_within_its_cap(losses, reserved, right):
+    assert xl.right({"losses": losses, "reserved_peak": reserved, "allocated_peak": 1}, cap=8) == right
+
+
+def test_the_preset_that_takes_no_step_in_its_time_has_failed(here, monkeypatch):
+    monkeypatch.setattr(xl, "capped", lambda *_: {"losses": [], "last_words": "loading"})
+    with pytest.raises(SystemExit, match="loading\nNot one step was done within 4 s"):
+        xl.preset(here, "12GiB", share=1, seconds=1)
+
+
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
-    """Every stage as typed, in small: some three minutes on two idle cores, nearly all of it imports."""
+    """Every stage as typed, in small: a minute and a half on two idle cores, most of it imports."""
     file = tmp_path / "card.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--to", str(file)],

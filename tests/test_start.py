@@ -19,7 +19,7 @@ def start(fit, monkeypatch):
     """(overrides) -> the weights with which a run would begin."""
     kept = []
 
-    def keep(cfg, output_dir, data, module):
+    def keep(cfg, output_dir, data, module, trial):
         kept.append([p.detach().clone() for p in module.model.parameters()])
         raise Started
 

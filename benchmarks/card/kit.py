@@ -44,24 +44,15 @@ class Kit:
             machine = self._machine()
             print(page.card(machine), flush=True)
             found = self._known(machine)
-            for stage in wanted:
-                self._stage(stage, found, resume or retry, retry)
+            # in a rehearsal no clock is looked at: all at once
+            for stages in [[stage] for stage in wanted] if SIZES[self.device].whole else [wanted]:
+                for stage in stages:
+                    self._begin(stage, found, resume or retry, retry)
+                self._stages(stages, found)
         print(f"\n{page.page(found, self.stages)}\nwrote {self.file}")
         for stage in wanted:  # once more: of a long page one sees the end
             print(page.line(stage, found["stages"][str(stage.number)]))
         return int(any(not _whole(found["stages"][str(stage.number)]) for stage in wanted))
-
-    def _stage(self, stage: Stage, found: dict, resume: bool, retry: bool) -> None:
-        machine, known = found["machine"], found["stages"].get(str(stage.number), {}).get("cases", {})
-        again = ("failed", "ended") if retry else ()
-        kept = {name: case for name, case in known.items() if resume and case["status"] not in again}
-        found["stages"][str(stage.number)] = record = self._begun(stage, machine, kept)
-        if "left_out" not in record:
-            self._cases(stage, record, machine.get("memory_bytes"), lambda: write(self.file, found))
-        write(self.file, found)
-        print(page.line(stage, record), flush=True)
-        if self.device == "cuda":
-            page.write(PAGE, found, self.stages)
 
     def table(self) -> int:
         """What is known, as a page; one of a card into docs/.
@@ -99,39 +90,59 @@ class Kit:
             print(f"{self.file.name} held other results than this card's; they are in {aside.name} now.", flush=True)
         return {"format": FORMAT, "machine": machine, "stages": {}}
 
-    def _begun(self, stage: Stage, machine: dict, kept: dict) -> dict:
-        planned = list(stage.cases(SIZES[self.device]))
-        record = {"name": stage.name, "cases": {n: kept[n] for n in planned if n in kept}, "planned": planned}
-        memory = machine.get("memory_bytes")
+    def _begin(self, stage: Stage, found: dict, resume: bool, retry: bool) -> None:
+        """A stage's record, with what stays of an earlier one."""
+        known = found["stages"].get(str(stage.number), {}).get("cases", {}) if resume else {}
+        planned, again = list(stage.cases(SIZES[self.device])), ("failed", "ended") if retry else ()
+        kept = {name: known[name] for name in planned if name in known and known[name]["status"] not in again}
+        record = {"name": stage.name, "cases": kept, "planned": planned}
+        memory = found["machine"].get("memory_bytes")
         if memory is not None and memory < stage.gib * GIB:
             record["left_out"] = f"it needs {stage.gib:g} GiB and the card has {memory / GIB:.1f}"
-        return record
+        found["stages"][str(stage.number)] = record
 
-    def _cases(self, stage: Stage, record: dict, memory: int | None, keep: Callable[[], None]) -> None:
-        """Those that have no record, each written down as soon as it has ended. Args: memory: of the card."""
-        size, words = SIZES[self.device], text(process.SCRATCH / "text")
-        cases, start = stage.cases(size), time.monotonic()
-        at_once, threads = _at_once(stage, memory) if size.whole else (min(_cores(), REHEARSED), 1)
-        process.stopped.clear()
-
-        def run(name: str) -> dict | None:
-            left = start + size.patience * stage.seconds - time.monotonic()
-            if left < LEAST:
-                return None
-            seconds = min(size.patience * cases[name].seconds, left)
-            return process.case(stage.module, name, self.device, words, seconds, threads)
-
+    def _stages(self, stages: Sequence[Stage], found: dict) -> None:
+        """Their cases that have no record, each written down as soon as it has ended."""
+        size, memory = SIZES[self.device], found["machine"].get("memory_bytes")
+        records = {stage: found["stages"][str(stage.number)] for stage in stages}
+        at_once, threads = _at_once(stages[0], memory) if size.whole else (min(_cores(), REHEARSED), 1)
+        begin, todo = self._beginner(threads), [(stage, name) for stage in stages for name in _todo(records[stage])]
         with ThreadPoolExecutor(at_once) as pool:
-            running = {pool.submit(run, name): name for name in record["planned"] if name not in record["cases"]}
+            running = {pool.submit(begin, stage, name): (stage, name) for stage, name in todo}
             try:
                 for future in as_completed(running):
-                    _keep(record, running[future], future.result())
-                    keep()
+                    stage, name = running[future]
+                    _keep(records[stage], name, future.result())
+                    write(self.file, found)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 process.end_all()
                 raise
-        record["seconds"] = round(time.monotonic() - start, 1)
+        write(self.file, found)
+        for stage in stages:
+            print(page.line(stage, records[stage]), flush=True)
+        if self.device == "cuda":
+            page.write(PAGE, found, self.stages)
+
+    def _beginner(self, threads: int | None) -> Callable[[Stage, str], dict | None]:
+        """(stage, name) -> the record of a case; None: what is left of the stage's time is not enough."""
+        size, words, start = SIZES[self.device], text(process.SCRATCH / "text"), time.monotonic()
+        process.stopped.clear()
+
+        def begin(stage: Stage, name: str) -> dict | None:
+            left = start + size.patience * stage.seconds - time.monotonic()
+            if left < LEAST:
+                return None
+            seconds = size.patience * stage.cases(size)[name].seconds
+            found = process.case(stage.module, name, self.device, words, min(seconds, left), threads)
+            # one that the stage's end cut short has not had its time: --resume begins it again
+            return None if found["status"] == "ended" and left < seconds else found
+
+        return begin
+
+
+def _todo(record: Mapping) -> list[str]:
+    return [] if "left_out" in record else [name for name in record["planned"] if name not in record["cases"]]
 
 
 def _keep(record: dict, name: str, case: dict | None) -> None:

@@ -19,8 +19,9 @@ def card(machine: Mapping) -> str:
 
 
 def results(stage: Mapping) -> dict[str, dict]:
-    """Of the cases that found something, be it not all that was asked of them."""
-    return {name: case["result"] for name, case in stage.get("cases", {}).items() if "result" in case}
+    """Of the cases that found something, be it not all that was asked of them, in their order."""
+    cases = stage["cases"]
+    return {name: cases[name]["result"] for name in stage["planned"] if "result" in cases.get(name, {})}
 
 
 def is_wrong(case: Mapping) -> bool:

@@ -110,5 +110,6 @@ def _environment(folder: Path, threads: int | None) -> dict[str, str]:
     more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     more |= {"PYTHONUNBUFFERED": "1"}  # or one that is ended has said nothing
     more |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    more |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts them
     more |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {key: value for key, value in environment(folder).items() if key not in NOT_OURS} | more

@@ -19,6 +19,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem.errors import Refused
+from lowmem.starting import undisturbed
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def fits(cfg: DictConfig, batch_size: int) -> bool:
 
 def main() -> None:
     """One try: a config on stdin, the answer as exit code."""
-    from lowmem.fit import OutOfMemory, fit
+    with undisturbed():
+        from lowmem.fit import OutOfMemory, fit
 
     cfg = OmegaConf.create(json.loads(sys.stdin.read()))
     try:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem import runs, sweep
 from lowmem.check import check_values
 from lowmem.errors import Refused
+from lowmem.starting import undisturbed
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -109,7 +110,8 @@ def run(cfg: DictConfig) -> float:
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         check_values(cfg)
-        from lowmem.fit import fit  # which imports torch
+        with undisturbed():
+            from lowmem.fit import fit  # which imports torch
 
         return fit(cfg, output_dir, choices, typed)
 
@@ -125,7 +127,8 @@ def plan(cfg: DictConfig) -> None:
     """Predict instead of run."""
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
-        from lowmem.plan.job import plan
+        with undisturbed():
+            from lowmem.plan.job import plan
 
         plan(cfg, output_dir, choices, typed)
 

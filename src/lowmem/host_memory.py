@@ -1,8 +1,5 @@
 """Does the host have the memory for masters, optimizer state and gradients? Asked before the weights are loaded."""
 
-from pathlib import Path
-
-import psutil
 import torch
 from omegaconf import DictConfig
 from torch import nn
@@ -11,13 +8,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from lowmem.errors import Refused
 from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.link import SLOT_BYTES, SLOTS
+from lowmem.memory.process import available_bytes
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.master_callback import steps_early
 from lowmem.refusals import accumulates, masters, scales_loss
 from lowmem.units import GIB
 
 PROBE = 256  # a matrix of this side has whole blocks of every optimizer that holds its state in blocks
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_host(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> None:
@@ -59,17 +56,3 @@ def state_bytes_per_parameter(make: MakeOptimizer) -> float:
     ledger = Ledger()
     ledger.own("optimizer", lambda: optimizer_state(optimizer))
     return ledger.bytes()["optimizer"] / probe.weight.numel()
-
-
-def available_bytes() -> int:
-    """Free memory of the machine, or of the container where that is less."""
-    free = psutil.virtual_memory().available
-    limit, used = (_read(_CGROUP / name) for name in ("memory.max", "memory.current"))
-    return free if limit is None or used is None else min(free, limit - used)
-
-
-def _read(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return None

@@ -1,4 +1,4 @@
-"""What the operating system says of this process: resident memory now and at its highest."""
+"""What the operating system says: this process's resident memory, now and at its highest, and what is free."""
 
 import ctypes
 import functools
@@ -13,6 +13,7 @@ import psutil
 from torch import Tensor
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CGROUP = Path("/sys/fs/cgroup")
 _KIB = 1024
 
 
@@ -41,6 +42,20 @@ def reset_peak_rss() -> None:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return
+
+
+def available_bytes() -> int:
+    """Free memory of the machine, or of the container where that is less."""
+    free = psutil.virtual_memory().available
+    limit, used = (_read(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def _read(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return None
 
 
 _MADV_PAGEOUT = 21  # Linux 5.4; what has been written to is kept, so a wrong address costs time and nothing else

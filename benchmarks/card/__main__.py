@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(f"{', '.join(missing)}: not installed, and nothing runs without. Type pip install -e . first.")
     if old := list(_too_old()):
         return _refused(f"{', '.join(old)}. Type pip install -e . first.")
-    if str(ROOT / "src") not in sys.path:  # lowmem itself need not be installed
-        sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # of this checkout, whatever is installed and wherever this was typed
     from benchmarks.card import auto, correctness, link, memory, speed, xl
     from benchmarks.card.kit import Kit
     from lowmem.errors import Refused

@@ -167,8 +167,10 @@ def test_two_kits_do_not_measure_each_other(made_up, tmp_path):
     with kit._alone(), pytest.raises(Refused, match="is at work here"):
         made_up().run(STAGES[:1])
     assert not (tmp_path / "card.json").exists()
+    left = process.SCRATCH / f"{process.PREFIX}killed"
+    left.mkdir()
     with kit._alone():
-        pass
+        assert not left.exists() and process.SCRATCH.exists()
 
 
 @pytest.mark.parametrize("place", ["a file/card.json", "a folder", "/proc/nowhere/card.json"])
@@ -202,12 +204,16 @@ def test_what_is_set_where_the_kit_is_typed_does_not_change_what_it_measures(mon
 
 
 def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
+    free = [64 * GIB]
+    monkeypatch.setattr("lowmem.memory.process.available_bytes", lambda: free[0])
     monkeypatch.setattr(kit, "_cores", lambda: 16)
     monkeypatch.setattr(kit.os, "cpu_count", lambda: 16)
     stage = Stage(3, "", "", 60, together=6, gib=8)
     assert kit._at_once(stage, 80 * GIB) == (6, 2) and kit._at_once(stage, 24 * GIB) == (3, 5)
     assert kit._at_once(stage, 12 * GIB) == (1, None) and kit._at_once(stage, None) == (6, 2)
     assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, None)
+    free[0] = 14 * GIB
+    assert kit._at_once(stage, 80 * GIB) == (3, 5)
     monkeypatch.setattr(kit.os, "cpu_count", lambda: 128)  # of which the container has 16
     assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, 16)
 

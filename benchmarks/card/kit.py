@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ FORMAT = 1  # raise it when what a case returns changes: older files are then se
 SAME = ("name", "driver", "versions")  # of two machines whose results may stand together
 LEAST = 5.0  # seconds: with less of a stage's time left no case is begun
 REHEARSED = 4  # cases at once of a rehearsal, in which no clock is looked at
+HOST = 4 * GIB  # of the host's memory that a case may take, CUDA's libraries with it
 
 
 @dataclass
@@ -154,9 +156,11 @@ def _keep(record: dict, name: str, case: dict | None) -> None:
 
 
 def _at_once(stage: Stage, memory: int | None) -> tuple[int, int | None]:
-    """(cases at once, threads of each): two cores for each, and what a case may need of the card."""
+    """(cases at once, threads of each): two cores for each, and what a case may need of the host and the card."""
+    from lowmem.memory.process import available_bytes  # and with it torch
+
     cores = _cores()
-    most = min(stage.together, cores // 2)
+    most = min(stage.together, cores // 2, available_bytes() // HOST)
     if memory is not None and stage.gib:
         most = min(most, int(memory / GIB / stage.gib))
     at_once = max(1, most)
@@ -216,4 +220,6 @@ def _alone() -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused("Another python -m benchmarks.card is at work here. Wait for its end, or end it.") from None
+        for left in process.SCRATCH.glob(f"{process.PREFIX}*"):  # by one that was killed: checkpoints, perhaps
+            shutil.rmtree(left, ignore_errors=True)
         yield

@@ -16,6 +16,7 @@ from benchmarks.card.case import RESULT, UNFINISHED
 from benchmarks.runner import ROOT, environment
 
 SCRATCH = ROOT / ".cache" / "card"  # on the disk of the project: checkpoints are written, and /tmp may be memory
+PREFIX = "case-"  # of a case's folder
 LINES, CHARACTERS = 12, 2000  # of the last words
 # What may be set where the kit is typed, and would change what it measures.
 NOT_OURS = (
@@ -40,7 +41,7 @@ def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) 
     """
     start = time.monotonic()
     SCRATCH.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=SCRATCH, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=SCRATCH, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with (folder / "said").open("w") as said:
             # a group of its own, so that what it started ends with it

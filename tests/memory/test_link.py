@@ -132,6 +132,23 @@ def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
 
 
+def test_an_error_of_a_copy_is_told_and_not_waited_for():
+    """Many more pieces than slots: a slot that did not come back would be waited for."""
+
+    class Broken(SlowLane):
+        def copy(self, to, source, after):
+            return self
+
+        def synchronize(self):
+            raise ZeroDivisionError("in the copy")
+
+    link = StagedLink(Broken(), slot_bytes=64, slots=2)
+    with pytest.raises(ZeroDivisionError, match="in the copy"):
+        link.fetch(torch.ones(1000), lambda start, piece: None)
+        link.finish()
+    link.close()
+
+
 # --- on a card --------------------------------------------------------------------------------------------------------
 
 ELEMENTS = 5_000_000  # 20 MB: a segment of its own

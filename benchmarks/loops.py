@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.runner import trained
 from benchmarks.turns import Turns
+from lowmem.starting import undisturbed
 
 # Of the steps after the warm-up all are timed but the last: twenty, in one of which the meter's break-down is taken, as
 # it is in a long run.
@@ -363,5 +364,7 @@ LOOPS = {
 
 if __name__ == "__main__":
     name, recipe, model, *typed = sys.argv[1:]
+    with undisturbed():
+        from lowmem import build  # noqa: F401
     result = LOOPS[name](recipe, model, typed or ON_CPU)
     print(json.dumps(result), flush=True)

@@ -24,8 +24,14 @@ def endless(here):
 
 
 def dies(here):
-    here.keep({"half": True})
+    """And leaves a process behind."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    here.keep({"half": True, "child": child.pid})
     os.abort()
+
+
+def wrong(here):
+    return {"right": False}
 
 
 def left_out(here):
@@ -33,9 +39,9 @@ def left_out(here):
 
 
 def cases(size):
-    ways = {"well": well, "fails": fails, "endless": endless, "dies": dies, "left out": left_out}
+    ways = {"well": well, "fails": fails, "endless": endless, "dies": dies, "left out": left_out, "wrong": wrong}
     limit = 2.0 / size.patience
-    return {name: Case(run, limit if run is endless else 60.0) for name, run in ways.items()}
+    return {name: Case(run, limit if run is endless else 60.0, imports="json") for name, run in ways.items()}
 
 
 def says(results):

@@ -114,9 +114,10 @@ def command(small, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """For bits on a card: attention's backward adds in whatever order its blocks end, unless told otherwise."""
+    """For bits on a card: attention's backward adds in whatever order its blocks end, unless told otherwise, and does
+    it with a warning where that was all it was told."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 

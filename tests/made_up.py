@@ -5,8 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from lowmem.memory.meter import MemoryMeter
-
 
 class SlowLane:
     """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
@@ -62,6 +60,8 @@ class Allocator:
 
     def install(self, monkeypatch):
         """For every run from now on, as if the device that it trains on were a card."""
+        from lowmem.memory.meter import MemoryMeter  # and with it Lightning, which a lane does without
+
         monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
         start = MemoryMeter.on_train_start

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.card import __main__ as command
-from benchmarks.card import correctness, kit, link, memory, page, speed, xl
-from benchmarks.card.case import SIZES, Case, Here, Stage, text
+from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, speed, xl
+from benchmarks.card.case import SIZES, Case, Here, LeftOut, Stage, text
 from benchmarks.card.kit import Kit
 
 from conftest import ROOT
+from lowmem.errors import Refused
 from lowmem.units import GIB
 
 STAGES = (
@@ -30,7 +32,7 @@ CARD |= {"versions": {"torch": "2.11.0"}, "device": "cpu"}
 def made_up(tmp_path, monkeypatch):
     """(device) -> a kit of made-up stages, on a made-up card, whose page is not the project's."""
     monkeypatch.setattr(kit, "PAGE", tmp_path / "card.md")
-    monkeypatch.setattr(kit, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(process, "SCRATCH", tmp_path / "scratch")
     monkeypatch.setattr(kit, "text", lambda folder: text(folder, files=1, lines=10))
     monkeypatch.setattr(Kit, "_machine", lambda self: CARD)
 
@@ -49,6 +51,7 @@ def statuses(record):
 
 
 ENDS = {"well": "done", "fails": "failed", "endless": "ended", "dies": "failed", "left out": "left out"}
+ENDS["wrong"] = "done"
 
 
 def test_a_case_that_fails_dies_or_does_not_end_is_recorded_and_the_others_run(made_up, tmp_path, capsys):
@@ -57,12 +60,14 @@ def test_a_case_that_fails_dies_or_does_not_end_is_recorded_and_the_others_run(m
     assert statuses(record) == ENDS and set(record["planned"]) == set(ENDS)
     assert record["cases"]["well"]["result"] == {"device": "cpu", "text": True}
     assert "ZeroDivisionError: at the second step" in record["cases"]["fails"]["why"]
-    assert record["cases"]["dies"]["result"] == {"half": True}  # what it had kept by then
+    assert record["cases"]["dies"]["result"]["half"] is True  # what it had kept by then
+    assert "ended by signal 6, Aborted" in record["cases"]["dies"]["why"]
     assert "ended after 2 s" in record["cases"]["endless"]["why"]
     time.sleep(0.1)
-    assert not _runs(record["cases"]["endless"]["result"]["child"])
+    assert not any(_runs(record["cases"][name]["result"]["child"]) for name in ("endless", "dies"))
     said = capsys.readouterr().out
-    assert "1 made up: 1 done, 2 failed, 1 ended, 1 left out; results of" in said
+    assert "1 made up: 2 done, 2 failed, 1 ended, 1 left out, 1 NOT RIGHT; results of" in said
+    assert "  wrong: done in" in said and ", and NOT RIGHT" in said
     assert "  fails: failed in" in said and "ZeroDivisionError: at the second step" in said
 
 
@@ -74,20 +79,21 @@ def test_results_are_written_after_every_case(made_up, monkeypatch):
     written = []
     monkeypatch.setattr(kit, "write", lambda file, found: written.append(len(found["stages"]["1"]["cases"])))
     made_up().run(STAGES[:1])
-    assert written == [1, 2, 3, 4, 5, 5]
+    assert written == [1, 2, 3, 4, 5, 6, 6]
 
 
 def test_resume_leaves_out_what_is_there_and_retry_does_again_what_went_wrong(made_up, tmp_path, monkeypatch):
     made_up().run(STAGES[:1])
     ran = []
-    right = kit.process.case
-    monkeypatch.setattr(kit.process, "case", lambda *arguments: (ran.append(arguments[1]), right(*arguments))[1])
+    right = process.case
+    monkeypatch.setattr(process, "case", lambda *arguments: (ran.append(arguments[1]), right(*arguments))[1])
     before = known(tmp_path)
     made_up().run(STAGES[:1], resume=True)
     assert ran == [] and known(tmp_path)["stages"]["1"]["cases"] == before["stages"]["1"]["cases"]
-    made_up().run(STAGES[:1], resume=True, retry=True)
+    made_up().run(STAGES[:1], retry=True)
     assert sorted(ran) == ["dies", "endless", "fails"]
     before["stages"]["1"]["cases"].pop("well")  # as if the machine had gone in the middle of it
+    before["stages"]["1"]["cases"]["of an older kit"] = {"status": "failed", "why": "", "seconds": 1.0}
     (tmp_path / "card.json").write_text(json.dumps(before))
     ran.clear()
     made_up().run(STAGES[:1], resume=True)
@@ -108,6 +114,15 @@ def test_a_stage_past_its_limit_begins_nothing_more_and_says_so(made_up, tmp_pat
     record = known(tmp_path)["stages"]["1"]
     assert len(record["cases"]) < len(record["planned"]) and time.monotonic() - start < 30
     assert f"{len(record['planned']) - len(record['cases'])} not begun in its" in capsys.readouterr().out
+
+
+def test_a_case_that_the_end_of_its_stage_cuts_short_is_begun_again(made_up, tmp_path, monkeypatch):
+    ended = {"status": "ended", "why": "(it was ended after 1 s)", "seconds": 1.0}
+    monkeypatch.setattr(process, "case", lambda *_: dict(ended))
+    for seconds, recorded in ((10.0, {"endless"}), (61.0, ENDS.keys())):  # one may take half a second, the others 60
+        stage = Stage(1, "made up", "card_stages", seconds=seconds)
+        assert made_up(stages=[stage]).run([stage]) == 1
+        assert known(tmp_path)["stages"]["1"]["cases"].keys() == recorded
 
 
 def test_a_card_that_is_too_small_for_a_stage_leaves_it_out(made_up, tmp_path, capsys):
@@ -132,12 +147,75 @@ def test_a_file_of_results_that_is_cut_short_is_set_aside_too(made_up, tmp_path)
     assert statuses(known(tmp_path)["stages"]["1"]) == ENDS and len(list(tmp_path.glob("card-*.json"))) == 1
 
 
+@pytest.mark.parametrize("content", ["[]", '{"machine": {"name": "NVIDIA Made-Up 3000"}, "stages": {}}'])
+def test_a_file_of_another_format_is_set_aside(made_up, tmp_path, content):
+    (tmp_path / "card.json").write_text(content)
+    made_up().run(STAGES[:1], resume=True)
+    (aside,) = tmp_path.glob("card-*.json")
+    assert aside.read_text() == content and known(tmp_path)["format"] == kit.FORMAT
+
+
+def test_a_wrong_result_is_an_exit_code(made_up, monkeypatch):
+    only = {"right": True}
+    monkeypatch.setattr(process, "case", lambda *_: {"status": "done", "result": dict(only), "seconds": 0.1})
+    assert made_up().run(STAGES[:1]) == 0
+    only["right"] = False
+    assert made_up().run(STAGES[:1]) == 1
+
+
+def test_two_kits_do_not_measure_each_other(made_up, tmp_path):
+    with kit._alone(), pytest.raises(Refused, match="is at work here"):
+        made_up().run(STAGES[:1])
+    assert not (tmp_path / "card.json").exists()
+    left = process.SCRATCH / f"{process.PREFIX}killed"
+    left.mkdir()
+    with kit._alone():
+        assert not left.exists() and process.SCRATCH.exists()
+
+
+@pytest.mark.parametrize("place", ["a file/card.json", "a folder", "/proc/nowhere/card.json"])
+def test_a_place_that_cannot_be_written_is_a_sentence_before_anything_runs(tmp_path, monkeypatch, capsys, place):
+    (tmp_path / "a file").touch()
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.setattr(Kit, "_machine", None)
+    assert command.main(["--to", str(tmp_path / place)]) == 2
+    assert "cannot be written there" in capsys.readouterr().err
+
+
+def test_a_case_that_begins_when_the_kit_is_stopped_ends_at_once(made_up, tmp_path):
+    made_up()
+    process.end_all()
+    start = time.monotonic()
+    record = process.ended(["-c", "import time; time.sleep(600)"], seconds=600)
+    process.stopped.clear()
+    assert record["status"] == "ended" and time.monotonic() - start < 10
+
+
+def test_what_is_set_where_the_kit_is_typed_does_not_change_what_it_measures(monkeypatch, tmp_path):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for visible, first in (("2,3", "2"), ("", ""), (None, "0")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = process._environment(tmp_path, threads=3)
+        assert found["CUDA_VISIBLE_DEVICES"] == first and found["OMP_NUM_THREADS"] == "3"
+        assert not found.keys() & set(process.NOT_OURS)
+
+
 def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
+    free = [64 * GIB]
+    monkeypatch.setattr("lowmem.memory.process.available_bytes", lambda: free[0])
+    monkeypatch.setattr(kit, "_cores", lambda: 16)
     monkeypatch.setattr(kit.os, "cpu_count", lambda: 16)
     stage = Stage(3, "", "", 60, together=6, gib=8)
     assert kit._at_once(stage, 80 * GIB) == (6, 2) and kit._at_once(stage, 24 * GIB) == (3, 5)
     assert kit._at_once(stage, 12 * GIB) == (1, None) and kit._at_once(stage, None) == (6, 2)
     assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, None)
+    free[0] = 14 * GIB
+    assert kit._at_once(stage, 80 * GIB) == (3, 5)
+    monkeypatch.setattr(kit.os, "cpu_count", lambda: 128)  # of which the container has 16
+    assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, 16)
 
 
 @pytest.mark.parametrize("sign", ["SIGTERM", "SIGINT"])
@@ -145,10 +223,10 @@ def test_no_case_outlives_a_kit_that_is_ended(tmp_path, sign):
     code = f"""
 import signal, sys
 from pathlib import Path
-from benchmarks.card import kit
+from benchmarks.card import kit, process
 from benchmarks.card.case import Stage, text
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-kit.SCRATCH, kit.LEAST = Path({str(tmp_path)!r}), 0
+process.SCRATCH, kit.LEAST = Path({str(tmp_path)!r}), 0
 kit.Kit._machine = lambda self: {CARD!r}
 stage = Stage(1, "made up", "card_stages", seconds=60)
 kit.SIZES["cpu"] = kit.SIZES["cuda"]  # whose limits are as long as they say
@@ -156,11 +234,11 @@ import card_stages
 kit.Kit("cpu", Path({str(tmp_path / "card.json")!r}), [stage]).run([stage])
 """
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "src", "tests"))
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
-    while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:  # a case, and what it started
+    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
+    while len(children := psutil.Process(running.pid).children(recursive=True)) < 2:  # a case, and what it started
         time.sleep(0.02)
-    process.send_signal(getattr(signal, sign))
-    assert process.wait(30) not in (0, 1)
+    running.send_signal(getattr(signal, sign))
+    assert running.wait(30) not in (0, 1)
     time.sleep(0.2)
     assert not any(_runs(child.pid) for child in children)
 
@@ -177,7 +255,7 @@ def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_p
 
 def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsys, monkeypatch):
     made_up().run(STAGES[:1])
-    monkeypatch.setattr(kit.process, "case", None)  # nothing is run
+    monkeypatch.setattr(process, "case", None)  # nothing is run
     made_up().table()
     assert "| well |" in capsys.readouterr().out and not (tmp_path / "card.md").exists()
     of_card = known(tmp_path)
@@ -187,7 +265,7 @@ def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsy
     assert "| well |" in (tmp_path / "card.md").read_text()
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}'])
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}', '{"format": 1, "machine": []}'])
 def test_a_page_of_no_results_is_a_sentence_and_exit_code_2(tmp_path, capsys, content):
     file = tmp_path / "card.json"
     if content is not None:
@@ -221,10 +299,34 @@ def test_without_a_card_it_is_a_sentence_and_exit_code_2(monkeypatch, capsys, tm
     assert not (tmp_path / "card.json").exists()
 
 
-@pytest.mark.parametrize("typed", ["7", "0", "x", "1,9"])
+@pytest.mark.parametrize("typed", ["7", "0", "x", "1,9", "", "²", "1 2", "-1", "01"])
 def test_a_stage_that_there_is_not_is_a_sentence(typed, capsys):
-    assert command.main(["--stages", typed]) == 2
+    assert command.main([f"--stages={typed}"]) == 2
     assert "there is no stage" in capsys.readouterr().err
+
+
+def test_a_stage_that_is_typed_twice_runs_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Kit, "run", lambda self, wanted, *_: asked.extend(stage.number for stage in wanted) or 0)
+    assert command.main(["--stages", "3, 1,3"]) == 0 and asked == [3, 1]
+
+
+def test_ctrl_c_is_told_in_a_sentence(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Kit, "run", interrupted)
+    assert command.main(["--device", "cpu"]) == 130
+    assert "--resume runs the rest" in capsys.readouterr().err
+
+
+def test_versions_that_are_too_old_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(
+        command, "version", lambda name: {"torch": "2.9.1+cu130", "lightning": "2.6.10"}.get(name, "99")
+    )
+    assert command.main([]) == 2
+    said = capsys.readouterr().err
+    assert "torch 2.9.1+cu130 is installed, and 2.11 or newer is needed" in said and "lightning" not in said
 
 
 def test_what_is_not_installed_is_named(monkeypatch, capsys):
@@ -250,8 +352,6 @@ def here(tmp_path):
 
 
 def test_every_stage_has_its_time_and_no_case_more_than_it():
-    from benchmarks.card import auto
-
     for module in (*REAL.values(), auto):
         assert module.STAGE.seconds < 8 * 60 and module.STAGE.module == module.__name__
         for size in SIZES.values():
@@ -314,6 +414,41 @@ def test_masters_whose_bits_differ_are_found_out(here, monkeypatch):
     assert not found["right"] and not found["same bits"]["as the naive loop"]
 
 
+@pytest.mark.parametrize(("off", "right"), [(1e-2, True), (1e-5, False), (1e-1, False)])
+def test_tf32_that_is_as_near_as_fp32_is_not_tf32(tmp_path, monkeypatch, off, right):
+    import parity
+
+    on_card = Here("cuda", SIZES["cuda"], tmp_path, tmp_path)
+    monkeypatch.setattr(parity, "deviations", lambda *_: (off, off, off / 100))
+    assert correctness.oracle(on_card, "precision=tf32")["right"] == right
+
+
+@pytest.mark.parametrize(
+    ("fp32", "tf32", "has_tf32", "right"),
+    [(2e-7, 3e-4, True, True), (2e-7, 2e-7, False, True), (3e-4, 3e-4, True, False), (2e-7, 2e-7, True, False)],
+)
+def test_fp32_that_is_tf32_and_tf32_that_is_fp32_are_found_out(fp32, tf32, has_tf32, right):
+    assert link.right({"fp32": fp32, "TF32": tf32, "bf16": 2e-3, "fp16": 2e-4}, has_tf32) == right
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_state_that_is_restored_goes_on_to_the_same_bits(here, monkeypatch, lost):
+    """Lost: the wrong variant, whose second half begins without state."""
+    from lowmem.optim import build
+
+    if lost:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: setattr(optimizer, "load_state_dict", id))
+    found = pages.crowded(here)
+    assert found["right"] != lost and found["same bits"] != lost, found
+    assert "same bits: " + ("NO" if lost else "yes") in pages.says(found)
+
+
+def test_on_a_card_state_must_be_paged_and_the_unpaged_must_not_fit():
+    every = ("same bits", "same state", "unpaged runs out of memory", "paged", "paged when restored")
+    assert pages.right(dict.fromkeys(every, True), on_card=True)
+    assert not any(pages.right(dict.fromkeys(every, True) | {one: False}, on_card=True) for one in every)
+
+
 @pytest.mark.parametrize("least", [971, 1000, 1180, 1200])
 def test_the_smallest_cap_is_found_by_bisection_and_was_seen_to_work(least):
     found, tried = memory.smallest_that_works(970, 1200, lambda cap: cap >= least, tries=6)
@@ -323,6 +458,23 @@ def test_the_smallest_cap_is_found_by_bisection_and_was_seen_to_work(least):
 
 def test_a_cap_that_should_work_and_does_not_is_no_result():
     assert memory.smallest_that_works(970, 1200, lambda cap: False, tries=6) == (None, {1200: False})
+
+
+@pytest.mark.parametrize(("cap", "right"), [(900, True), (1000, True), (1001, False), (None, False)])
+def test_a_plan_that_says_too_little_is_found_out(cap, right):
+    found = {"smallest_cap": cap, "predicted": {"reserved_peak": 1000}}
+    assert memory.planned_enough(found) == right
+
+
+def test_a_snapshot_is_read_as_torch_writes_it(tmp_path):
+    def file(*events):
+        (tmp_path / "snapshot").write_bytes(pickle.dumps({"segments": [], "device_traces": [[], list(events)]}))
+        return tmp_path / "snapshot"
+
+    asked = {"action": "alloc", "frames": [{"filename": "/home/src/lowmem/fit.py", "name": "fit", "line": 1}]}
+    assert memory.actions(tmp_path / "none") == set()
+    assert memory.actions(file(asked, {"action": "oom"})) == {"alloc", "oom"}
+    assert memory.asked_by(file(asked), "lowmem") and not memory.asked_by(file({"action": "alloc"}), "lowmem")
 
 
 def test_out_of_memory_leaves_advice(here, monkeypatch, capsys):
@@ -338,12 +490,29 @@ def test_what_waits_is_what_is_longer_than_the_passes_alone():
     assert speed.waits({"seconds_per_step": 1.9, "host_seconds": 1.0}, alone) == (0.0, 1.0)
 
 
+def test_runs_of_masters_are_told_beside_the_passes_alone():
+    alone = {"seconds_per_step": 2.0, "host_seconds": 0.0, "tokens_per_second": 8.0, "device_peak": GIB}
+    early, late = (alone | {"seconds_per_step": s, "host_seconds": 1.0} for s in (2.0, 2.5))
+    runs = dict(zip(speed.MASTERS, (alone, early, late), strict=True))
+    assert "masters: 0%, 20% of the step waits" in speed.says({"masters": {"runs": runs}})
+    assert "| masters that step after clipping | 2.5000 | 20% | 50% |" in speed.table({"masters": {"runs": runs}})
+    away = {speed.KEPT: alone, speed.AWAY: late}
+    assert "boundaries that travel: 1.25 of the time" in speed.says({"boundaries": {"runs": away}})
+
+
+def test_a_card_without_room_for_four_loops_leaves_them_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(Here, "memory", 12 * GIB)
+    with pytest.raises(LeftOut, match=r"the four loops together need 48 GiB and the card has 12\.0"):
+        speed.loops(Here("cuda", SIZES["cuda"], tmp_path, tmp_path), ("bf16", "124M"), 48)
+
+
 def test_a_loop_that_failed_is_told_in_the_table_and_the_others_are_compared():
     ran = {"seconds": [1.0, 1.0, 1.0, 1.0, 2.0], "tokens_per_second": 4.0, "losses": [1.0], "peak_bytes": GIB}
     slow = ran | {"seconds": [1.0, 1.0, 1.0, 2.0, 4.0]}
     one = {"loops": {"lowmem": [ran], "plain": [slow], "lightning": [{"why": "a\nno such thing"}], "trainer": []}}
     assert speed.ratio_to("plain", one) == 2.0 and speed.ratio_to("lightning", one) is None
     table = speed.table({"four loops, x": one})
+    assert "lightning or lowmem failed" in speed.says({"four loops, x": one})
     assert "| lightning | no such thing | - | - | - |" in table and "| plain | 4 | 2.000 | 1.000 | - |" in table
 
 
@@ -369,9 +538,30 @@ time.sleep(600)
     assert "3 (ended by its time)" in xl.table({"x": found}) and "loss 5.00 to 3.00" in xl.says({"x": found})
 
 
+@pytest.mark.parametrize(
+    ("losses", "reserved", "right"),
+    [
+        ([5.0, 4.0], 8, True),
+        ([5.0, 5.1], 8, True),  # too few to tell
+        ([5.0] * 19 + [4.0], 8, True),
+        ([5.0] * 19 + [5.1], 8, False),
+        ([5.0, float("nan")], 8, False),
+        ([5.0, 4.0], 9, False),
+    ],
+)
+def test_the_preset_is_right_where_it_learns_within_its_cap(losses, reserved, right):
+    assert xl.right({"losses": losses, "reserved_peak": reserved, "allocated_peak": 1}, cap=8) == right
+
+
+def test_the_preset_that_takes_no_step_in_its_time_has_failed(here, monkeypatch):
+    monkeypatch.setattr(xl, "capped", lambda *_: {"losses": [], "last_words": "loading"})
+    with pytest.raises(SystemExit, match="loading\nNot one step was done within 4 s"):
+        xl.preset(here, "12GiB", share=1, seconds=1)
+
+
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
-    """Every stage as typed, in small: some three minutes on two idle cores, nearly all of it imports."""
+    """Every stage as typed, in small: a minute and a half on two idle cores, most of it imports."""
     file = tmp_path / "card.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--to", str(file)],

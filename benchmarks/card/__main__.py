@@ -3,22 +3,25 @@
     python -m benchmarks.card                  # all six, on a CUDA device: some thirty minutes
     python -m benchmarks.card --stages 3,5     # some of them; what is known of the others stays
     python -m benchmarks.card --resume         # what has no record yet
-    python -m benchmarks.card --resume --retry # and again what failed or was ended
+    python -m benchmarks.card --retry          # and again what failed or was ended
     python -m benchmarks.card --table          # only the page again, of what is in the file; needs no card
     python -m benchmarks.card --device cpu     # a rehearsal without a card: small, and on stand-ins
 
 Every case is a process of its own with a time limit; one that fails is recorded with its last words, and the next one
-runs. results/card.json is written after every case, and docs/card.md at the end of every stage.
+runs. results/card.json is written after every case, and docs/card.md at the end of every stage. Checkpoints of up to
+16 GB are written under .cache/card and removed. The exit code is 1 where a case has no whole result or is not right.
 """
 
 import argparse
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED = (
     *("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "numpy"),
     *("psutil", "tqdm", "matplotlib"),
@@ -26,26 +29,34 @@ NEEDED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: 0; 1 where a case has no whole result; 2 where nothing could be run."""
+    """Returns: 0; 1 where a case has no whole result or is not right; 2 where nothing could be run; 130: Ctrl-C."""
     options = _options(arguments)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return _refused(f"{', '.join(missing)}: not installed, and nothing runs without. Type pip install -e . first.")
-    if str(ROOT / "src") not in sys.path:  # lowmem itself need not be installed
-        sys.path.insert(0, str(ROOT / "src"))
+    if old := list(_too_old()):
+        return _refused(f"{', '.join(old)}. Type pip install -e . first.")
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # of this checkout, whatever is installed and wherever this was typed
     from benchmarks.card import auto, correctness, link, memory, speed, xl
-    from benchmarks.card.kit import Kit, NoCard, NoResults
+    from benchmarks.card.kit import Kit
+    from lowmem.errors import Refused
 
-    stages = {module.STAGE.number: module.STAGE for module in (link, correctness, memory, speed, xl, auto)}
-    unknown = [word for word in options.stages if not word.isdigit() or int(word) not in stages]
-    if unknown:
-        return _refused(f"--stages: there is no stage {', '.join(unknown)}. Type some of {','.join(map(str, stages))}.")
-    kit = Kit(options.device, options.to or _file(options.device), list(stages.values()))
+    stages = {str(module.STAGE.number): module.STAGE for module in (link, correctness, memory, speed, xl, auto)}
+    wanted = dict.fromkeys(word.strip() for word in options.stages.split(",")) if options.stages is not None else stages
+    if unknown := [word for word in wanted if word not in stages]:
+        return _refused(
+            f"--stages: there is no stage {', '.join(map(repr, unknown))}. Type some of {','.join(stages)}."
+        )
+    file = options.to or _file(options.device)
+    kit = Kit(options.device, file, list(stages.values()))
     try:
         if options.table:
             return kit.table()
-        return kit.run([stages[int(word)] for word in options.stages], options.resume, options.retry)
-    except (NoCard, NoResults) as why:
+        return kit.run([stages[word] for word in wanted], options.resume, options.retry)
+    except Refused as why:
         return _refused(str(why))
+    except KeyboardInterrupt:
+        print(f"Stopped. What had ended by then stands in {file}; --resume runs the rest.", file=sys.stderr)
+        return 130
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,12 +64,24 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--stages", type=lambda typed: typed.split(","), default=list("123456"), help="such as 3,5")
+    parser.add_argument("--stages", help="such as 3,5; without it all of them")
     parser.add_argument("--resume", action="store_true", help="leave out what has a record")
-    parser.add_argument("--retry", action="store_true", help="with --resume: but not what failed or was ended")
+    parser.add_argument("--retry", action="store_true", help="the same, but not what failed or was ended")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--to", type=Path, help="the file of results")
     return parser.parse_args(arguments)
+
+
+def _too_old() -> Iterator[str]:
+    """Of what pyproject.toml asks for."""
+    asked = re.findall(r'"(torch|lightning|transformers)>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    for package, least in asked:
+        if _numbers(version(package)) < _numbers(least):
+            yield f"{package} {version(package)} is installed, and {least} or newer is needed"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def _file(device: str) -> Path:
@@ -72,5 +95,7 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, so that no case outlives this process
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C does, so that no case outlives this process
+        if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # under nohup it does not hang up
+            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
     sys.exit(main())

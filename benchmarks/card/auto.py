@@ -7,9 +7,7 @@ from benchmarks.card.case import Case, Here, Size, Stage
 from lowmem.units import GIB
 
 STAGE = Stage(6, "batch_size=auto and plan=auto", __name__, seconds=450, gib=10)
-EFFECTIVE = 64  # sequences of an optimizer step
-AUTO = ["accumulation=effective_batch", f"accumulation.size={EFFECTIVE}"]
-SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "save_every=1000", "scheduler=constant"]
+SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "save_every=1000", "scheduler=constant", "log_every=1"]
 
 
 def cases(size: Size) -> Mapping[str, Case]:
@@ -25,7 +23,11 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 def batch_size(here: Here, plan: str) -> dict:
     """The size that was found, and whether the next larger one would not have worked."""
-    typed = [*without_batch(here.size.model), *AUTO, *SHORT, "precision=bf16", f"memory.limit={here.size.cap}"]
+    from lowmem.accumulation import divisors
+    from lowmem.batch_size import fits
+
+    auto = ["accumulation=effective_batch", f"accumulation.size={here.size.effective}", f"memory.limit={here.size.cap}"]
+    typed = [*without_batch(here.size.model), *auto, *SHORT, "precision=bf16"]
     summary = here.train(*typed, "batch_size=auto", f"plan={plan}")
     found = {
         "batch_size": summary["batch_size"],
@@ -34,20 +36,10 @@ def batch_size(here: Here, plan: str) -> dict:
         "said": _log(here, "batch_size="),
     }
     here.keep(found)
-    larger = next((n for n in divisors() if n > summary["batch_size"]), None)
-    return found | {"larger": larger, "larger_works": larger and works(here, [*typed, f"batch_size={larger}"], larger)}
-
-
-def divisors() -> list[int]:
-    from lowmem.accumulation import divisors
-
-    return divisors(EFFECTIVE)
-
-
-def works(here: Here, typed: list[str], size: int) -> bool:
-    from lowmem.batch_size import fits
-
-    return fits(here.config(*here.typed(), *typed), size)
+    here.release()
+    larger = next((n for n in divisors(here.size.effective) if n > summary["batch_size"]), None)
+    works = larger is not None and fits(here.config(*here.typed(), *typed, f"batch_size={larger}"), larger)
+    return found | {"larger": larger, "larger_works": works, "right": not works}
 
 
 def without_batch(typed: tuple[str, ...]) -> list[str]:
@@ -78,7 +70,7 @@ def says(results: Mapping[str, dict]) -> str:
     for name, one in results.items():
         if "batch_size" in one:
             tight = {True: ", but the next larger works too", False: ", and the next larger does not work"}
-            parts.append(f"{name}: {one['batch_size']}{tight.get(one.get('larger_works'), '')}")
+            parts.append(f"{name}: {one['batch_size']}{tight[one['larger_works']] if one.get('larger') else ''}")
         else:
             parts.append(f"{name}: {one['allocated'] / GIB:.2f} GiB of {one['predicted'] / GIB:.2f} predicted")
     return "; ".join(parts)

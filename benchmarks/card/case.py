@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lowmem.report.summary import write
+from lowmem.starting import undisturbed
 
 RESULT, UNFINISHED = "result.json", "unfinished"
 
@@ -32,16 +33,18 @@ class Size:
     side: int  # of square matrices that are multiplied
     moved: int  # bytes that go over the link at once
     touched: int  # GiB of the host's memory that are touched to see whether they are there
-    tries: int  # of the search for the smallest cap that works
+    tries: int  # of the search for the smallest cap that works, after the first
+    state: int  # bytes of an optimizer's state that the card is left no room for
     small: tuple[str, ...]  # typed beside a recipe of GPT-2, to make it small
     bits: tuple[str, ...]  # what is trained where runs are compared to the bit: checkpoints are written
     model: tuple[str, ...]  # what is trained where times are looked at
     cap: str  # of that model, so that not every micro-batch fits
     limit: str  # under which GPT-2 runs out of memory in its first step
-    loops: tuple[tuple[str, str], ...]  # (recipe, model) of benchmarks.loops
+    loops: tuple[tuple[str, str, float], ...]  # (recipe, model, GiB of the card for all four) of benchmarks.loops
     rounds: int
     preset: tuple[str, ...]  # typed beside the preset of GPT-2 XL
     steps: int  # of it
+    effective: int  # sequences of an optimizer step where the micro-batch is found
     chosen: tuple[str, ...]  # typed beside plan=auto: what is not left to choose
 
 
@@ -59,15 +62,21 @@ SIZES = {
         moved=1 << 30,
         touched=24,
         tries=3,
+        state=1 << 30,
         small=(),
         bits=(*MIDDLE, "seq_len=512", "batch_size=8"),
-        model=("model=gpt2-medium", "model.pretrained=false", "seq_len=1024", "batch_size=8", "loss=chunked"),
+        # half of its blocks: 204M parameters, whose checkpoints do not take longer than the steps
+        model=(
+            *("model=gpt2-medium", "model.pretrained=false", "model.architecture.n_layer=12"),
+            *("seq_len=1024", "batch_size=8", "loss=chunked"),
+        ),
         cap="8GiB",
         limit="1GiB",
-        loops=(("bf16", "124M"), ("32", "13.9M")),
+        loops=(("bf16", "124M", 48), ("32", "13.9M", 8)),
         rounds=2,
         preset=(),
         steps=30,
+        effective=64,
         chosen=(),
     ),
     "cpu": Size(
@@ -76,16 +85,18 @@ SIZES = {
         side=64,
         moved=1 << 18,
         touched=0,
-        tries=1,
+        tries=0,
+        state=1 << 20,
         small=(*THIN, "seq_len=16", "batch_size=4", "val_sequences=4"),
         bits=("model=gpt2", "model.pretrained=false", *THIN, "seq_len=16", "batch_size=4"),
         model=("model=gpt2", "model.pretrained=false", *THIN, "seq_len=16", "batch_size=4"),
         cap="6MiB",
         limit="300KiB",
-        loops=(("32", "thin"),),
+        loops=(("32", "thin", 0),),
         rounds=1,
         preset=(*THIN, *DRY, "seq_len=16", "batch_size=2", "accumulation.size=4"),
         steps=3,
+        effective=8,
         chosen=("precision=bf16", "optim=adamw", "gradient_checkpointing=none"),
     ),
 }
@@ -103,6 +114,23 @@ class Here:
     @property
     def on_card(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the card; without one, more than any has."""
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory if self.on_card else 1 << 40
+
+    def release(self) -> None:
+        """What this process still holds of the card is not the next one's to have."""
+        import gc
+
+        import torch
+
+        gc.collect()
+        if self.on_card:
+            torch.cuda.empty_cache()
 
     def typed(self) -> list[str]:
         """Beside every command line: no hub, no W&B, no standard library of this Python."""
@@ -137,10 +165,11 @@ class Here:
 
 @dataclass(frozen=True)
 class Case:
-    """seconds: after which it is ended."""
+    """Args: seconds: after which it is ended; imports: with which it begins."""
 
     run: Callable[[Here], dict]
     seconds: float
+    imports: str = "lowmem.fit"
 
 
 @dataclass(frozen=True)
@@ -186,8 +215,11 @@ def text(folder: Path, files: int = 24, lines: int = 2000) -> Path:
 def main() -> None:
     module, name, device, words = sys.argv[1:]
     here = Here(device, SIZES[device], Path(os.environ["ROW_FOLDER"]), Path(words))
+    case = import_module(module).cases(here.size)[name]
+    with undisturbed():
+        import_module(case.imports)
     try:
-        record = {"status": "done", "result": import_module(module).cases(here.size)[name].run(here)}
+        record = {"status": "done", "result": case.run(here)}
     except LeftOut as why:
         record = {"status": "left out", "why": str(why)}
     write(here.folder / RESULT, record)

@@ -1,28 +1,35 @@
-"""Stage 1: which card this is, what its link carries and what its units multiply."""
+"""Stage 1: which card this is, what its link carries, what its units multiply, and what moves when it is full."""
 
+import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
+from benchmarks.card import pages
 from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
 from benchmarks.runner import machine
 from lowmem.units import GIB
 
-STAGE = Stage(1, "environment and link", __name__, seconds=180)
+STAGE = Stage(1, "environment and link", __name__, seconds=300)
 TIMES = 5  # of which the median counts
 PRODUCTS = 10  # in a row, so that the clock is not what is measured
+# What a product of normal numbers is off by, relative: fp32 by 1e-7 of each of its sums, TF32 by the roundings of its
+# factors to 2**-11. Between them nothing lies.
+OFF_IN_FP32, OFF_IN_TF32 = (0.0, 1e-5), (1e-5, 1e-3)
+EXACT = 512  # side of the matrices that are multiplied in fp64, too
 
 
 def cases(size: Size) -> Mapping[str, Case]:
     return {
-        "card": Case(card, 60),
-        "link": Case(link, 60),
-        "memory of the host": Case(host, 60),
-        "products": Case(products, 60),
-        "gradients over the link": Case(staged, 60),
+        "card": Case(card, 60, imports="json"),
+        "link": Case(link, 60, imports="torch"),
+        "memory of the host": Case(host, 60, imports="torch"),
+        "products": Case(products, 60, imports="torch"),
+        "gradients over the link": Case(staged, 60, imports="lowmem.offload.link"),
         "rates of the planner": Case(rates, 90),
+        "state that the card has no room for": Case(pages.crowded, 90),
     }
 
 
@@ -35,6 +42,7 @@ def card(here: Here) -> dict:
 
     if not torch.cuda.is_available():
         raise LeftOut(f"torch {torch.__version__} sees no CUDA device")
+    driver, taken = _asked()  # before there is a context of this process
     properties = torch.cuda.get_device_properties(0)
     total = properties.total_memory
     context = total - torch.cuda.mem_get_info()[0]
@@ -45,21 +53,25 @@ def card(here: Here) -> dict:
         "name": properties.name,
         "memory_bytes": total,
         "capability": f"{properties.major}.{properties.minor}",
-        "driver": _driver(),
+        "driver": driver,
         "cuda": torch.version.cuda,
         "devices": torch.cuda.device_count(),
-        "context_bytes": context,
-        "context_and_kernels_bytes": kernels,
+        "taken_by_others_bytes": taken,
+        "context_bytes": context - (taken or 0),
+        "context_and_kernels_bytes": kernels - (taken or 0),
         "workspace_bytes": torch.cuda.memory_allocated() - a.nbytes,
     }
 
 
-def _driver() -> str | None:
+def _asked() -> tuple[str | None, int | None]:
+    """(the driver's version, bytes that others hold of the card, such as a screen), as nvidia-smi says it, or None."""
     if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
-    return said.splitlines()[0] if said else None
+        return None, None
+    query = ["nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader,nounits"]
+    device = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    done = subprocess.run([*query, "-i", device], capture_output=True, text=True, timeout=30)
+    driver, _, used = done.stdout.strip().partition(", ") if done.returncode == 0 else ("", "", "")
+    return driver or None, int(used) << 20 if used.isdigit() else None
 
 
 def host(here: Here) -> dict:
@@ -68,14 +80,16 @@ def host(here: Here) -> dict:
     import psutil
     import torch
 
-    found, held = [psutil.virtual_memory()], []
-    while len(held) < here.size.touched and psutil.virtual_memory().available > 2 * GIB:
+    from lowmem.memory.process import available_bytes  # which knows a container's own limit
+
+    found, held = [available_bytes()], []
+    while len(held) < here.size.touched and available_bytes() > 2 * GIB:
         held.append(torch.ones(GIB // 4))
-    found.append(psutil.virtual_memory())
+    found.append(available_bytes())
     del held
-    found.append(psutil.virtual_memory())
-    when = ("before", "held", "after")
-    return {key: {"total": one.total, "available": one.available} for key, one in zip(when, found, strict=True)}
+    found.append(available_bytes())
+    when, total = ("before", "held", "after"), psutil.virtual_memory().total
+    return {key: {"total": total, "available": one} for key, one in zip(when, found, strict=True)}
 
 
 def seconds(call: Callable[[], object], here: Here) -> float:
@@ -169,10 +183,10 @@ def staged(here: Here) -> dict:
 
 
 def products(here: Here) -> dict:
-    """Operations per second of square matrix products, on random numbers."""
+    """Operations per second of square matrix products on random numbers, and what they are off by."""
     import torch
 
-    found = {}
+    rates, off = {}, {}
     for name, dtype in (
         ("fp32", torch.float32),
         ("TF32", torch.float32),
@@ -180,6 +194,7 @@ def products(here: Here) -> dict:
         ("fp16", torch.float16),
     ):
         torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
+        off[name] = _off(dtype, here)
         a, b = (torch.randn(here.size.side, here.size.side, device=here.device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
 
@@ -187,9 +202,25 @@ def products(here: Here) -> dict:
             for _ in range(PRODUCTS):
                 torch.mm(a, b, out=out)
 
-        found[name] = PRODUCTS * 2 * here.size.side**3 / seconds(some, here)
+        rates[name] = PRODUCTS * 2 * here.size.side**3 / seconds(some, here)
     torch.set_float32_matmul_precision("highest")
-    return {"operations_per_second": found}
+    has_tf32 = here.on_card and torch.cuda.get_device_capability() >= (8, 0)
+    return {"operations_per_second": rates, "off": off, "right": right(off, has_tf32)}
+
+
+def _off(dtype, here: Here) -> float:
+    """Of a product, relative, from that of the same numbers in fp64."""
+    import torch
+
+    a, b = (torch.randn(EXACT, EXACT, device=here.device).to(dtype) for _ in range(2))
+    exact = a.double() @ b.double()
+    return (((a @ b).double() - exact).norm() / exact.norm()).item()
+
+
+def right(off: Mapping[str, float], has_tf32: bool) -> bool:
+    """fp32 is fp32, and TF32 is TF32 where there is such a thing."""
+    expected = {"fp32": OFF_IN_FP32, "TF32": OFF_IN_TF32 if has_tf32 else OFF_IN_FP32}
+    return all(least <= off[name] < most for name, (least, most) in expected.items())
 
 
 def rates(here: Here) -> dict:
@@ -211,7 +242,7 @@ def says(results: Mapping[str, dict]) -> str:
 def table(results: Mapping[str, dict]) -> str:
     lines = ["| what | measured |", "|---|---|"]
     about = results.get("card", {})
-    for key in ("context_bytes", "context_and_kernels_bytes", "workspace_bytes"):
+    for key in ("taken_by_others_bytes", "context_bytes", "context_and_kernels_bytes", "workspace_bytes"):
         if about.get(key) is not None:
             lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {about[key] / GIB:.3f} GiB |")
     for when, sizes in results.get("memory of the host", {}).items():
@@ -220,6 +251,8 @@ def table(results: Mapping[str, dict]) -> str:
     for name in ("link", "gradients over the link"):
         for way, speed in results.get(name, {}).get("bytes_per_second", {}).items():
             lines.append(f"| {way} | {speed / 1e9:.2f} GB/s |")
-    for dtype, rate in results.get("products", {}).get("operations_per_second", {}).items():
-        lines.append(f"| products in {dtype} | {rate / 1e12:.4g} TFLOPS |")
+    products = results.get("products", {"operations_per_second": {}})
+    for dtype, rate in products["operations_per_second"].items():
+        lines.append(f"| products in {dtype} | {rate / 1e12:.4g} TFLOPS, off by {products['off'][dtype]:.0e} |")
+    lines += [f"| {name} | {pages.says(one)} |" for name, one in results.items() if "state" in one]
     return "\n".join(lines)

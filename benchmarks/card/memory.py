@@ -2,12 +2,13 @@
 
 Twelve recipes and two with bitsandbytes, most of them those of benchmarks/plan_error.py: live bytes by phase, what the
 allocator reserves, and the smallest cap (`set_per_process_memory_fraction`) under which two steps and an evaluation
-still work, each try in a process of its own. Then: whether paged state leaves the allocator's memory, and what a run
-says that dies of memory.
+still work, each try in a process of its own. Then: whether paged state leaves the allocator's memory, also after
+`resume=`; what a run says that dies of memory; and whether the allocator's snapshots can be read.
 """
 
 import csv
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from benchmarks import plan_error
 from benchmarks.card.case import Case, Here, Size, Stage
 from lowmem.units import GIB
+
+FILE = "memory_snapshot.pickle"
 
 STAGE = Stage(3, "memory", __name__, seconds=470, together=6, gib=8)
 PRESET = ["precision=16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=chunked"]
@@ -34,7 +37,8 @@ def recipes() -> dict[str, list[str]]:
 def cases(size: Size) -> Mapping[str, Case]:
     wanted = list(recipes())[: None if size.whole else 1]
     found = {name: Case(partial(recipe, name=name), 300) for name in wanted}
-    return found | {"out of memory": Case(out_of_memory, 90), "paged state under a cap": Case(paged, 240)}
+    found |= {"out of memory": Case(out_of_memory, 90), "paged state": Case(paged, 120)}
+    return found | ({"memory.snapshot=true": Case(snapshot, 90)} if size.whole else {})
 
 
 def recipe(here: Here, name: str) -> dict:
@@ -61,8 +65,14 @@ def recipe(here: Here, name: str) -> dict:
         "by_category": summary["peak_bytes_by_category"],
     }
     here.keep(found)
-    release(here)
-    return found | smallest(here, cfg, found)
+    here.release()
+    found |= smallest(here, cfg, found)
+    return found | ({"right": planned_enough(found)} if here.on_card else {})  # whose figures are not made up
+
+
+def planned_enough(found: Mapping) -> bool:
+    """Whether a run works in what the plan says that it needs, less the context, which a cap does not hold."""
+    return found["smallest_cap"] is not None and found["smallest_cap"] <= found["predicted"]["reserved_peak"]
 
 
 def smallest(here: Here, cfg, found: dict) -> dict:
@@ -74,18 +84,7 @@ def smallest(here: Here, cfg, found: dict) -> dict:
         cap, tried = smallest_that_works(fails, found["reserved"], lambda cap: works(cfg, cap), here.size.tries)
     except Refused as error:  # a try that failed for another reason
         return {"smallest_cap": None, "why_no_cap": str(error)[-1500:]}
-    return {"smallest_cap": cap, "smallest_fraction": cap and cap / total(here), "tried": tried}
-
-
-def release(here: Here) -> None:
-    """What this process still holds of the card is not the tries' to have."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if here.on_card:
-        torch.cuda.empty_cache()
+    return {"smallest_cap": cap, "smallest_fraction": cap and cap / here.memory, "tried": tried}
 
 
 def stand_in(here: Here) -> None:
@@ -96,12 +95,6 @@ def stand_in(here: Here) -> None:
         from made_up import Allocator
 
         Allocator().install(SimpleNamespace(setattr=setattr))
-
-
-def total(here: Here) -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory if here.on_card else 1 << 40
 
 
 def reserved_by_phase(file: Path) -> dict[str, int]:
@@ -142,22 +135,24 @@ def works(cfg, cap: int) -> bool:
 
 
 def paged(here: Here) -> dict:
-    """Halfway between the peaks of AdamW and of its paged sister, which one still works?
-
-    The pages are managed memory, of which the card has plenty here: whether the allocator is spared is what this shows,
-    not whether pages move; a program that asks for more of it than the card has free can hang the card.
-    """
-    shared = [*plan_error.GPT2, *plan_error.DRY, *plan_error.sized(4, 256), *here.size.small]
-    kinds = {kind: [*shared, f"optim={kind}"] for kind in ("paged_adamw32bit", "adamw")}
-    configs = {kind: here.config(*here.typed(), *typed) for kind, typed in kinds.items()}
-    runs = {kind: here.train(*plan_error.SHORT, *typed, folder=kind) for kind, typed in kinds.items()}
-    peaks = {kind: summary["peak_bytes"]["device"] for kind, summary in runs.items()}
-    release(here)
-    cap, state = sum(peaks.values()) // 2, 8 * runs["adamw"]["parameters"]
-    fits = {kind: works(cfg, cap) for kind, cfg in configs.items()}
-    spared = (peaks["adamw"] - peaks["paged_adamw32bit"]) / state
-    right = spared > 0.5 and fits == {"paged_adamw32bit": True, "adamw": False}
-    return {"peaks": peaks, "cap": cap, "fits": fits, "state_spared": spared, "right": right}
+    """How much of its state the allocator is spared, in a run and in one that is resumed. Whether pages move when there
+    is no room for them is the first stage's."""
+    typed = [*plan_error.GPT2, *plan_error.DRY, *plan_error.sized(4, 256), *here.size.small]
+    here.config("optim=paged_adamw32bit")
+    ways = {
+        "adamw": ["optim=adamw"],
+        "paged": ["optim=paged_adamw32bit", "max_steps=2"],
+        "resumed": ["optim=paged_adamw32bit", f"resume={here.folder / 'paged'}"],
+    }
+    runs = {}
+    for way, line in ways.items():
+        runs[way] = here.train(*plan_error.SHORT, *typed, *line, "plan=off", folder=way)
+        here.release()
+    state = 8 * runs["adamw"]["parameters"]
+    held = {way: one["peak_bytes"]["device"] for way, one in runs.items()}
+    spared = {way: (held["adamw"] - held[way]) / state for way in ("paged", "resumed")}
+    least = 0.5 if here.on_card else -0.05  # without CUDA nothing is paged
+    return {"held": held, "state_spared": spared, "right": min(spared.values()) > least}
 
 
 def out_of_memory(here: Here) -> dict:
@@ -168,14 +163,41 @@ def out_of_memory(here: Here) -> dict:
         said = "it did not run out of memory"
     except SystemExit as error:
         said = str(error)
-    snapshot = here.folder / "run" / "memory_snapshot.pickle"
+    file = here.folder / "run" / FILE
     found = {
         "says what was held": "Held at the peak, by category" in said,
         "says what to try": "Try, one after the other" in said,
-        "leaves a snapshot": snapshot.exists() == here.on_card,
+        "its snapshot tells of the end": ("oom" in actions(file)) == here.on_card,
     }
-    size = os.path.getsize(snapshot) if snapshot.exists() else None
+    size = os.path.getsize(file) if file.exists() else None
     return {"found": found, "right": all(found.values()), "snapshot_bytes": size, "said": said[:1500]}
+
+
+def snapshot(here: Here) -> dict:
+    """memory.snapshot=true: of a run that ends well, with the lines of Python that asked."""
+    here.train(*plan_error.SHORT, *plan_error.GPT2, *plan_error.USUAL, *here.size.small, "memory.snapshot=true")
+    file = here.folder / "run" / FILE
+    found = {
+        "tells of allocations": {"alloc", "free_completed"} <= actions(file),
+        "and who asked for them": asked_by(file, "lowmem"),
+    }
+    return {"found": found, "right": all(found.values()), "snapshot_bytes": os.path.getsize(file)}
+
+
+def events(file: Path) -> list[dict]:
+    """Of torch.cuda.memory._dump_snapshot; none where there is no file."""
+    if not file.exists():
+        return []
+    return [event for trace in pickle.loads(file.read_bytes())["device_traces"] for event in trace]
+
+
+def actions(file: Path) -> set[str]:
+    return {event["action"] for event in events(file)}
+
+
+def asked_by(file: Path, package: str) -> bool:
+    """Whether any allocation names a line of a package's."""
+    return any(f"/{package}/" in frame["filename"] for event in events(file) for frame in event.get("frames", ()))
 
 
 def says(results: Mapping[str, dict]) -> str:
@@ -219,8 +241,10 @@ def table(results: Mapping[str, dict]) -> str:
 def _what(one: Mapping) -> str:
     if "found" in one:
         return ", ".join(f"{what}: {'yes' if is_so else 'NO'}" for what, is_so in one["found"].items())
-    works = ", ".join(f"{kind} {'works' if fits else 'does not'}" for kind, fits in one["fits"].items())
-    return f"{one['state_spared']:.0%} of the state is spared; under {one['cap'] / GIB:.3f} GiB {works}"
+    if "state_spared" not in one:
+        return "the smallest cap that works is within the plan's need"
+    spared = ", ".join(f"{share:.0%} in the {way} run" for way, share in one["state_spared"].items())
+    return f"of the state is spared: {spared}"
 
 
 def both(predicted: int, measured: int) -> str:

@@ -19,8 +19,14 @@ def card(machine: Mapping) -> str:
 
 
 def results(stage: Mapping) -> dict[str, dict]:
-    """Of the cases that found something, be it not all that was asked of them."""
-    return {name: case["result"] for name, case in stage.get("cases", {}).items() if "result" in case}
+    """Of the cases that found something, be it not all that was asked of them, in their order."""
+    cases = stage["cases"]
+    return {name: cases[name]["result"] for name in stage["planned"] if "result" in cases.get(name, {})}
+
+
+def is_wrong(case: Mapping) -> bool:
+    """Whether what it found is not what it should be, where that can be told."""
+    return case.get("result", {}).get("right") is False
 
 
 def line(stage: Stage, found: Mapping) -> str:
@@ -36,6 +42,8 @@ def went(stage: Stage, found: Mapping) -> str:
         counts[case["status"]] += 1
     missing = len(found["planned"]) - len(found["cases"])
     parts = [f"{count} {status}" for status, count in counts.items() if count]
+    wrong = sum(map(is_wrong, found["cases"].values()))
+    parts += [f"{wrong} NOT RIGHT"] if wrong else []
     parts += [f"{missing} not begun in its {stage.seconds:.0f} s"] if missing else []
     return f"{', '.join(parts)}; {_of(stage, 'says', found)}"
 

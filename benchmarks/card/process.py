@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,8 +15,16 @@ from pathlib import Path
 from benchmarks.card.case import RESULT, UNFINISHED
 from benchmarks.runner import ROOT, environment
 
+SCRATCH = ROOT / ".cache" / "card"  # on the disk of the project: checkpoints are written, and /tmp may be memory
+PREFIX = "case-"  # of a case's folder
 LINES, CHARACTERS = 12, 2000  # of the last words
+# What may be set where the kit is typed, and would change what it measures.
+NOT_OURS = (
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
 
+stopped = threading.Event()  # the kit is: what is about to begin must not
 _running: set[subprocess.Popen] = set()
 
 
@@ -31,7 +40,8 @@ def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) 
         status: done, left out, failed or ended; seconds; result, and where it is none or not all of it, why.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=SCRATCH, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with (folder / "said").open("w") as said:
             # a group of its own, so that what it started ends with it
@@ -46,7 +56,7 @@ def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) 
             )
         _running.add(process)
         try:
-            record = _record(process, folder, seconds)
+            record = _record(process, folder, 0.0 if stopped.is_set() else seconds)
         finally:
             _end(process)
     return record | {"seconds": round(time.monotonic() - start, 1)}
@@ -55,7 +65,8 @@ def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) 
 def _record(process: subprocess.Popen, folder: Path, seconds: float) -> dict:
     try:
         code = process.wait(seconds)
-        why = _words(folder) or f"exit code {code}, without a word"
+        why = _words(folder)
+        why += f" ({_exit(code)})" if code < 0 or not why else ""
         status = "failed"
     except subprocess.TimeoutExpired:
         _end(process)
@@ -68,15 +79,23 @@ def _record(process: subprocess.Popen, folder: Path, seconds: float) -> dict:
     return left | {"status": status, "why": why} if left["status"] == UNFINISHED else left
 
 
+def _exit(code: int) -> str:
+    """How a process ended that has not said so itself."""
+    if code >= 0:
+        return f"exit code {code}"
+    out_of_memory = "; so the kernel ends what the host has no memory for" if -code == signal.SIGKILL else ""
+    return f"ended by signal {-code}, {signal.strsignal(-code)}{out_of_memory}"
+
+
 def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it started may outlive it
+    process.wait()
     _running.discard(process)
 
 
 def end_all() -> None:
+    stopped.set()
     for process in list(_running):
         _end(process)
 
@@ -87,8 +106,11 @@ def _words(folder: Path) -> str:
 
 
 def _environment(folder: Path, threads: int | None) -> dict[str, str]:
-    """The tests hold the oracle; no hub is asked for anything."""
-    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    """The tests hold the oracle; no hub is asked for anything; one device, or transformers.Trainer takes them all."""
+    paths = [str(ROOT / part) for part in ("src", "tests")] + [os.environ.get("PYTHONPATH", "")]
     more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    more |= {"PYTHONUNBUFFERED": "1"}  # or one that is ended has said nothing
+    more |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    more |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts them
     more |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return environment(folder) | more
+    return {key: value for key, value in environment(folder).items() if key not in NOT_OURS} | more

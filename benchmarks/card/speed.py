@@ -2,22 +2,23 @@
 
 Four loops take turns step by step (benchmarks/turns.py). Of masters: the step beside that of the same passes without
 an update, and the seconds that the host works in it; what is longer than the passes alone is waited for. Of boundaries:
-a step that sends them to the host beside one that keeps them.
+a step that sends them to the host beside one that keeps them. Runs that are compared follow each other in one process.
 """
 
+import shutil
 import threading
 import time
 from collections.abc import Mapping
 from functools import partial
 from statistics import mean, median
 
-from benchmarks.card.case import Case, Here, Size, Stage
+from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
 from benchmarks.loops import WARM_UP
 from benchmarks.side_by_side import apart
 from benchmarks.turns import speed_ratio
 from lowmem.units import GIB
 
-STAGE = Stage(4, "speed", __name__, seconds=470, gib=12)
+STAGE = Stage(4, "speed", __name__, seconds=470, gib=8)
 LOOPS = ("lowmem", "plain", "lightning", "trainer")
 RUN = ("max_steps=12", "val_every=1000", "val_sequences=8", "save_every=1000", "scheduler=constant", "log_every=1")
 ALONE = "passes without an update"
@@ -26,7 +27,7 @@ MASTERS = {
     "masters that step early": ["precision=bf16-master", "optim=adamw8bit", "clip=null"],
     "masters that step after clipping": ["precision=bf16-master", "optim=adamw8bit"],
 }
-FOUR, WINDOW = ["accumulation=fixed", "accumulation.batches=4"], ", window of 4"
+FOUR = ("accumulation=fixed", "accumulation.batches=4")
 KEPT, AWAY = "boundaries that stay", "boundaries that travel"
 BOUNDARIES = {
     KEPT: ["precision=bf16", "optim=sgd", "gradient_checkpointing=every_layer"],
@@ -35,18 +36,23 @@ BOUNDARIES = {
 
 
 def cases(size: Size) -> Mapping[str, Case]:
-    found = {f"four loops, {r} {model}": Case(partial(loops, of=(r, model)), 180) for r, model in size.loops}
-    found |= {name: Case(partial(masters, typed=typed), 90) for name, typed in MASTERS.items()}
-    found |= {name: Case(partial(run, typed=typed), 90) for name, typed in BOUNDARIES.items()}
-    for name, typed in MASTERS.items() if size.whole else ():
-        found[name + WINDOW] = Case(partial(masters, typed=[*typed, *FOUR]), 90)
-    return found
+    found = {
+        f"four loops, {r} {model}": Case(partial(loops, of=(r, model), gib=gib), 180) for r, model, gib in size.loops
+    }
+    found |= {"masters": Case(masters, 200), "boundaries": Case(boundaries, 150)}
+    return found | ({"masters, window of 4": Case(partial(masters, more=FOUR), 200)} if size.whole else {})
 
 
-def loops(here: Here, of: tuple[str, str]) -> dict:
-    """Name of a loop -> tokens per second, peak and losses of each round; or why it failed."""
+def loops(here: Here, of: tuple[str, str], gib: float) -> dict:
+    """Name of a loop -> tokens per second, peak and losses of each round; or why it failed.
+
+    Raises:
+        LeftOut: a card that has no room for all of them: one computes at a time, but each holds what it trains.
+    """
     from benchmarks.turns import together
 
+    if here.memory < gib * GIB:
+        raise LeftOut(f"the four loops together need {gib:g} GiB and the card has {here.memory / GIB:.1f}")
     recipe, model = of
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, model, *here.typed()] for loop in LOOPS}
     found: dict[str, list[dict]] = {loop: [] for loop in LOOPS}
@@ -59,26 +65,36 @@ def loops(here: Here, of: tuple[str, str]) -> dict:
 
 def run(here: Here, typed: list[str]) -> dict:
     summary = here.train(*here.size.model, *RUN, *typed, "plan=off")
+    shutil.rmtree(here.folder / "run")  # with its checkpoint
+    here.release()
     keys = ("seconds_per_step", "tokens_per_second", "train_loss")
     return {key: summary[key] for key in keys} | {"device_peak": summary["peak_bytes"]["device"]}
 
 
-def masters(here: Here, typed: list[str]) -> dict:
-    """A run with a stop-watch on the host: seconds of its work, and seconds that the loop stands still for it."""
+def boundaries(here: Here) -> dict:
+    return {"runs": {name: run(here, typed) for name, typed in BOUNDARIES.items()}}
+
+
+def masters(here: Here, more: tuple[str, ...] = ()) -> dict:
+    """Runs with a stop-watch on the host: seconds of its work, and seconds that the loop stands still for it."""
     from lowmem.module import CausalLM
     from lowmem.offload.link import StagedLink
     from lowmem.precision import master
 
     if not here.on_card:
         stand_in(master)
-    watch = Watch()
+    watch, runs = Watch(), {}
     for owner, name in ((master.Master, "add"), (master, "_step")):
         watch.put(owner, name, "host")
     for name in ("fetch", "wait", "finish"):
         watch.put(StagedLink, name, "loop")
     watch.put(CausalLM, "training_step", "step")
-    found = run(here, typed)
-    return found | {"host_seconds": watch.per_step("host"), "loop_stands_still": watch.per_step("loop")}
+    for name, typed in MASTERS.items():
+        watch.begin()
+        found = run(here, [*typed, *more])
+        runs[name] = found | {"host_seconds": watch.per_step("host"), "loop_stands_still": watch.per_step("loop")}
+        here.keep({"runs": runs})
+    return {"runs": runs}
 
 
 def stand_in(master) -> None:
@@ -93,6 +109,10 @@ class Watch:
     """Seconds that functions take, step by step. The last step's host work may end in the next one's."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A run."""
         self.seconds = {"host": 0.0, "loop": 0.0}
         self.steps: list[dict[str, float]] = []
 
@@ -125,22 +145,19 @@ def waits(of: Mapping[str, float], alone: Mapping[str, float]) -> tuple[float, f
     return longer / of["seconds_per_step"], 1 - min(1.0, longer / max(of["host_seconds"], 1e-9))
 
 
-def _against(name: str, results: Mapping[str, dict]) -> dict | None:
-    """The passes alone of a case of masters, of as many micro-batches."""
-    return results.get(ALONE + (WINDOW if name.endswith(WINDOW) else ""))
-
-
 def says(results: Mapping[str, dict]) -> str:
     parts = []
     for name, one in results.items():
-        for other in LOOPS[1:]:
-            if (ratio := ratio_to(other, one)) is not None:
-                parts.append(f"{name.removeprefix('four loops, ')}: {ratio:.2f} of {other}")
-        if name.startswith("masters") and (alone := _against(name, results)):
-            parts.append(f"{name}: {waits(one, alone)[0]:.0%} waits")
-    if KEPT in results and AWAY in results:
-        ratio = results[AWAY]["seconds_per_step"] / results[KEPT]["seconds_per_step"]
-        parts.append(f"boundaries that travel: {ratio:.2f} of the time")
+        for other in LOOPS[1:] if "loops" in one else ():
+            ratio, of = ratio_to(other, one), f"{name.removeprefix('four loops, ')}:"
+            parts.append(f"{of} {other} or lowmem failed" if ratio is None else f"{of} {ratio:.2f} of {other}")
+        runs = one.get("runs", {})
+        if ALONE in runs:
+            told = ", ".join(f"{waits(run, runs[ALONE])[0]:.0%}" for run in list(runs.values())[1:])
+            parts.append(f"{name}: {told} of the step waits, early and after clipping")
+        if KEPT in runs and AWAY in runs:
+            ratio = runs[AWAY]["seconds_per_step"] / runs[KEPT]["seconds_per_step"]
+            parts.append(f"{AWAY}: {ratio:.2f} of the time")
     return ", ".join(parts)
 
 
@@ -162,14 +179,14 @@ def table(results: Mapping[str, dict]) -> str:
     for name, one in results.items():
         for loop, rounds in one.get("loops", {}).items():
             lines.append(f"| {name} | {loop} | {_cells(loop, rounds, one)} |")
-    lines += ["", "| run | s per step | of it waits | of the host's work is hidden | tokens/s | peak GiB |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += ["", "| case | run | s per step | of it waits | of the host's work is hidden | tokens/s | peak GiB |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for name, one in results.items():
-        if "seconds_per_step" in one:
-            alone = _against(name, results) if name.startswith("masters") else None
-            shares = [f"{share:.0%}" for share in waits(one, alone)] if alone else ["-", "-"]
-            figures = f"{one['tokens_per_second']:,.0f} | {one['device_peak'] / GIB:.3f}"
-            lines.append(f"| {name} | {one['seconds_per_step']:.4f} | {' | '.join(shares)} | {figures} |")
+        alone = one.get("runs", {}).get(ALONE)
+        for run, of in one.get("runs", {}).items():
+            shares = [f"{share:.0%}" for share in waits(of, alone)] if alone and of is not alone else ["-", "-"]
+            figures = f"{of['tokens_per_second']:,.0f} | {of['device_peak'] / GIB:.3f}"
+            lines.append(f"| {name} | {run} | {of['seconds_per_step']:.4f} | {' | '.join(shares)} | {figures} |")
     return "\n".join(lines)
 
 

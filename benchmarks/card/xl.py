@@ -2,27 +2,41 @@
 
 from collections.abc import Mapping
 from functools import partial
+from math import isfinite
 
 from benchmarks.card.case import Case, Here, Size, Stage
 from benchmarks.gpt2_xl import CAPS, capped
+from lowmem.memory.limit import parse
 from lowmem.units import GIB
 
 STAGE = Stage(5, "GPT-2 XL under 12 GiB", __name__, seconds=470, gib=11)
 # cap -> (share of the preset's steps, seconds after which it is ended: what it had measured by then counts)
 SHARES = {CAPS[0]: (1, 330), CAPS[1]: (1 / 6, 110)}
 
+LEARNT = 20  # steps after which the loss is below that of the first: the rate rises from 0 over fifty
+
 
 def cases(size: Size) -> Mapping[str, Case]:
-    return {
-        f"the preset under {cap}": Case(partial(preset, cap=cap, share=share, seconds=seconds), seconds + 15)
-        for cap, (share, seconds) in list(SHARES.items())[: None if size.whole else 1]
-    }
+    found = {}
+    for cap, (share, seconds) in list(SHARES.items())[: None if size.whole else 1]:
+        run = partial(preset, cap=cap, share=share, seconds=seconds)
+        found[f"the preset under {cap}"] = Case(run, seconds + 15, imports="psutil")
+    return found
 
 
 def preset(here: Here, cap: str, share: float, seconds: float) -> dict:
     """Random numbers of dropout aside, what a user would see: peaks, pace and the loss of every step."""
-    typed = [*here.typed(), *here.size.preset]
-    return capped(cap, typed, max(2, round(share * here.size.steps)), here.size.patience * seconds)
+    typed, seconds = [*here.typed(), *here.size.preset], here.size.patience * seconds
+    found = capped(cap, typed, max(2, round(share * here.size.steps)), seconds)
+    if not found["losses"]:
+        raise SystemExit(f"{found['last_words']}\nNot one step was done within {seconds:.0f} s.")
+    return found | {"right": right(found, parse(cap))}
+
+
+def right(found: Mapping, cap: int) -> bool:
+    """Within its cap, and learning, where it had the steps to show it."""
+    held, losses = found["reserved_peak"] or found["allocated_peak"], found["losses"]
+    return held <= cap and all(map(isfinite, losses)) and (len(losses) < LEARNT or losses[-1] < losses[0])
 
 
 def says(results: Mapping[str, dict]) -> str:

@@ -23,6 +23,7 @@ from lowmem import help, runs, sweep
 from lowmem.check import check_values
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, key, quoted, unquoted, without
+from lowmem.starting import undisturbed
 
 _failures: list[str] = []  # of this command
 
@@ -108,7 +109,8 @@ def run(cfg: DictConfig) -> float:
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         check_values(cfg)
-        from lowmem.fit import fit  # which imports torch
+        with undisturbed():
+            from lowmem.fit import fit  # which imports torch
 
         return fit(cfg, output_dir, choices, typed)
 
@@ -124,7 +126,8 @@ def plan(cfg: DictConfig) -> None:
     """Predict instead of run."""
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
-        from lowmem.plan.job import plan
+        with undisturbed():
+            from lowmem.plan.job import plan
 
         plan(cfg, output_dir, choices, typed)
 

@@ -52,6 +52,17 @@ class CausalLM(LightningModule):
         self.last_micro_batch = False  # whether the one under way is its window's last
         self._random_states: dict[str, Tensor] | None = None
 
+    def setup(self, stage: str) -> None:
+        """Every optimizer restores its state to where it belongs (`optim/build.py`). Lightning would then move all of
+        it to the device: that of masters, and what is paged."""
+        strategy = self.trainer.strategy
+
+        def restore(checkpoint: dict) -> None:
+            for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
+
+        strategy.load_optimizer_state_dict = restore
+
     # --- training ------------------------------------------------------------------------------------------------
 
     def training_step(self, window: Window, _: int) -> dict:

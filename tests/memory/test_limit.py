@@ -77,6 +77,14 @@ def test_the_cap_on_cuda_is_a_share_of_the_card_and_is_lifted(monkeypatch):
         assert len(said) == 2
 
 
+def test_the_share_of_a_card_is_not_a_byte_less_than_the_cap():
+    """The deliberately wrong variant: the quotient itself, of which torch makes one byte less for many sizes."""
+    totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
+    caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]
+    assert all(cap <= int(limit._share(cap, total) * total) <= cap + 1 for cap, total in caps)
+    assert not all(cap <= int(cap / total * total) for cap, total in caps)
+
+
 @pytest.mark.gpu
 def test_on_a_card_the_cap_ends_an_allocation_and_is_lifted():
     torch.cuda.empty_cache()

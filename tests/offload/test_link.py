@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import strategy
 
+from lowmem.module import CausalLM
 from lowmem.offload.link import CudaLane, StagedLink
 from lowmem.precision import master as masters
 from lowmem.precision.master import BFloat16Master
@@ -64,12 +65,31 @@ def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
     gate.until(MasterWeights, "on_before_backward")
-    gate.until(MasterWeights, "on_train_end")  # after the last step there is no backward pass
+    gate.until(MasterWeights, "on_train_end", before=gate.open.set)  # after the last step there is no backward pass
     monkeypatch.setattr(StagedLink, "wait", lambda self, weight: None)
     try:
         assert not equal(ours(cfg, SlowLane()), right)
     except RuntimeError as error:  # where it came back while backward was still reading the old one
         assert "modified by an inplace operation" in str(error)
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_the_weights_that_lightning_brings_to_the_host_are_those_of_the_last_step(config, monkeypatch, waited):
+    """On a card that is a copy. The wrong variant: the host still steps, as after a run that saves nothing."""
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=1")
+    gate, brought, cpu = Gate(monkeypatch), [], CausalLM.cpu
+
+    def copied(module):
+        brought[:] = [p.detach().clone() for p in module.model.parameters()]
+        gate.open.set()
+        return cpu(module)
+
+    monkeypatch.setattr(CausalLM, "cpu", copied)
+    if waited:
+        gate.until(MasterWeights, "on_train_end", before=gate.open.set)
+    else:
+        monkeypatch.setattr(BFloat16Master, "arrived", lambda self: None)
+    assert all(map(torch.equal, brought, ours(cfg, SlowLane())[1])) == waited
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
@@ -110,6 +130,23 @@ def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
     monkeypatch.setattr(masters, "_step", broken)
     with pytest.raises(ZeroDivisionError, match="on the host"):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
+
+
+def test_an_error_of_a_copy_is_told_and_not_waited_for():
+    """Many more pieces than slots: a slot that did not come back would be waited for."""
+
+    class Broken(SlowLane):
+        def copy(self, to, source, after):
+            return self
+
+        def synchronize(self):
+            raise ZeroDivisionError("in the copy")
+
+    link = StagedLink(Broken(), slot_bytes=64, slots=2)
+    with pytest.raises(ZeroDivisionError, match="in the copy"):
+        link.fetch(torch.ones(1000), lambda start, piece: None)
+        link.finish()
+    link.close()
 
 
 # --- on a card --------------------------------------------------------------------------------------------------------

@@ -186,3 +186,84 @@ def test_state_of_16_bit_weights_comes_back_in_32_bits(config, optim, guarded, m
         for one, two in zip(optimizer_state(made), optimizer_state(other), strict=True)
     ]
     assert all(same) == (guarded or optim in ("adam8bit", "lion8bit", "sgd") or optim.startswith("paged"))
+
+
+@pytest.fixture
+def managed(monkeypatch):
+    """A stand-in for managed memory, which a CPU has none of: host memory that is marked. -> what was asked for."""
+    from bitsandbytes import functional
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    asked = []
+
+    def get_paged(self, p, dtype=torch.float32):
+        asked.append(torch.zeros(p.shape, dtype=dtype))
+        asked[-1].is_paged = True
+        return asked[-1]
+
+    monkeypatch.setattr(Optimizer8bit, "get_state_buffer", get_paged)
+    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor, to_cpu=False: None)
+    return asked
+
+
+def saved_and_read(made, tmp_path):
+    torch.save(made.state_dict(), tmp_path / "state")
+    return torch.load(tmp_path / "state", weights_only=True, mmap=True)
+
+
+def buffers(made):
+    return [state[key] for state in made.state.values() for key in ("state1", "state2")]
+
+
+PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
+
+
+@pytest.mark.parametrize("optim", PAGED)
+@pytest.mark.parametrize("guarded", [True, False])
+def test_paged_state_comes_back_paged(config, managed, monkeypatch, tmp_path, optim, guarded):
+    """Unguarded, bitsandbytes moves what the checkpoint holds to the device, as ordinary tensors."""
+    from lowmem.optim import build
+
+    if not guarded:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+    model = nn.Linear(64, 128, bias=False)
+    made, other = (optimizer(config(f"optim={optim}"))(model) for _ in range(2))
+    model.weight.grad = torch.randn(128, 64)
+    made.step()
+    managed.clear()
+    other.load_state_dict(saved_and_read(made, tmp_path))
+    assert all(map(torch.equal, buffers(made), buffers(other)))
+    assert all(any(buffer is one for one in managed) for buffer in buffers(other)) == guarded
+    assert len(managed) == (2 if guarded else 0)
+    before = model.weight.detach().clone()
+    changes = []
+    for stepping in (made, other):
+        model.weight.data.copy_(before)
+        stepping.step()
+        changes.append(model.weight.detach().clone())
+    assert torch.equal(*changes) and not torch.equal(changes[0], before)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_was_paged_on_a_card_goes_on_without_one(config, managed, monkeypatch, tmp_path, guarded):
+    """A checkpoint remembers that its tensors were paged; unguarded, the first step asks CUDA to bring them."""
+    from bitsandbytes import functional
+
+    from lowmem.optim import build
+
+    if not guarded:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+    model = nn.Linear(64, 128, bias=False)
+    model.weight.grad = torch.randn(128, 64)
+    made = optimizer(config("optim=paged_adamw8bit"))(model)
+    made.step()
+    saved = saved_and_read(made, tmp_path)
+    monkeypatch.undo()
+    if not guarded:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+    asked = []
+    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor, to_cpu=False: asked.append(tensor))
+    other = optimizer(config("optim=paged_adamw8bit"))(model)
+    other.load_state_dict(saved)
+    other.step()
+    assert (not asked) == guarded

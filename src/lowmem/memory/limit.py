@@ -4,6 +4,7 @@ On CUDA the allocator is capped. On a CPU the tracker counts the live tensors of
 ends the run when they exceed the limit; scratch memory inside an operator is not counted.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +40,15 @@ def capped(limit: int | None, device: str) -> Iterator[None]:
     import torch  # not above: sizes are parsed before it is needed
 
     total = torch.cuda.get_device_properties().total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    torch.cuda.set_per_process_memory_fraction(_share(limit, total))
     try:
         yield
     finally:  # the cap is the process's, and the next job of a sweep may have none
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _share(limit: int, total: int) -> float:
+    """The share of a card of which torch makes at least `limit` bytes again: it rounds down, and a byte less than a
+    segment is no segment."""
+    share = min(1.0, limit / total)
+    return share if int(share * total) >= limit else math.nextafter(share, 1.0)

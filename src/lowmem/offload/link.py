@@ -102,8 +102,8 @@ class StagedLink(Link):
         self._raise()
 
     def _take(self, take: Take, start: int, here: Tensor, landed: Mark, slot: Tensor) -> None:
-        landed.synchronize()
         try:
+            landed.synchronize()
             if self._failed is None:
                 take(start, here)
         finally:

@@ -40,6 +40,8 @@ class MakeOptimizer:
         if hasattr(optimizer, "get_config"):
             _hold_state_in_the_groups_bits(optimizer)
             in_one_pass(optimizer)
+        if getattr(optimizer, "is_paged", False):
+            _restore_paged(optimizer)
         _restore_in_saved_dtypes(optimizer)
         return optimizer
 
@@ -102,6 +104,26 @@ def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
 
     optimizer.register_load_state_dict_pre_hook(before)
     optimizer.register_load_state_dict_post_hook(after)
+
+
+def _restore_paged(optimizer: Optimizer) -> None:
+    """bitsandbytes restores paged state as ordinary tensors of the device, which may not have the room for it (its
+    issues 782 and 1381); on a CPU, as a checkpoint of a card remembers it: as paged, which nothing is there.
+
+    Here each buffer is asked for as in the first step, and is paged where that one was.
+    """
+    theirs = optimizer.load_state_dict
+
+    def load_state_dict(state_dict: dict) -> None:
+        theirs(state_dict, move_to_device=False)
+        for p, state in optimizer.state.items():
+            for key, saved in state.items():  # one after the other: what was read of it is let go
+                if key in ("state1", "state2"):
+                    state[key] = optimizer.get_state_buffer(p, dtype=saved.dtype).copy_(saved)
+                elif isinstance(saved, Tensor):
+                    state[key] = saved.to(p.device)
+
+    optimizer.load_state_dict = load_state_dict
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:

@@ -107,7 +107,15 @@ def machine(on_card: bool) -> Machine:
 
 
 def measured(name: str, device: str) -> Machine:
-    """Two to ten seconds."""
+    """Two to ten seconds, after which the card is as it was: torch would keep the memory for later."""
+    found = Machine(name, *_rates(device))
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _rates(device: str) -> tuple[dict[str, float], float, float, float | None]:
+    """(flops, bandwidth, overhead, link) of a `Machine`."""
     flops = {}
     for dtype_name, dtype in DTYPES.items():
         n = 4096 if device == "cuda" else 1024
@@ -122,7 +130,7 @@ def measured(name: str, device: str) -> Machine:
     if device == "cuda":
         pinned = torch.empty(1 << 25, pin_memory=True)
         link = pinned.nbytes / _seconds(lambda: big.copy_(pinned), device)
-    return Machine(name, flops, bandwidth, overhead, link)
+    return flops, bandwidth, overhead, link
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:

@@ -33,14 +33,6 @@ class MasterWeights(Callback):
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self.plugin = trainer.precision_plugin
         self.early = steps_early(self.early_step, self.clip, self.plugin.scales_loss)
-        strategy = trainer.strategy
-
-        def restore(checkpoint: dict) -> None:
-            """Lightning's own moves the restored state to the device, all of it."""
-            for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-                optimizer.load_state_dict(state)
-
-        strategy.load_optimizer_state_dict = restore
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -88,6 +80,7 @@ class MasterWeights(Callback):
             trainer.should_stop = True  # a checkpoint follows, and then `on_train_end`
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.plugin.arrived()  # Lightning brings the weights to the host next, and asks nobody
         if self.skips >= self.skips_in_a_row:
             raise Refused(
                 f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite, "

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from lowmem.accumulation import divisors
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
-from lowmem.plan.ahead import could_fit
+from lowmem.plan.at_start import could_fit
 from lowmem.quiet import quiet
 from lowmem.training import DidNotFit, trained
 

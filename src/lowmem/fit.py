@@ -18,7 +18,7 @@ from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
-from lowmem.plan import ahead
+from lowmem.plan import at_start
 from lowmem.quiet import quiet
 from lowmem.report import step
 from lowmem.report import summary as report
@@ -51,9 +51,9 @@ def fit(
         checkpoint.find(cfg.resume)  # before anything is planned for it
     quiet()
     model.check_architecture(cfg)
-    cfg = ahead.chosen(_placed(cfg, output_dir), overrides)
+    cfg = at_start.with_recipe(_placed(cfg, output_dir), overrides)
     cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
-    prediction = ahead.expected(cfg, overrides)
+    prediction = at_start.checked(cfg, overrides)
     try:
         with trained(cfg, output_dir) as training:
             summary = _summary(training, cfg) | {"overrides": list(overrides)}
@@ -61,7 +61,7 @@ def fit(
             _report(training, cfg, output_dir, summary)
             return summary
     except DidNotFit as error:
-        planned = ahead.instead(cfg, overrides, prediction)
+        planned = at_start.smaller_recipe(cfg, overrides, prediction)
         raise OutOfMemory(out_of_memory(error.held, choices, cfg.batch_size, cfg.seq_len, planned)) from error
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LESS = 0.9  # of what did not fit: what is tried next
 
 
-def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
+def with_recipe(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
     """plan=12GiB, plan=auto: the config with the fastest recipe that fits, beside what was typed.
 
     Raises:
@@ -49,7 +49,7 @@ def chosen(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
     return _composed(cfg, typed, as_mapping(plan.chosen.overrides))
 
 
-def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
+def checked(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
     """What the run will need; None with plan=off.
 
     Raises:
@@ -57,26 +57,27 @@ def expected(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
     """
     if cfg.plan == "off":
         return None
-    found = predict(cfg, on_card=cfg.device == "cuda")
+    prediction = predict(cfg, on_card=cfg.device == "cuda")
     gpu, ram = _free(cfg), _host()
-    if found.estimate is not None:
-        log.info(f"The prediction is an estimate: {found.estimate}")
-    elif not found.fits(gpu, ram):
-        raise Refused(_does_not_fit(cfg, typed, found, gpu, ram))
-    return found
+    if prediction.estimate is not None:
+        log.info(f"The prediction is an estimate: {prediction.estimate}")
+    elif not prediction.fits(gpu, ram):
+        raise Refused(_does_not_fit(cfg, typed, prediction, gpu, ram))
+    return prediction
 
 
-def instead(cfg: DictConfig, typed: Sequence[str], found: Prediction | None) -> str | None:
+def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction | None) -> str | None:
     """After memory ran out in spite of a prediction: the recipe to try, which is predicted to need less by a tenth."""
-    if found is None:
+    if prediction is None:
         return None
     log.info("Out of memory: looking for a recipe that needs less ...")
     try:
-        plan = _searched(cfg, typed, round(LESS * found.device_need))
+        plan = _searched(cfg, typed, round(LESS * prediction.device_need))
     except Exception as error:  # whatever it is, it must not stand in the place of what the run died of
         log.info(f"No recipe was found: {error}")
         return None
-    said = f"Predicted were {found.device_need / GIB:.2f} GiB of the device, so either more was taken or less was free."
+    predicted = f"{prediction.device_need / GIB:.2f} GiB"
+    said = f"Predicted were {predicted} of the device, so either more was taken or less was free."
     if plan.chosen is None:
         return f"{said} No recipe is predicted to need a tenth less: type a smaller seq_len or model."
     need = plan.chosen.prediction.device_need / GIB
@@ -87,8 +88,8 @@ def instead(cfg: DictConfig, typed: Sequence[str], found: Prediction | None) -> 
 
 def could_fit(cfg: DictConfig) -> bool:
     """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
-    found = predict(plain(cfg), on_card=cfg.device == "cuda")
-    return found.estimate is not None or found.fits(_free(cfg), _host())
+    prediction = predict(plain(cfg), on_card=cfg.device == "cuda")
+    return prediction.estimate is not None or prediction.fits(_free(cfg), _host())
 
 
 def _free(cfg: DictConfig) -> int | None:
@@ -105,11 +106,11 @@ def _host() -> int:
     return process.available_bytes() + process.rss_bytes()
 
 
-def _does_not_fit(cfg: DictConfig, typed: Sequence[str], found: Prediction, gpu: int | None, ram: int) -> str:
-    held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in found.by_category.items() if size)
+def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction, gpu: int | None, ram: int) -> str:
+    held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
     lines = [
-        f"This run is predicted to need {found.device_need / GIB:.2f} GiB of the device ({held}; highest in "
-        f"{found.peak_phase}) and {found.host_peak / GIB:.1f} GiB of the host."
+        f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({held}; highest in "
+        f"{prediction.peak_phase}) and {prediction.host_peak / GIB:.1f} GiB of the host."
     ]
     if gpu is not None:
         lines.append(f"The device has {gpu / GIB:.2f} GiB free.")

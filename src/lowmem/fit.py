@@ -32,7 +32,7 @@ from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.plan import ahead
 from lowmem.quiet import quiet
-from lowmem.report import step
+from lowmem.report import ran, step
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.sample import Sample
@@ -86,7 +86,7 @@ def fit(
             run.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
         about = {"overrides": list(overrides), "resumed_from": str(start) if start else None}
         about |= {"predicted": prediction.beside(before) if prediction else None, "rss_before_model_bytes": before}
-        return _report(run, cfg, output_dir, tokens, module, about)
+        return _report(run, cfg, output_dir, tokens, module, about, choices)
     except (RuntimeError, MemoryError) as error:
         if run and mixes_dtypes(error, module.model):
             raise Refused(
@@ -179,7 +179,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _report(
-    run: Run, cfg: DictConfig, output_dir: Path, tokens: Tokens, module: CausalLM, about: Mapping[str, object]
+    run: Run,
+    cfg: DictConfig,
+    output_dir: Path,
+    tokens: Tokens,
+    module: CausalLM,
+    about: Mapping[str, object],
+    choices: Mapping[str, str],
 ) -> dict:
     """Everything a run leaves besides its curves and checkpoints, and the table on the terminal."""
     from lowmem.report import picture  # matplotlib takes half a second
@@ -189,10 +195,11 @@ def _report(
         logger.log_metrics(report.beside(summary), step=summary["steps"])
     with run.trainer.precision_plugin.widest(module):
         model.export(module.model, tokens.tokenizer, output_dir / "model", cfg.export_dtype)
-    title = " ".join(about["overrides"]) or f"{cfg.model.name}, as shipped"
+    title = " ".join(ran.chosen(choices)) or cfg.model.name
+    typed = " ".join(ran.besides(choices, about["overrides"]))
     card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None
     room = parse(cfg.memory.limit) or card
-    picture.memory_picture(output_dir / "memory.png", run.meter.rows(), run.meter.timeline, title, room)
+    picture.memory_picture(output_dir / "memory.png", run.meter.rows(), run.meter.timeline, title, typed, room)
     step.write(output_dir / "memory_step.csv", run.meter.timeline)
     picture.send(output_dir / "memory.png", run.loggers, summary["steps"])
     report.write(output_dir / "summary.json", summary)

@@ -41,7 +41,8 @@ def row(recipe: str) -> dict:
 
 def draw(found: dict, file: Path, names: list[str], columns: int) -> None:
     """Panels with the same height, so that they can be compared."""
-    from lowmem.report.picture import COLOURS, plt
+    from lowmem.report.colours import OF_CATEGORY
+    from lowmem.report.picture import plt
 
     rows = -(-len(names) // columns)
     figure, panels = plt.subplots(
@@ -50,7 +51,7 @@ def draw(found: dict, file: Path, names: list[str], columns: int) -> None:
     for axes, name in zip(panels.flat, names, strict=False):
         points = found[name][0]["points"]
         stacked = [[point[1 + i] / MIB for point in points] for i in range(len(CATEGORIES))]
-        axes.stackplot(range(len(points)), stacked, labels=CATEGORIES, colors=[COLOURS[c] for c in CATEGORIES])
+        axes.stackplot(range(len(points)), stacked, labels=CATEGORIES, colors=[*OF_CATEGORY.values()])
         axes.set_title(f"{name}: {max(sum(point[1:]) for point in points) / MIB:.0f} MiB", fontsize=10)
         first = {}
         for i, (phase, *_) in enumerate(points):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import made_runs
 from lowmem import cli
 from lowmem.overrides import composed, key
 
@@ -144,3 +145,15 @@ def same_seed():
 def no_rates_are_kept(tmp_path_factory, monkeypatch):
     """What a busy machine that runs tests can do is not what the next plan should count with."""
     monkeypatch.setattr("lowmem.plan.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """Three finished runs of which the second is beaten by the first, a failed, a running and two broken ones."""
+    return made_runs.sweep(tmp_path / "sweep")
+
+
+@pytest.fixture
+def fifty(tmp_path) -> Path:
+    """Runs of whose overrides five differ, some of which are long; two failed."""
+    return made_runs.fifty(tmp_path / "fifty-runs-in-a-folder-with-a-long-name")

@@ -20,7 +20,7 @@ from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
 from lowmem.plan import at_start
 from lowmem.quiet import quiet
-from lowmem.report import step
+from lowmem.report import ran, step
 from lowmem.report import summary as report
 from lowmem.settings import Settings
 from lowmem.training import DidNotFit, Training, trained
@@ -58,7 +58,7 @@ def fit(
         with trained(cfg, output_dir) as training:
             summary = _summary(training, cfg) | {"overrides": list(overrides)}
             summary["predicted"] = prediction.beside(training.rss_before_model) if prediction else None
-            _report(training, cfg, output_dir, summary)
+            _report(training, cfg, output_dir, summary, choices)
             return summary
     except DidNotFit as error:
         planned = at_start.smaller_recipe(cfg, overrides, prediction)
@@ -100,7 +100,9 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
     }
 
 
-def _report(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object]) -> None:
+def _report(
+    training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
+) -> None:
     """Everything a run leaves besides its curves and checkpoints, and the table on the terminal."""
     from lowmem.report import picture  # matplotlib takes half a second
 
@@ -108,10 +110,11 @@ def _report(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapp
         logger.log_metrics(report.beside(summary), step=summary["steps"])
     with training.trainer.precision_plugin.widest(training.module):
         model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
-    title = " ".join(summary["overrides"]) or f"{cfg.model.name}, as shipped"
+    title = " ".join(ran.chosen(choices)) or cfg.model.name
+    typed = " ".join(ran.besides(choices, summary["overrides"]))
     card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None
     meter, room = training.meter, Settings(cfg).limit or card
-    picture.memory_picture(output_dir / "memory.png", meter.rows(), meter.timeline, title, room)
+    picture.memory_picture(output_dir / "memory.png", meter.rows(), meter.timeline, title, typed, room)
     step.write(output_dir / "memory_step.csv", meter.timeline)
     picture.send(output_dir / "memory.png", training.loggers, summary["steps"])
     report.write(output_dir / "summary.json", summary)

@@ -1,41 +1,137 @@
-"""memory.png is drawn from whatever was measured."""
+"""memory.png is drawn from whatever was measured, in one unit, colours that agree, no text over text."""
+
+from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
 
 from lowmem.memory.tracker import Point
-from lowmem.report import picture
-from lowmem.units import CATEGORIES
+from lowmem.report import colours, picture
+from lowmem.units import CATEGORIES, GIB, MIB
+
+TITLE = (
+    "model=tiny data=stdlib precision=16-master optim=paged_adamw8bit scheduler=cosine accumulation=effective_batch "
+)
+TITLE += "gradient_checkpointing=selective loss=chunked"
+TYPED = " ".join(f"data.path=/a/folder/with/a/long/name/{i}" for i in range(20))
 
 
-def points():
+def points(size: int = MIB) -> list[Point]:
     levels = [("forward", 1), ("forward", 3), ("backward", 5), ("backward", 2), ("step", 2)]
-    return [Point(phase, dict.fromkeys(CATEGORIES, level << 20)) for phase, level in levels]
+    return [Point(phase, dict.fromkeys(CATEGORIES, level * size)) for phase, level in levels]
+
+
+def rows(size: int = MIB, cuda: bool = False) -> list[dict]:
+    """Twenty steps, of which every fifth was sampled."""
+    found = []
+    for step in range(21):
+        row = {"step": step, "phase": "backward", "rss_peak_bytes": 800 * MIB + step, "held_bytes": 9 * size}
+        if cuda:
+            row |= {"allocated_peak_bytes": 26 * size, "reserved_peak_bytes": 30 * size}
+        if step % 5 == 0:
+            row |= {"live_peak_bytes": 25 * size} | {f"{category}_bytes": 5 * size for category in CATEGORIES}
+        found += [row, {"step": step, "phase": "evaluation", "rss_peak_bytes": 1, "live_peak_bytes": 1}]
+    return found
+
+
+@pytest.fixture
+def draw():
+    """(rows, timeline, ...) -> the figure with its axes by name."""
+    figures = []
+
+    def make(*what, title: str = TITLE, **more):
+        figures.append(picture.drawn(*what, title, **more))
+        return SimpleNamespace(figure=figures[-1], **{one.get_label(): one for one in figures[-1].axes})
+
+    yield make
+    for figure in figures:
+        picture.plt.close(figure)
+
+
+def overlaps(figure) -> list[tuple[str, str]]:
+    """Texts that lie on another or leave the picture; the words of legends and axes are texts too."""
+    figure.canvas.draw()
+    beyond = {
+        label  # matplotlib makes ticks beyond the axis's ends, and draws none of them
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for tick in axis.get_major_ticks()
+        if not axis.get_view_interval()[0] <= tick.get_loc() <= axis.get_view_interval()[1]
+        for label in (tick.label1, tick.label2)
+    }
+    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip() and t not in beyond]
+    boxes = [(text.get_text(), text.get_window_extent().padded(-1)) for text in texts]
+    width, height = figure.canvas.get_width_height()
+    leaving = [(said, "the edge") for said, b in boxes if b.x0 < 0 or b.x1 > width or b.y0 < 0 or b.y1 > height]
+    return leaving + [(one, other) for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
 
 
 @pytest.mark.parametrize("timeline", [points(), []], ids=["sampled", "not sampled"])
-def test_it_is_a_picture(tmp_path, timeline):
-    rows = [{"step": s, "phase": "step", "rss_peak_bytes": 2**30 + s, "live_peak_bytes": 2**20} for s in range(5)]
-    picture.memory_picture(tmp_path / "memory.png", rows, timeline, "a run")
+@pytest.mark.parametrize("measured", [rows(), [], rows()[:1]], ids=["measured", "nothing", "one row"])
+def test_it_is_a_picture(tmp_path, timeline, measured):
+    picture.memory_picture(tmp_path / "memory.png", measured, timeline, "a run")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_marks_the_peak_and_its_phase(tmp_path):
-    figure, axes = picture.plt.subplots()
-    picture._inside_one_step(axes, points())
-    said = [text.get_text() for text in axes.texts]
-    assert any("peak 0.024 GiB in backward" in s for s in said)
-    assert {s.strip() for s in said} >= {"forward", "backward", "step"}
-    picture.plt.close(figure)
+@pytest.mark.parametrize(("size", "name", "peak"), [(MIB, "MiB", "25.0 MiB"), (GIB, "GiB", "25.000 GiB")])
+def test_it_is_in_one_unit_that_of_the_devices_peak(draw, size, name, peak):
+    shown = draw(rows(size), points(size))
+    assert {axes.get_ylabel() for axes in shown.figure.axes} == {name}
+    assert any(f"peak {peak} in backward" in text.get_text() for text in shown.inside.texts)
+    assert {text.get_text().strip() for text in shown.inside.texts} >= {"forward", "backward", "step"}
+    (resident,) = shown.process.lines
+    assert max(resident.get_ydata()) == pytest.approx(800 * MIB / size, rel=1e-3)
 
 
-@pytest.mark.parametrize(("limit", "line"), [(0.03, True), (0.3, False)])
-def test_the_limit_is_a_line_where_it_is_near_and_a_word_where_it_would_flatten_the_rest(limit, line):
-    figure, axes = picture.plt.subplots()
-    picture._inside_one_step(axes, points())
-    high = axes.get_ylim()[1]
-    picture._mark_limit(axes, limit)
-    assert axes.get_ylim()[1] <= 1.5 * high
-    assert any(drawn.get_ydata()[0] == limit for drawn in axes.lines) == line
-    (said,) = [text.get_text() for text in axes.texts if "limit" in text.get_text()]
-    assert f"{limit:.2f} GiB" in said and ("far above" in said) != line
-    picture.plt.close(figure)
+def test_left_and_right_a_colour_is_a_category_and_a_line_is_none(draw):
+    shown = draw(rows(cuda=True), points())
+    for axes in (shown.inside, shown.device):
+        assert [to_hex(area.get_facecolor()[0]) for area in axes.collections] == [*colours.OF_CATEGORY.values()]
+    lines = {to_hex(line.get_color()) for axes in (shown.device, shown.process) for line in axes.lines}
+    assert lines == {colours.INK} and not lines & set(colours.OF_CATEGORY.values())
+    # before, lines had the first colours of matplotlib's own cycle, of which the second was read as "gradients"
+    assert colours.INK not in picture.plt.rcParams["axes.prop_cycle"].by_key()["color"]
+
+
+def test_the_run_shows_the_categories_of_sampled_steps_and_no_evaluation(draw):
+    shown = draw(rows(), points())
+    (sampled,) = shown.device.lines
+    assert list(sampled.get_xdata()) == [0, 5, 10, 15, 20] and set(sampled.get_ydata()) == {25.0}
+    unsampled = [{k: v for k, v in row.items() if "live" not in k} for row in rows()]
+    (held,) = draw(unsampled, []).device.lines  # compiled code: what is owned is all that is known
+    assert set(held.get_ydata()) == {9.0}
+
+
+@pytest.mark.parametrize("limit", [None, 30 * MIB, 300 * MIB])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_no_text_lies_on_another_or_leaves_the_picture(draw, limit, cuda):
+    shown = draw(rows(cuda=cuda), points(), typed=TYPED, limit=limit)
+    assert overlaps(shown.figure) == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda figure: figure.suptitle(TITLE + TITLE),  # in one line
+        lambda figure: figure.legend(figure.axes[0].get_legend().get_patches(), CATEGORIES, loc="upper center"),
+        lambda figure: figure.axes[0].text(0.01, 0.97, "the device's limit", transform=figure.axes[0].transAxes),
+    ],
+    ids=["title", "legend", "phase"],
+)
+def test_a_picture_made_wrong_would_be_found(draw, spoil):
+    figure = draw(rows(), points(), typed=TYPED).figure
+    spoil(figure)
+    assert overlaps(figure)
+
+
+@pytest.mark.parametrize(("limit", "line"), [(30 * MIB, True), (300 * MIB, False)])
+def test_the_limit_is_a_line_where_it_is_near_and_a_word_where_it_would_flatten_the_rest(draw, limit, line):
+    high = draw(rows(), points()).inside.get_ylim()[1]
+    shown = draw(rows(), points(), limit=limit)
+    for axes in (shown.inside, shown.device):
+        assert axes.get_ylim()[1] <= 1.5 * high
+        assert any(drawn.get_ydata()[0] == limit / MIB for drawn in axes.lines) == line
+        (said,) = [text.get_text() for text in axes.texts if "limit" in text.get_text()]
+        assert f"{limit / MIB:.0f} MiB" in said and ("far above" in said) != line

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import wandb
+import yaml
 from wandb.proto import wandb_internal_pb2
 
 from lowmem.report import wandb as reporting
@@ -135,6 +136,11 @@ def whole(run, seconds=60):
         time.sleep(0.1)
 
 
+def records_of(run):
+    """The run itself, each time that it was written."""
+    return [record.run for record in whole(run) if record.WhichOneof("record_type") == "run"]
+
+
 def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path):
     code, said = command("logger=wandb", "precision=bf16")
     assert code == 0, said
@@ -151,20 +157,60 @@ def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path
         for u in [*r.config.update, *r.run.config.update]
     }
     assert config["max_steps"] == 4 and config["optim"]["weight_decay"] == 0.1  # before the first point
-    losses = {p["trainer/global_step"]: p["train/train_loss"] for p in history if "train/train_loss" in p}
+    losses = {p["trainer/global_step"]: p["train/loss"] for p in history if "train/loss" in p}
     assert list(losses) == [1, 2, 3, 4]
+    evaluated = [point for point in history if "val/loss" in point]
+    assert [point["trainer/global_step"] for point in evaluated] == [4] and "val/bits_per_byte" in evaluated[0]
     names = {name for point in history for name in point}
+    of_training = {"loss", "lr", "gradient_norm", "tokens_per_second", "skipped_steps"}
+    assert {name for name in names if name.startswith("train/")} == {f"train/{name}" for name in of_training}
+    assert {name for name in names if name.startswith("val/")} == {"val/loss", "val/bits_per_byte"}
     assert {"memory/backward_live_peak_gib", "memory/forward_rss_peak_gib", "memory/activations_gib"} <= names
     assert any(point.get("memory/picture/_type") == "images/separated" for point in history)
     metrics = [r.metric for r in kinds if r.WhichOneof("record_type") == "metric"]
     assert any(m.glob_name == "*" and m.step_metric == "trainer/global_step" for m in metrics)
 
 
-def test_a_multirun_is_one_run_per_job(command, tmp_path):
-    code, said = command("-m", "logger=wandb", "lr=1e-3,2e-3", "max_steps=1")
+def test_a_run_is_quiet_but_for_the_line_that_says_where_it_is(no_account, command, monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_SILENT")
+    code, said = command("logger=wandb", "max_steps=1")
+    assert code == 0 and "wandb:" not in said  # how W&B begins its own lines
+    own = [line for line in said.splitlines() if "wandb" in line]
+    assert len(own) == 2 and "recorded offline; `wandb sync" in own[0] and own[1] == f"wrote {tmp_path}/run/wandb"
+
+
+def test_the_jobs_of_a_sweep_are_named_by_what_differs_in_one_group_with_what_was_chosen(command, tmp_path):
+    code, said = command("-m", "logger=wandb", "precision=32,bf16", "lr=1e-3", "optim=sgd", "max_steps=1")
     assert code == 0, said
-    for job in ("0", "1"):
-        runs = [r.run for r in whole(tmp_path / "sweep" / job) if r.WhichOneof("record_type") == "run"]
-        assert len({r.run_id for r in runs}) == 1
-    ids = {p.name for p in (tmp_path / "sweep").glob("*/wandb/offline-run-*")}
-    assert len(ids) == 2
+    jobs = [records_of(tmp_path / "sweep" / str(number)) for number in range(2)]
+    assert all(len({run.run_id for run in job}) == 1 for job in jobs) and jobs[0][0].run_id != jobs[1][0].run_id
+    first, second = (job[0] for job in jobs)
+    # not a job's number, and not all that was typed, of which Hydra writes 1e-3 in another way
+    assert (first.display_name, second.display_name) == ("precision=32", "precision=bf16")
+    assert first.run_group == second.run_group == f"{tmp_path.name}/sweep"
+    tags = set(second.tags)
+    assert {"precision=bf16", "optim=sgd", "model=tiny", "data=text"} <= tags
+    assert not any(tag.startswith(("logger", "hydra", "experiment")) or tag.endswith("=none") for tag in tags)
+
+
+def test_a_single_run_has_its_folders_name_and_no_group_and_what_is_typed_wins(command, tmp_path):
+    typed = ("logger.wandb.name=mine", "logger.wandb.group=ours", "logger.wandb.tags=[one,two]")
+    for folder, lines in (("plain", ()), ("typed", typed)):
+        assert command("logger=wandb", "max_steps=1", f"hydra.run.dir={tmp_path}/{folder}", *lines)[0] == 0
+    plain, typed = (records_of(tmp_path / folder)[0] for folder in ("plain", "typed"))
+    assert (plain.display_name, plain.run_group) == ("plain", "") and "optim=adamw" in plain.tags
+    assert (typed.display_name, typed.run_group, sorted(typed.tags)) == ("mine", "ours", ["one", "two"])
+
+
+def test_a_search_names_its_jobs_by_what_it_tried_however_long_that_is(tmp_path):
+    sweep = tmp_path / "2026-01-31" / "12-00-00"
+    (sweep / "7" / ".hydra").mkdir(parents=True)
+    typed = ["lr=tag(log,interval(1e-4,1e-2))", "precision='32','bf16'", "max_steps=20", "+trainer.x=1"]
+    (sweep / "multirun.yaml").write_text(yaml.safe_dump({"hydra": {"overrides": {"task": typed}}}))
+    job = ["max_steps=20", "+trainer.x=1", "lr=0.00123", "precision='32'"]
+    (sweep / "7" / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(job))
+    assert reporting.of_sweep(sweep / "7") == ("2026-01-31/12-00-00", "lr=0.00123 precision=32")
+    long = [f"a.key.of.{n}={'x' * 30}" for n in range(9)]
+    (sweep / "7" / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(long))
+    assert len(reporting.of_sweep(sweep / "7")[1]) <= 128
+    assert reporting.of_sweep(tmp_path) == (None, None)

@@ -1,112 +1,162 @@
-"""comparison.html: one file with the figures of all runs, the script that draws them, and plotly inside."""
+"""comparison.html: one file that opens without a network, legible with three runs and with fifty, at a desk or not."""
 
 import json
-import math
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
 from lowmem import runs
-from lowmem.report.summary import both
+from lowmem.compare import charts
+from lowmem.compare.charts import Unit
+from lowmem.compare.figures import Figures, Stack, front, read
+from lowmem.compare.labels import labels
+from lowmem.report.colours import INK, OF_CATEGORY
 from lowmem.runs import Run
-from lowmem.units import CATEGORIES
+from lowmem.units import CATEGORIES, unit
 
 HERE = Path(__file__).parent
-POINTS = 2000  # of a curve: more than a screen has
 
 
 def page(found: Sequence[Run], names: Sequence[str]) -> str:
     """Args: names: of the runs."""
-    from plotly.offline import get_plotlyjs  # a second, and 4.6 MB
-
-    data = json.dumps({"categories": CATEGORIES, "runs": [*map(_figures, found, names, _labels(found, names))]})
+    every = [*map(read, found, names, labels(found, names))]
+    every.sort(key=lambda one: one.device or float("inf"))  # the smallest first, the unfinished last
+    best = front(every)
+    charts.paint(every, best)
+    size = unit(max((one.device or 0 for one in every), default=0))
     parts = {
-        "/*STYLE*/": (HERE / "page.css").read_text(),
-        "/*PLOTLY*/": get_plotlyjs(),
-        "/*DATA*/": data.replace("</", "<\\/"),  # or a reason that quotes HTML could end the script
-        "/*SCRIPT*/": (HERE / "page.js").read_text(),
+        "STYLE": (HERE / "page.css").read_text(),
+        "LEAD": _lead(every),
+        "TABLE": _table(every, size),
+        "FRONT": "".join(_line_of_front(one, size) for one in best),
+        "KEY": "".join(f"<li>{_swatch(OF_CATEGORY[category])}{category}</li>" for category in CATEGORIES),
+        "PARETO": _written("pareto", charts.pareto(every, best, size)),
+        "LOSS": _written("loss", charts.loss(every)),
+        "MEMORY": _written("memory", charts.memory(every, size)),
+        "PLANNED": _written("planned", charts.planned(every, size)),
+        "INSIDE": _written("inside", charts.inside(size)),
+        "TYPED": "".join(map(_typed, every)),
+        "DATA": _json({"ink": INK, "runs": [_drawn(one, size) for one in every]}),
+        "SCRIPT": (HERE / "page.js").read_text(),
+        "PLOTLY": get_plotlyjs(),
     }
     html = (HERE / "page.html").read_text()
     for mark, content in parts.items():
-        html = html.replace(mark, content)
+        html = html.replace(f"<!--{mark}-->", content)
     return html
 
 
-def _labels(found: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """What was typed differently; the name where that does not tell runs apart."""
-    keys = runs.differing(found)
-    typed = [runs.as_mapping(run.overrides) for run in found]
-    labels = [" ".join(f"{key}={one[key]}" for key in keys if key in one) for one in typed]
-    return [
-        label if label and labels.count(label) == 1 else f"{name} {label}".strip()
-        for label, name in zip(labels, names, strict=True)
-    ]
+def _written(name: str, figure: go.Figure) -> str:
+    """By plotly itself, to fill the box that the style gives it."""
+    look = {"displayModeBar": False, "responsive": True}
+    return figure.to_html(config=look, include_plotlyjs=False, full_html=False, div_id=name)
 
 
-def _figures(run: Run, name: str, label: str) -> dict:
-    metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
-    summary = run.summary or {}
-    steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
-    return {
-        "name": name,
-        "label": label,
-        "overrides": run.overrides,
-        "status": run.status,
-        "reason": run.reason,
-        "short": runs.line(run.reason),
-        "device": summary.get("device"),
-        "figures": {column: runs.figure(run, column) for column in runs.FIGURES},
-        "peak": summary.get("peak_bytes_by_category"),
-        "loss": _curve(metrics, ("tokens", "seconds", "train_loss")),
-        "val_loss": _curve(metrics, ("tokens", "seconds", "val_loss")),
-        "device_bytes": _highest(steps, ("allocated_peak_bytes", "live_peak_bytes")),
-        "host_bytes": _highest(steps, ("rss_peak_bytes",)),
-        "phases": _stacked(memory, "phase"),
-        "steps": _stacked(steps, "step"),
-        "inside": _inside(run.rows("memory_step.csv")),
-        "planned": {phase: sides["device"] for phase, sides in both(summary).items() if "device" in sides},
+# --- in words ----------------------------------------------------------------------------------------------------
+
+
+def _lead(every: Sequence[Figures]) -> str:
+    """How many, and what they have in common, which is said nowhere else."""
+    states = [one.run.status for one in every]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
+    typed = [one.run.overrides for one in every]
+    same = [line for line in typed[0] if all(line in lines for lines in typed)] if len(every) > 1 else []
+    said = f"<p>{len(every)} {'run' if len(every) == 1 else 'runs'}: {counts}.</p>"
+    return said + (f"<p>The same in all: <code>{escape(' '.join(same))}</code></p>" if same else "")
+
+
+def _line_of_front(one: Figures, size: Unit) -> str:
+    """The largest of charts' keys is the front's: a line per run, below its chart."""
+    at = f"{_size(one.device, size)} {size[1]}, {one.tokens_per_second:,.0f} tokens/s"
+    return f"<li>{_swatch(one.colour if one.stands_out else None)}{_label(one)} <small>{at}</small></li>"
+
+
+def _typed(one: Figures) -> str:
+    return f"<dt>{escape(one.name)}</dt><dd><code>{escape(' '.join(one.run.overrides) or 'as shipped')}</code></dd>"
+
+
+def _label(one: Figures) -> str:
+    """Keys quieter than values, and no break but between words."""
+    words = (word.rpartition("=") for word in one.label.split(" "))
+    return " ".join(f"<span><em>{escape(key + equals)}</em>{escape(value)}</span>" for key, equals, value in words)
+
+
+def _swatch(colour: str | None) -> str:
+    return f'<span class="swatch" style="--colour: {colour}"></span>' if colour else '<span class="swatch"></span>'
+
+
+def _size(size: float | None, of: Unit) -> str:
+    return "-" if size is None else f"{size / of[0]:,.{of[2]}f}"
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def _table(every: Sequence[Figures], size: Unit) -> str:
+    """One unit; a row per run, whose first line on a phone is its label and whose second its figures."""
+    numbers = {
+        f"device {size[1]}": lambda one: (one.device, _size(one.device, size)),
+        f"host {size[1]}": lambda one: (one.host, _size(one.host, size)),
+        "tokens/s": lambda one: (one.tokens_per_second, _number(one.tokens_per_second, ",.0f")),
+        "val loss": lambda one: (one.val_loss, _number(one.val_loss, ".4f")),
+        "bits/byte": lambda one: (one.bits_per_byte, _number(one.bits_per_byte, ".3f")),
     }
+    words = {}  # columns that say the same of every run are left out
+    if len({one.on for one in every if one.on}) > 1:
+        words["on"] = lambda one: (one.on, one.on)
+    if any(one.run.reason for one in every):
+        words["not done"] = lambda one: (one.run.reason or None, _state(one))
+    largest = max((sum(one.peak.values()) for one in every), default=0)
+    head = '<th class="label">run</th><th class="bar">device peak, by category</th>'
+    head += "".join(f'<th class="number">{name}</th>' for name in numbers)
+    head += "".join(f'<th class="word">{name}</th>' for name in words)
+    rows = []
+    for i, one in enumerate(every):
+        cells = [_cell("label", i, _swatch(one.colour if one.stands_out else None) + _label(one), one.name)]
+        cells += [_cell("bar", one.device, _bar(one, largest))]
+        cells += [_cell("number", *read(one)) for read in numbers.values()]
+        cells += [
+            _cell("word", value, escape(said), one.run.reason) for value, said in (r(one) for r in words.values())
+        ]
+        rows.append(f'<tr tabindex="0" data-run="{i}">{"".join(cells)}</tr>')
+    return f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
 
 
-def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> list[list[float]]:
-    """A list per column, of the rows that have all of them."""
-    whole = [[_number(row.get(column)) for column in columns] for row in rows]
-    whole = [row for row in whole if None not in row]
-    whole = whole[:: max(1, len(whole) // POINTS)]
-    return [list(column) for column in zip(*whole, strict=True)] or [[] for _ in columns]
+def _cell(kind: str, value: object, content: str, title: str = "") -> str:
+    """Args: value: by which rows are put in order."""
+    order = "" if value is None else escape(str(value))
+    return f'<td class="{kind}" data-value="{order}" title="{escape(title)}">{content}</td>'
 
 
-def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> list[list[float]]:
-    """(steps, bytes) of the first of the columns that was measured."""
-    for column in columns:
-        by_step: dict[float, float] = {}
-        for row in rows:
-            step, size = _number(row.get("step")), _number(row.get(column))
-            if step is not None and size is not None:
-                by_step[step] = max(by_step.get(step, 0), size)
-        if by_step:
-            return _curve([{"x": str(x), "y": str(y)} for x, y in by_step.items()], ("x", "y"))
-    return [[], []]
+def _bar(one: Figures, largest: float) -> str:
+    parts = ((category, one.peak.get(category, 0)) for category in CATEGORIES if one.peak.get(category))
+    return "".join(f'<i style="width: {100 * s / largest:.2f}%; background: {OF_CATEGORY[c]}"></i>' for c, s in parts)
 
 
-def _stacked(rows: Sequence[dict[str, str]], by: str) -> list[tuple[str, list[float]]]:
-    """(phase or step, bytes of each category): of a phase the last that was sampled, of a step its highest phase."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        sizes = [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]
-        if None not in sizes and (by == "phase" or sum(sizes) > sum(found.get(row["step"], [0]))):
-            found[row[by]] = sizes
-    return list(found.items())[:: max(1, len(found) // POINTS)]
+def _state(one: Figures) -> str:
+    return f"{one.run.status}: {runs.line(one.run.reason)}" if one.run.reason else ""
 
 
-def _inside(rows: Sequence[dict[str, str]]) -> list[tuple[str, list[float]]]:
-    """(phase, bytes of each category) at every allocation of one step."""
-    found = [(row.get("phase", ""), [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]) for row in rows]
-    return [(phase, sizes) for phase, sizes in found if None not in sizes]
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
 
 
-def _number(text: str | None) -> float | None:
-    try:
-        value = float(text)
-    except (TypeError, ValueError):
-        return None
-    return value if math.isfinite(value) else None
+# --- for the script ----------------------------------------------------------------------------------------------
+
+
+def _drawn(one: Figures, size: Unit) -> dict:
+    stacks = {"inside": one.inside, "steps": one.steps, "phases": one.phases}
+    look = {"label": one.label, "colour": one.colour, "stands_out": one.stands_out}
+    return look | {name: _columns(stack, size) for name, stack in stacks.items()}
+
+
+def _columns(stack: Stack, size: Unit) -> dict:
+    sizes = [[round(row[i] / size[0], size[2] + 1) for _, row in stack] for i in range(len(CATEGORIES))]
+    return {"at": [at for at, _ in stack], "sizes": sizes}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value).replace("<", "\\u003c")  # or a label that quotes HTML could end the script

@@ -114,7 +114,7 @@ class Metrics(Callback):
             metrics["auxiliary_loss"] = self.auxiliary_loss
         if module.gradient_norm is not None:
             metrics["gradient_norm"] = float(module.gradient_norm)
-        self._write(trainer, module, metrics)
+        self._write(trainer, module, "train", metrics)
         self._bar.set_postfix_str(
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {self.peak_gib():.2f} GiB"
         )
@@ -124,20 +124,22 @@ class Metrics(Callback):
             return
         self.val_loss = module.val_loss
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
-        self._write(trainer, module, metrics)
+        self._write(trainer, module, "val", metrics)
         tqdm.write(
             f"step {trainer.global_step}: train loss {self.train_loss:.3f}, validation loss {self.val_loss:.3f}, "
             f"{metrics['bits_per_byte']:.3f} bits per byte, {self.tokens_per_second():,.0f} tokens/s"
         )
         self._since = time.perf_counter()  # an evaluation is not part of the next step
 
-    def _write(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> None:
+    def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float]) -> None:
+        """A row of the file, and to the loggers the same below the split's name: `train_loss` as train/loss."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | metrics)
         self._out.flush()
+        named = {f"{split}/{column.removeprefix(f'{split}_')}": value for column, value in metrics.items()}
         for logger in trainer.loggers:
-            logger.log_metrics({f"train/{k}": v for k, v in metrics.items()} | {"tokens": module.tokens}, step=step)
+            logger.log_metrics(named | {"tokens": module.tokens}, step=step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

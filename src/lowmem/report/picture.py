@@ -1,123 +1,162 @@
-"""memory.png: where the bytes were, inside one step and over the run."""
+"""memory.png: where the bytes were, inside one step and over the run.
 
+On the left and above right the same colours are the same categories, live on the device side. What the process and
+CUDA's allocator hold besides is no category: it is drawn in ink, and the process's memory, of which most may be
+libraries, has a scale of its own. All three are in one unit, that of the device's peak.
+"""
+
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.ticker import StrMethodFormatter
 
 from lowmem.memory.tracker import Point
-from lowmem.units import CATEGORIES, GIB
+from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
+from lowmem.units import CATEGORIES, unit
 
-COLOURS = {
-    "weights": "#3b6fb6",
-    "gradients": "#e08b2f",
-    "optimizer": "#7a5195",
-    "activations": "#3f9d6b",
-    "other": "#9a9a9a",
-}
+IN_A_STEP = ("forward", "backward", "step")  # an evaluation is sampled on steps whose training is not: a false dip
+LINE = 170  # characters of the line below, of which there are two
 
 
-def memory_picture(file: Path, rows: list[dict], timeline: list[Point], title: str, limit: int | None = None) -> None:
-    """Left: live tensors by category through the last sampled step. Right: peaks over the optimizer steps.
-
-    Args:
-        limit: bytes of the card, or of `memory.limit`.
-    """
-    figure, (inside, over) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), constrained_layout=True)
-    figure.suptitle(title)
-    _inside_one_step(inside, timeline)
-    _over_the_run(over, rows)
-    for axes in (inside, over) if limit is not None else ():
-        _mark_limit(axes, limit / GIB)
+def memory_picture(file: Path, *what, **more) -> None:
+    """Args: as `drawn`."""
+    figure = drawn(*what, **more)
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def drawn(rows: list[dict], timeline: list[Point], title: str, typed: str = "", limit: int | None = None) -> plt.Figure:
+    """Args: rows: of memory.csv; title: what ran; typed: what else was; limit: bytes of the card or `memory.limit`."""
+    columns = ("live_peak_bytes", "allocated_peak_bytes", "held_bytes")
+    size = unit(max((row.get(column, 0) for row in rows for column in columns), default=0))
+    places = [["inside", "device"], ["inside", "process"]]
+    figure, axes = plt.subplot_mosaic(places, figsize=(13, 6), width_ratios=(3, 2), layout="constrained")
+    figure.suptitle(textwrap.fill(title, 130), fontweight="bold")
+    figure.supxlabel("\n".join(textwrap.wrap(typed, LINE, max_lines=2, placeholder=" ...")), fontsize=8, color=INK)
+    _inside_one_step(axes["inside"], timeline, size)
+    _on_the_device(axes["device"], rows, size)
+    _of_the_process(axes["process"], rows, size)
+    for name in ("inside", "device") if limit is not None else ():
+        _mark_limit(axes[name], limit, size)
+    for one in axes.values():
+        one.set_ylabel(size[1])
+        one.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        one.spines[["top", "right"]].set_visible(False)
+    axes["process"].sharex(axes["device"])
+    axes["device"].set_xlim(0, max(1, *(row["step"] for row in rows)) if rows else 1)
+    return figure
 
 
 def send(file: Path, loggers: Sequence[Logger], step: int) -> None:
     """The picture, to the loggers that show pictures."""
     for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.log_image("memory/picture", [str(file)], step=step)
-        elif isinstance(logger, TensorBoardLogger):
+        if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image("memory/picture", plt.imread(file), step, dataformats="HWC")
+        elif hasattr(logger, "log_image"):
+            logger.log_image("memory/picture", [str(file)], step=step)
 
 
-def _inside_one_step(axes: plt.Axes, timeline: list[Point]) -> None:
-    axes.set_title("one optimizer step: live tensors on the device side")
+def _head(axes: plt.Axes, title: str, handles: Sequence[Artist]) -> None:
+    """The title, and between it and the marks, where it can cover none, the legend."""
+    axes.set_title(title, fontsize=11, pad=24)
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.985), "ncols": 5, "frameon": False}
+    axes.legend(handles=handles, fontsize=9, **place)
+
+
+# --- inside one step ---------------------------------------------------------------------------------------------
+
+
+def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str, int]) -> None:
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour, label=name) for name, colour in OF_CATEGORY.items()]
+    _head(axes, "inside one optimizer step: live tensors on the device side", patches)
     if not timeline:
         axes.text(0.5, 0.5, "not sampled", ha="center", transform=axes.transAxes)
         return
-    stacked = [[point.bytes[category] / GIB for point in timeline] for category in CATEGORIES]
     x = range(len(timeline))
-    axes.stackplot(x, stacked, labels=CATEGORIES, colors=[COLOURS[c] for c in CATEGORIES])
+    stacked = [[point.bytes[category] / size[0] for point in timeline] for category in CATEGORIES]
+    axes.stackplot(x, stacked, colors=OF_CATEGORY.values())
     top = max(x, key=lambda i: timeline[i].total)
-    peak = timeline[top].total / GIB
+    peak = timeline[top].total / size[0]
     axes.annotate(
-        f"peak {peak:.3f} GiB in {timeline[top].phase}",
+        f"peak {peak:,.{size[2]}f} {size[1]} in {timeline[top].phase}",
         (top, peak),
-        (0.45, 1.08 * peak),
+        (0.45, 1.1 * peak),
         textcoords=("axes fraction", "data"),
         ha="center",
-        arrowprops={"arrowstyle": "->"},
+        arrowprops={"arrowstyle": "->", "color": INK},
     )
     _mark_phases(axes, timeline)
-    axes.set(
-        xlabel="allocations and releases, in order",
-        ylabel="GiB",
-        xlim=(0, len(timeline) - 1),
-        ylim=(0, 1.2 * peak),
-    )
-    axes.legend(loc="upper right", fontsize=8)
-
-
-def _mark_limit(axes: plt.Axes, limit: float) -> None:
-    """A line where it is near, a word where it is far above: the bytes must stay readable."""
-    low, high = axes.get_ylim()
-    near = limit < 2 * high
-    if near:
-        axes.set_ylim(low, max(high, 1.08 * limit))
-        axes.axhline(limit, color="#c0392b", linestyle="--", linewidth=1)
-    axes.text(
-        *(0.01, limit if near else 0.9),
-        f"the device's limit: {limit:.2f} GiB{'' if near else ', far above'}",
-        color="#c0392b",
-        fontsize=8,
-        va="bottom",
-        transform=axes.get_yaxis_transform() if near else axes.transAxes,
-    )
+    axes.set(xlabel="allocations and releases, in order", xlim=(0, max(1, len(timeline) - 1)), ylim=(0, 1.3 * peak))
 
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
+    """Each where it begins, in a line of its own: a short one's name would cover the next."""
     first = {}
     for i, point in enumerate(timeline):
         first.setdefault(point.phase, i)
-    for phase, i in first.items():
-        axes.axvline(i, color="black", linewidth=0.7, linestyle=":")
-        axes.text(i, 0.99, f" {phase}", fontsize=8, va="top", transform=axes.get_xaxis_transform())
+    for line, (phase, i) in enumerate(first.items()):
+        axes.axvline(i, color=INK, linewidth=0.7, linestyle=":")
+        late = i > 0.9 * len(timeline)
+        place = {"ha": "right" if late else "left", "va": "top", "transform": axes.get_xaxis_transform()}
+        axes.text(i, 0.995 - 0.035 * line, f" {phase} ", fontsize=9, color=INK, **place)
 
 
-def _over_the_run(axes: plt.Axes, rows: list[dict]) -> None:
-    axes.set_title("the run: highest bytes of each step")
-    lines = {
-        "rss_peak_bytes": "resident memory of the process",
-        "reserved_peak_bytes": "reserved by the CUDA allocator",
-        "allocated_peak_bytes": "allocated on the CUDA device",
-        "live_peak_bytes": "live tensors, device side (sampled)",
-        "held_bytes": "of them weights, gradients, optimizer state",
-    }
-    for column, label in lines.items():
-        by_step: dict[int, float] = {}
-        for row in rows:
-            # An evaluation is sampled on steps whose training is not: it would draw a dip that is none.
-            if column in row and (row["phase"] != "evaluation" or column != "live_peak_bytes"):
-                by_step[row["step"]] = max(by_step.get(row["step"], 0), row[column] / GIB)
-        if by_step:
-            axes.plot(list(by_step), list(by_step.values()), marker=".", markersize=3, linewidth=1, label=label)
-    axes.set(xlabel="optimizer step", ylabel="GiB")
+# --- over the run ------------------------------------------------------------------------------------------------
+
+
+def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
+    """The categories at the peak of each sampled step; what CUDA's allocator counted at every step."""
+    top: dict[int, dict] = {}
+    for row in rows:
+        highest = top.get(row["step"], {}).get("live_peak_bytes", -1)
+        if row["phase"] in IN_A_STEP and row.get("live_peak_bytes", -1) > highest:
+            top[row["step"]] = row
+    stacked = [[row[f"{category}_bytes"] / size[0] for row in top.values()] for category in CATEGORIES]
+    if top:
+        axes.stackplot(list(top), stacked, colors=OF_CATEGORY.values())
+        total = [row["live_peak_bytes"] / size[0] for row in top.values()]
+        axes.plot(list(top), total, ".", color=INK, markersize=4, label="sampled")
+    else:
+        _line(axes, rows, "held_bytes", size, "-", "weights, gradients, optimizer state")
+    _line(axes, rows, "allocated_peak_bytes", size, "-", "allocated by CUDA")
+    _line(axes, rows, "reserved_peak_bytes", size, "--", "reserved by CUDA")
+    _head(axes, "over the run: the device side, highest of each step", axes.get_legend_handles_labels()[0])
     axes.set_ylim(bottom=0)
-    if axes.has_data():
-        axes.legend(fontsize=8)
+
+
+def _of_the_process(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
+    axes.set_title("over the run: the process's resident memory, libraries included", fontsize=11)
+    _line(axes, rows, "rss_peak_bytes", size, "-", "")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylim(bottom=0)
+
+
+def _line(axes: plt.Axes, rows: list[dict], column: str, size: tuple[int, str, int], style: str, label: str) -> None:
+    by_step: dict[int, float] = {}
+    for row in rows:
+        if column in row:
+            by_step[row["step"]] = max(by_step.get(row["step"], 0), row[column] / size[0])
+    if by_step:
+        axes.plot(list(by_step), list(by_step.values()), style, color=INK, linewidth=1.2, label=label)
+
+
+def _mark_limit(axes: plt.Axes, limit: int, size: tuple[int, str, int]) -> None:
+    """A line where it is near, a word where it is far above: the bytes must stay readable."""
+    at, name = limit / size[0], unit(limit)
+    low, high = axes.get_ylim()
+    near = at < 2 * high
+    said = f"the device's limit: {limit / name[0]:,.4g} {name[1]}"
+    if near:
+        axes.set_ylim(low, max(high, 1.12 * at))
+        axes.axhline(at, color=LIMIT, linestyle="--", linewidth=1)
+        axes.text(0.01, at, said, color=LIMIT, fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
+    else:
+        place = {"ha": "right", "va": "top", "transform": axes.transAxes}
+        axes.text(0.99, 0.99, f"{said}, far above", color=LIMIT, fontsize=8, **place)

@@ -3,23 +3,41 @@
 import http.client
 import logging
 import os
+import textwrap
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.loggers import Logger
+
+from lowmem import runs
+from lowmem.report import ran
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 2.0
+MOST_OF_A_NAME, MOST_OF_A_TAG = 128, 64  # characters that W&B takes
 
 
-def logger(output_dir: str, project: str, name: str | None = None, offline: bool | None = None) -> Logger | None:
+def logger(
+    output_dir: str,
+    project: str,
+    name: str | None = None,
+    group: str | None = None,
+    tags: Sequence[str] | None = None,
+    offline: bool | None = None,
+) -> Logger | None:
     """A W&B logger, or None where wandb is not installed (metrics.csv is written anyway).
 
     Args:
+        name: None: of a sweep's job what differs between its jobs, else the run's folder.
+        group: None: the sweep's folder.
+        tags: None: what was chosen of each group, as it is typed.
         offline: None: online where there is a key and a server that answers within two seconds.
     """
     if find_spec("wandb") is None:
@@ -30,11 +48,39 @@ def logger(output_dir: str, project: str, name: str | None = None, offline: bool
 
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    sweep, differs = of_sweep(folder)
     mode = _mode() if offline is None else ("offline" if offline else "online")
-    # `mode` and not `offline=True`: the latter sets an environment variable that outlives this job of a multirun.
-    # Offline there is no address to show, only forty lines of chatter behind the run's own table.
-    settings = wandb.Settings(quiet=mode == "offline")
-    return WandbLogger(project=project, name=name or folder.name, save_dir=str(folder), mode=mode, settings=settings)
+    run = wandb.init(  # by hand: Lightning passes a setting on of which W&B warns that it has no effect
+        project=project,
+        name=name or differs or folder.name,
+        group=group or sweep,
+        tags=[tag[:MOST_OF_A_TAG] for tag in (_chosen(folder) if tags is None else tags)],
+        dir=folder,
+        # `mode` and not an environment variable, which would outlive this job of a multirun
+        mode=mode,
+        # Offline there is no address to show, only chatter around the run's own lines.
+        settings=wandb.Settings(silent=mode == "offline"),
+    )
+    run.define_metric("trainer/global_step")  # Lightning's x-axis
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    return WandbLogger(experiment=run, save_dir=folder)
+
+
+def of_sweep(folder: Path) -> tuple[str | None, str | None]:
+    """(its name, what this job has that others have not) of the sweep to which a run's folder belongs, if any."""
+    file = folder.parent / "multirun.yaml"
+    if not file.is_file():
+        return None, None
+    typed = OverridesParser.create().parse_overrides(yaml.safe_load(file.read_text())["hydra"]["overrides"]["task"])
+    same = {override.key_or_group for override in typed if not override.is_sweep_override()}
+    own = [f"{key}={value}" for key, value in runs.as_mapping(runs.load(folder).overrides).items() if key not in same]
+    return "/".join(folder.parent.parts[-2:]), textwrap.shorten(" ".join(own), MOST_OF_A_NAME, placeholder=" ...")
+
+
+def _chosen(folder: Path) -> list[str]:
+    """By what Hydra has written into the run's folder; nothing of a run from a notebook."""
+    file = folder / ".hydra" / "hydra.yaml"
+    return ran.chosen(yaml.safe_load(file.read_text())["hydra"]["runtime"]["choices"]) if file.is_file() else []
 
 
 def _mode() -> str:

@@ -1,0 +1,18 @@
+"""What ran, in the words that were typed: for a picture's title, a run's name and its tags."""
+
+from collections.abc import Mapping, Sequence
+
+
+def chosen(choices: Mapping[str, str | None]) -> list[str]:
+    """`group=choice` for every group of conf/ of which something was chosen that does something, the model first.
+
+    Args:
+        choices: as Hydra lists them, the last group of the config's defaults first.
+    """
+    ours = {group: choice for group, choice in choices.items() if "/" not in group and group != "logger"}
+    return [f"{group}={choice}" for group, choice in reversed(ours.items()) if choice not in (None, "none", "null")]
+
+
+def besides(choices: Mapping[str, str | None], overrides: Sequence[str]) -> list[str]:
+    """What was typed that chose no group."""
+    return [line for line in overrides if line.lstrip("+").partition("=")[0] not in choices]

@@ -1,0 +1,41 @@
+"""What ran, as it was typed."""
+
+from lowmem.report import ran
+
+CHOICES = {  # as Hydra lists them
+    "experiment": None,
+    "logger": "wandb",
+    "gradient_checkpointing": "none",
+    "optim": "adam8bit",
+    "precision": "32",
+    "model": "tiny",
+    "hydra/launcher": "basic",
+}
+
+
+def test_what_was_chosen_begins_with_the_model_and_leaves_out_what_does_nothing():
+    assert ran.chosen(CHOICES) == ["model=tiny", "precision=32", "optim=adam8bit"]
+    assert ran.chosen({}) == []  # a notebook
+
+
+def test_what_was_typed_besides_chose_no_group():
+    typed = ["optim=adam8bit", "lr=1e-3", "+trainer.precision=1", "logger=wandb"]
+    assert ran.besides(CHOICES, typed) == ["lr=1e-3", "+trainer.precision=1"]
+
+
+def test_the_choices_that_hydra_leaves_in_a_runs_folder_are_in_that_order(command, tmp_path, monkeypatch):
+    from lowmem.report import picture
+
+    titles = []
+    monkeypatch.setattr(
+        picture, "memory_picture", lambda file, rows, timeline, title, *more: titles.append((title, more))
+    )
+    monkeypatch.setattr(picture, "send", lambda *_: None)
+    code, said = command("optim=sgd", "precision=bf16", "max_steps=1", "gradient_checkpointing=every_layer")
+    assert code == 0, said
+    ((title, (typed, limit)),) = titles
+    assert (
+        title
+        == "model=tiny data=text precision=bf16 optim=sgd scheduler=cosine gradient_checkpointing=every_layer loss=full"
+    )
+    assert "max_steps=1" in typed.split() and "optim" not in typed and limit is None

@@ -162,7 +162,7 @@ def staged(here: Here) -> dict:
     lane = CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
     moving = StagedLink(lane)
     tensors = [torch.ones(here.size.moved // 16, dtype=torch.bfloat16, device=here.device) for _ in range(8)]
-    size, found = sum(t.nbytes for t in tensors), {}
+    size = sum(t.nbytes for t in tensors)
 
     def down() -> None:
         for tensor in tensors:
@@ -176,8 +176,7 @@ def staged(here: Here) -> dict:
         for tensor in tensors:
             moving.wait(tensor)
 
-    for name, way in (("gradients down", down), ("weights up", up)):
-        found[name] = size / seconds(way, here)
+    found = {name: size / seconds(way, here) for name, way in (("gradients down", down), ("weights up", up))}
     moving.close()
     return {"bytes_per_second": found}
 
@@ -186,13 +185,9 @@ def products(here: Here) -> dict:
     """Operations per second of square matrix products on random numbers, and what they are off by."""
     import torch
 
-    rates, off = {}, {}
-    for name, dtype in (
-        ("fp32", torch.float32),
-        ("TF32", torch.float32),
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-    ):
+    rates, off, dtypes = {}, {}, {"bf16": torch.bfloat16, "fp16": torch.float16}
+    for name in ("fp32", "TF32", *dtypes):
+        dtype = dtypes.get(name, torch.float32)
         torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
         off[name] = _off(dtype, here)
         a, b = (torch.randn(here.size.side, here.size.side, device=here.device).to(dtype) for _ in range(2))

@@ -18,7 +18,6 @@ from benchmarks.card.case import Case, Here, Size, Stage
 from lowmem.units import GIB
 
 FILE = "memory_snapshot.pickle"
-
 STAGE = Stage(3, "memory", __name__, seconds=470, together=6, gib=8)
 PRESET = ["precision=16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=chunked"]
 LOWEST = 0.97  # of the allocator's peak: where the search for the smallest cap begins, which fails

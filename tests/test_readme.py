@@ -281,3 +281,23 @@ def test_the_charts_that_the_pages_name_are_logged(fit, monkeypatch):
         name for page in PAGES for name in pages.inline(page.read_text()) if re.match(r"(train|memory)/\w+$", name)
     }
     assert len(named) > 6 and named <= logged
+
+
+@pytest.mark.slow
+def test_the_first_two_commands_as_a_newcomer_types_them(folder):
+    """Nothing beside them. Both learn more than the statistics of three bytes, and nearly the same."""
+    from benchmarks.trigram import trigram_bits_per_byte
+
+    from lowmem.data.corpus import stdlib
+
+    files = stdlib(0.05)
+    bar = trigram_bits_per_byte(*([file.read_bytes() for file in split] for split in (files.train, files.val)))
+    found = []
+    for command in ("python train.py", "python train.py precision=16 optim=adam8bit"):
+        said = as_typed(command, folder)
+        assert "A sample:\n" in said
+        run = re.search(r"^wrote (.*)/summary\.json$", said, re.MULTILINE)[1]
+        summary = json.loads((folder / run / "summary.json").read_text())
+        assert summary["steps"] == 450
+        found.append(summary["bits_per_byte"])
+    assert max(found) < 0.8 * bar < 0.8 * 8 and found[1] == pytest.approx(found[0], rel=0.01), (found, bar)

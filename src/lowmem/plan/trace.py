@@ -41,8 +41,8 @@ from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work, work_of
+from lowmem.precision.base import step_one
 from lowmem.precision.master_callback import steps_early
-from lowmem.precision.plugin import step_one
 from lowmem.refusals import masters
 from lowmem.techniques import declared
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
 from transformers import Cache, PreTrainedModel
 
 from lowmem import kept_results
 from lowmem.errors import Refused
+from lowmem.internals import open_checkpoint, within_budget
 from lowmem.offload.boundary import Boundary, OnDevice, OnHost
 
 
@@ -72,19 +72,13 @@ def budget(model: nn.Module, fraction: float, backend: str) -> None:
         fraction: 0 recomputes everything but a block's input, 1 keeps what compiled code would keep.
         backend: inductor generates code; aot_eager_decomp_partition only decides what to keep.
     """
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._functorch import config
-
     if not 0 <= fraction <= 1:
         raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
 
-    def within_budget(graph, inputs):
-        with config.patch(activation_memory_budget=fraction):
-            return lookup_backend(backend)(graph, inputs)
-
+    choosing = within_budget(fraction, backend)
     torch.compiler.reset()  # what earlier jobs of a sweep compiled would count against the limit of recompilations
     for block in blocks(model):  # not the model: all blocks share one compilation
-        block.compile(backend=within_budget)
+        block.compile(backend=choosing)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -147,7 +141,7 @@ class Segment:
             self._calls = []
             repeat = partial(self._repeat, self.boundary(entered), self._calls)
             # Random states are kept by block: some models draw numbers between two blocks.
-            self._pass = checkpointed(repeat, preserve_rng_state=False, context_fn=self.contexts)
+            self._pass = open_checkpoint(repeat, preserve_rng_state=False, context_fn=self.contexts)
             next(self._pass)
         self._calls.append(Call(block, args, kwargs))
 

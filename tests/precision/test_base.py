@@ -21,14 +21,13 @@ EVERY = [
 
 
 def asked(text):
-    """Names of what is read of `plugin`, or of `<...>.precision_plugin`, in a source."""
-    of_plugin = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute)
-        and (getattr(node.value, "attr", None) == "precision_plugin" or getattr(node.value, "id", None) == "plugin")
-    ]
-    return {node.attr for node in of_plugin}
+    """Names of what is read of a `plugin`, a `precision` or a `<...>.precision_plugin` in a source."""
+
+    def is_precision(node):
+        return getattr(node, "attr", "") == "precision_plugin" or getattr(node, "id", "") in ("plugin", "precision")
+
+    nodes = ast.walk(ast.parse(text))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_precision(node.value)}
 
 
 def unknown(texts):

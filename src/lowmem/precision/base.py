@@ -18,6 +18,7 @@ scaler skipped as a step; on a CPU they turn fp16 into bf16. These do none of th
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MethodType
 
 import torch
 from lightning.pytorch import LightningModule
@@ -58,6 +59,11 @@ class BasePrecision(Precision):
         """Asked by the module when it makes its optimizer. Returns: what is stepped in the place of a parameter."""
         return p
 
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The module calls this with the optimizer that it has made, before the schedule sees it. Returns: it, with a
+        `step` of its own (`with_step`) where it is not enough that each parameter is stepped as it is."""
+        return optimizer
+
     def load_state_dict(self, state_dict: dict) -> None:
         """Lightning calls this on a resume, with what `state_dict` returned and the weights on the device."""
 
@@ -93,11 +99,6 @@ class BasePrecision(Precision):
         brought to their true size, or `gradient_scale` tells it. Returns: False: they overflowed, skip this step."""
         return True
 
-    def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure: Callable, **kwargs) -> object:
-        """Lightning calls this for a step that is not skipped. `closure` is called first and then the callbacks, the
-        last of whom clips; then every parameter is stepped."""
-        return super().optimizer_step(optimizer, model, closure, **kwargs)
-
     def clip(self, model: nn.Module, value: float | None, largest: float | None) -> Tensor | None:
         """The module calls this between the callbacks and the step: limit each element of the true gradients to
         +-value, then their global norm to `largest`; None: off.
@@ -118,8 +119,8 @@ class BasePrecision(Precision):
         return found
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
-        """Called in the place of `optimizer_step` by whoever steps inside backward: step a single parameter, with the
-        options of `group`, and use its gradient up."""
+        """Called in the place of the optimizer's `step` by whoever steps inside backward: step a single parameter, with
+        the options of `group`, and use its gradient up."""
         step_one(optimizer, group, p)
         p.grad = None
 
@@ -144,6 +145,18 @@ class BasePrecision(Precision):
     def teardown(self) -> None:
         """Lightning calls this in the end: take back whatever was changed in the process."""
         self._run.close()
+
+
+def with_step(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> Optimizer:
+    """From now on its `step` is this one. So Lightning, the schedule and whoever else calls an optimizer's step, or
+    watches for it, need not know that a precision steps otherwise."""
+
+    def called(optimizer: Optimizer, closure: Callable = lambda: None) -> None:
+        closure()  # Lightning's: the callbacks look at the gradients, and clipping
+        step(optimizer)
+
+    optimizer.step = MethodType(called, optimizer)
+    return optimizer
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +24,7 @@ from lowmem.gradients import Reading, finite, norm_of
 from lowmem.memory.ledger import Side
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.offload.link import Link, Take, link_to
-from lowmem.precision.base import BasePrecision, step_one
+from lowmem.precision.base import BasePrecision, step_one, with_step
 from lowmem.precision.loss_scale import ScaledLoss
 
 
@@ -164,8 +163,10 @@ class HostMasters(BasePrecision):
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure, **_) -> None:
-        self._wrap_closure(model, optimizer, closure)  # the callbacks look at the gradients, and clipping
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return with_step(optimizer, self._step_all)
+
+    def _step_all(self, optimizer: Optimizer) -> None:
         for master in self._collected():
             self._update(optimizer, master, self.reading)
 

@@ -67,6 +67,7 @@ class Float16Autocast(ScaledLoss, Autocast):
         grads = gradients(optimizer)
         finite = self.loss_scale.update(bool(norm(grads).isfinite()))
         if finite:
-            torch._foreach_mul_(grads, 1.0 / self.gradient_scale)
+            for grad in grads:
+                grad.mul_(1.0 / self.gradient_scale)
         self.gradient_scale = 1.0
         return finite

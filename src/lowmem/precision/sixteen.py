@@ -13,12 +13,11 @@ that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.06192.
 from collections.abc import Iterator
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.gradients import norm
-from lowmem.precision.base import BasePrecision, gradients, step_one, with_gradient
+from lowmem.precision.base import BasePrecision, gradients, step_one, with_gradient, with_step
 from lowmem.precision.loss_scale import ScaledLoss
 
 Held = dict[str, Tensor]
@@ -58,6 +57,9 @@ class SixteenBitWeights(BasePrecision):
         self._named = dict(module.named_parameters())  # a tied parameter once
         return super().convert_module(module)
 
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return with_step(optimizer, self._step_all)
+
     def device_tensors(self) -> Iterator[Tensor]:
         return (tensor for held in self._held.values() for tensor in held.values())
 
@@ -71,8 +73,7 @@ class SixteenBitWeights(BasePrecision):
             p = self._named[name]
             self._held[p] = {key: tensor.to(p.device, copy=True) for key, tensor in held.items()}
 
-    def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure, **_) -> None:
-        self._wrap_closure(model, optimizer, closure)  # the callbacks look at the gradients, and clipping
+    def _step_all(self, optimizer: Optimizer) -> None:
         for group, p in with_gradient(optimizer):
             self.update(optimizer, group, p)
 

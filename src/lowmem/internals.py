@@ -26,10 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 # Tensors in nested arguments and results. Instead: twenty lines of our own, or the package optree.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Opens and closes a checkpoint around code that somebody else calls: the blocks of a model, one by one. Instead, for
-# segments of a single block: the public `checkpoint(context_fn=)` around the block's forward.
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as open_checkpoint
-
 __all__ = (
     "ATTENTION",
     "ATTENTION_BACKWARD_ON_CPU",
@@ -95,6 +91,16 @@ def within_budget(fraction: float, backend: str) -> Callable:
             return lookup_backend(backend)(graph, inputs)
 
     return compiled
+
+
+def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
+    """Opens at the first `next` and closes at the second, around the code of somebody else: blocks that a model calls
+    one by one. `again` computes them again. Instead: the public checkpoint, which calls a function itself and serves
+    every segment of a single block; every_k and sqrt would have to go."""
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
+
+    # Random states are kept by block: some models draw numbers between two blocks.
+    return checkpointed(again, preserve_rng_state=False)
 
 
 @contextmanager

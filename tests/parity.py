@@ -132,9 +132,12 @@ def run(cfg, wide=False, callbacks=()):
     return before, after if wide else {name: p.float() for name, p in after.items()}
 
 
-def expected(cfg, optim, accumulation):
-    """Weights by name before and after, of the oracle: from the same rounded start, in fp32, on the CPU."""
-    return _of_oracle(cfg, optim, accumulation)[:2]
+def expected(cfg, optim, accumulation, held_in=None):
+    """Weights by name before and after, of the oracle: from the same rounded start, in fp32, on the CPU.
+
+    Args: held_in: the name of the dtype to which weights are rounded after every step; None: that of the run's weights.
+    """
+    return _of_oracle(cfg, optim, accumulation, held_in)[:2]
 
 
 def expected_losses(cfg, optim, accumulation):
@@ -142,14 +145,15 @@ def expected_losses(cfg, optim, accumulation):
     return _of_oracle(cfg, optim, accumulation)[2]
 
 
-def _of_oracle(cfg, optim, accumulation):
+def _of_oracle(cfg, optim, accumulation, held_in=None):
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
-    return _expected(cfg.weights_dtype, optim, windows, clip, float(cfg.lr), float(cfg.optim.weight_decay))
+    dtypes = cfg.weights_dtype, held_in or cfg.weights_dtype
+    return _expected(*dtypes, optim, windows, clip, float(cfg.lr), float(cfg.optim.weight_decay))
 
 
 @cache
-def _expected(dtype, optim, windows, clip, lr, decay):
+def _expected(dtype, held_in, optim, windows, clip, lr, decay):
     spec = OmegaConf.to_container(composed(MODEL).model)
     torch.manual_seed(0)
     network = model.build(model.architecture(**spec), getattr(torch, dtype), **spec).float()
@@ -160,7 +164,7 @@ def _expected(dtype, optim, windows, clip, lr, decay):
         return batch.input_ids, batch.labels
 
     rule = oracle.RULES.get(optim, oracle.adamw)
-    return before, *oracle.train(network, read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, dtype))
+    return before, *oracle.train(network, read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in))
 
 
 def deviations(cfg, *techniques):

@@ -233,10 +233,11 @@ def test_frozen_inputs_work_and_evaluation_keeps_nothing_and_repeats_nothing(app
     assert len(calls) == 2
 
 
-def test_a_block_that_raises_leaves_autograd_as_it_was(batch):
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_block_that_raises_leaves_autograd_as_it_was(batch, k):
     """A hook that stayed on torch's stack would drop the saved tensors of the next job of a sweep."""
     model = shaped("gpt2")
-    checkpointing.every_k(model, 3)
+    checkpointing.every_k(model, k)
 
     def fails(*_):
         raise torch.OutOfMemoryError("at the second block of a segment")
@@ -268,19 +269,20 @@ class Meddling(nn.Module):
 
 def test_a_model_that_changes_the_states_between_blocks_is_cut_there():
     results = []
-    for apply in (checkpointing.none, partial(checkpointing.every_k, k=2)):
+    for apply in (checkpointing.none, partial(checkpointing.every_k, k=2), checkpointing.every_layer):
         torch.manual_seed(0)
         model = Meddling().train()
         apply(model)
         x = torch.randn(8, 16, requires_grad=True)
         model(x).sum().backward()
         results.append([x.grad, *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 
-def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient():
+@pytest.mark.parametrize("k", [1, 2])
+def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient(k):
     model = nn.Sequential(Thin(), Thin()).train()
-    checkpointing.every_layer(model)
+    checkpointing.every_k(model, k)
     x = torch.randn(8, 16, requires_grad=True)
     entering = x * 1.0
     loss = model(entering).sum()

@@ -3,8 +3,9 @@
 One boundary of (batch, tokens, width) per segment stays, and in backward the interior of one segment at a time; it
 costs one more forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
 
-A Hugging Face model calls its blocks one by one, each with arguments of its own, so a segment is opened by a hook of
-its first block and closed by one of its last; in between torch's non-reentrant checkpoint drops what autograd saves.
+A single block is torch's own non-reentrant checkpoint around its forward. A Hugging Face model calls its blocks one by
+one, each with arguments of its own, so a segment of several is opened by a hook of its first block and closed by one of
+its last; in between that checkpoint drops what autograd saves.
 Blocks are torch modules of any kind: the outermost `ModuleList` of a model, or an `nn.Sequential`.
 """
 
@@ -16,11 +17,12 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from lowmem import kept_results
 from lowmem.errors import Refused
+from lowmem.internals import open_checkpoint, within_budget
 from lowmem.offload.boundary import Boundary, OnDevice, OnHost
 
 
@@ -39,7 +41,7 @@ def every_k(model: nn.Module, k: int) -> None:
         raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
     found = blocks(model)
     for first in range(0, len(found), k):
-        Segment(found[first : first + k])
+        _segment(found[first : first + k])
 
 
 def sqrt(model: nn.Module) -> None:
@@ -48,21 +50,21 @@ def sqrt(model: nn.Module) -> None:
     segments = max(1, round(math.sqrt(len(found))))
     cuts = [len(found) * i // segments for i in range(segments + 1)]
     for first, last in pairwise(cuts):
-        Segment(found[first:last])
+        _segment(found[first:last])
 
 
 def selective(model: nn.Module) -> None:
     """Each block keeps its matrix products and its attention, as far as the model leaves them as they are, and computes
     the cheap rest again."""
     for block in blocks(model):
-        Segment([block], contexts=kept_results.contexts)
+        Alone(block, contexts=kept_results.contexts)
 
 
 def offload(model: nn.Module) -> None:
     """`every_layer` with the boundaries in host memory: they come back one block ahead of the backward pass."""
     boundary = OnHost.chain()
     for block in blocks(model):
-        Segment([block], boundary=boundary)
+        Alone(block, boundary=boundary)
 
 
 def budget(model: nn.Module, fraction: float, backend: str) -> None:
@@ -72,19 +74,13 @@ def budget(model: nn.Module, fraction: float, backend: str) -> None:
         fraction: 0 recomputes everything but a block's input, 1 keeps what compiled code would keep.
         backend: inductor generates code; aot_eager_decomp_partition only decides what to keep.
     """
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._functorch import config
-
     if not 0 <= fraction <= 1:
         raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
 
-    def within_budget(graph, inputs):
-        with config.patch(activation_memory_budget=fraction):
-            return lookup_backend(backend)(graph, inputs)
-
+    choosing = within_budget(fraction, backend)
     torch.compiler.reset()  # what earlier jobs of a sweep compiled would count against the limit of recompilations
     for block in blocks(model):  # not the model: all blocks share one compilation
-        block.compile(backend=within_budget)
+        block.compile(backend=choosing)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -112,8 +108,12 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     return decoder if isinstance(decoder, PreTrainedModel) else model  # some call the matrix of their head a decoder
 
 
-class Segment:
-    """Consecutive blocks of which autograd keeps only what enters the first.
+def _segment(blocks: list[nn.Module]) -> None:
+    Alone(blocks[0]) if len(blocks) == 1 else Segment(blocks)
+
+
+class Alone:
+    """A block of which autograd keeps only what enters it.
 
     Args:
         boundary: holds that input until backward.
@@ -122,11 +122,39 @@ class Segment:
 
     def __init__(
         self,
-        blocks: list[nn.Module],
+        block: nn.Module,
         boundary: Callable[[Tensor], Boundary] = OnDevice,
         contexts: Callable = lambda: (nullcontext(), nullcontext()),
     ) -> None:
-        self.blocks, self.boundary, self.contexts = blocks, boundary, contexts
+        self.block, self.boundary, self.contexts, self.forward = block, boundary, contexts, block.forward
+        self._repeating = False
+        block.forward = self._checkpointed
+
+    def _checkpointed(self, *args, **kwargs) -> object:
+        if self._repeating or not self.block.training or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        _refuse_cache(self.block, args, kwargs)
+        boundary, call = self.boundary(_hidden(args, kwargs)), Call(self.block, args, kwargs)
+        first = [partial(self.forward, *args, **kwargs)]  # dropped as it is called: it holds what the boundary is for
+
+        def run() -> object:
+            return first.pop()() if first else self._repeat(boundary, call)
+
+        return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
+
+    def _repeat(self, boundary: Boundary, call: "Call") -> None:
+        self._repeating = True
+        try:
+            _again(boundary, [call])
+        finally:
+            self._repeating = False
+
+
+class Segment:
+    """Consecutive blocks of which autograd keeps only what enters the first."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.blocks = blocks
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
         self._calls: list[Call] = []
         self._output: Tensor | None = None  # of the block before, to see that the model hands it on untouched
@@ -145,9 +173,8 @@ class Segment:
             self._close()  # the model changed the hidden states between two blocks: a segment of its own
         if self._pass is None:
             self._calls = []
-            repeat = partial(self._repeat, self.boundary(entered), self._calls)
-            # Random states are kept by block: some models draw numbers between two blocks.
-            self._pass = checkpointed(repeat, preserve_rng_state=False, context_fn=self.contexts)
+            repeat = partial(self._repeat, OnDevice(entered), self._calls)
+            self._pass = open_checkpoint(repeat)
             next(self._pass)
         self._calls.append(Call(block, args, kwargs))
 
@@ -168,12 +195,16 @@ class Segment:
     def _repeat(self, boundary: Boundary, calls: list["Call"]) -> None:
         self._repeating = True
         try:
-            hidden = boundary.fetch()
-            with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
-                for call in calls:
-                    hidden = call.again(hidden)
+            _again(boundary, calls)
         finally:
             self._repeating = False
+
+
+def _again(boundary: Boundary, calls: list["Call"]) -> None:
+    hidden = boundary.fetch()
+    with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
+        for call in calls:
+            hidden = call.again(hidden)
 
 
 class Call:

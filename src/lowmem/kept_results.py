@@ -14,18 +14,22 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lowmem.internals import (
+    ATTENTION,
+    OpOverload,
+    TorchDispatchMode,
+    schema,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 EXPENSIVE = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+    *ATTENTION,
 )
 
 
@@ -80,14 +84,14 @@ class Keep(Mode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, kwargs or {}):  # not all of these count it as a change: `_foreach_mul_`
-            if (kept := self._by_storage.get(_storage(tensor))) is not None:
+            if (kept := self._by_storage.get(storage_key(tensor))) is not None:
                 kept.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if func in EXPENSIVE:
             self.kept.append(Kept(func, args, kwargs or {}, out))
-            self._by_storage |= dict.fromkeys(map(_storage, tensors), self.kept[-1])
+            self._by_storage |= dict.fromkeys(map(storage_key, tensors), self.kept[-1])
         for tensor in tensors:
-            if (kept := self._by_storage.get(_storage(tensor))) is not None:
+            if (kept := self._by_storage.get(storage_key(tensor))) is not None:
                 kept.see(tensor)
         return out
 
@@ -124,8 +128,8 @@ def contexts() -> tuple[Keep, HandBack]:
 
 def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """What an operator changes in place."""
-    if isinstance(func, OpOverload) and func._schema.is_mutable:
-        arguments = func._schema.arguments
+    if isinstance(func, OpOverload) and schema(func).is_mutable:
+        arguments = schema(func).arguments
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [given[argument.name] for argument in arguments if argument.is_write and argument.name in given]
         yield from (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
@@ -133,7 +137,7 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
     """Attention with dropout draws numbers by itself on CUDA. Were they left, the next dropout would draw them."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not given.get("dropout_p"):
         return None
     device = args[0].device
@@ -144,7 +148,3 @@ def _alias(tensor: Tensor) -> Tensor:
     """The same memory and the same count of changes, without the graph, which would own what is kept for it."""
     with enable_reentrant_dispatch():  # inside a dispatch mode, detaching would begin a count of its own
         return tensor.detach()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

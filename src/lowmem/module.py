@@ -91,8 +91,6 @@ class CausalLM(LightningModule):
         finite = self.trainer.precision_plugin.unscale(optimizer.optimizer)
         if finite:
             optimizer.step()  # calls `on_before_optimizer_step` of the callbacks, then ours
-            # A precision may step elsewhere than in the method that the schedule has patched to see the order of calls.
-            optimizer.optimizer._opt_called = True
             self.lr_schedulers().step()
         else:
             self.skipped_steps += 1
@@ -104,7 +102,8 @@ class CausalLM(LightningModule):
         self.gradient_norm = self.trainer.precision_plugin.clip(self.model, self.clip_value, self.clip)
 
     def configure_optimizers(self) -> dict:
-        optimizer = self.make_optimizer(self.model, self.trainer.precision_plugin.master)
+        precision = self.trainer.precision_plugin
+        optimizer = precision.prepare_optimizer(self.make_optimizer(self.model, precision.master))
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import ROOT
 from lowmem.precision import master as masters
-from lowmem.precision.master import BFloat16Master, Float16Master
+from lowmem.precision.master import Float16Master, HostMasters
 from two_models import CLIPS, OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
 SCHEDULERS, ACCUMULATIONS, CHECKPOINTINGS, LOSSES = (
@@ -100,14 +100,14 @@ def test_tied_weights_stay_tied(config):
 
 
 def masters_from_rounded_weights(monkeypatch):
-    right = BFloat16Master.convert_module
+    right = HostMasters.convert_module
 
     def wrong(self, module):
         for p in module.parameters():
             p.data = p.data.to(self.dtype).float()
         return right(self, module)
 
-    monkeypatch.setattr(BFloat16Master, "convert_module", wrong)
+    monkeypatch.setattr(HostMasters, "convert_module", wrong)
 
 
 def clipped_before_unscaling(monkeypatch):

@@ -13,7 +13,7 @@ from lowmem.checkpoint import complete
 from lowmem.errors import Refused
 from lowmem.memory.ledger import optimizer_state
 from lowmem.module import CausalLM
-from lowmem.precision.master import BFloat16Master
+from lowmem.precision.master import HostMasters
 
 PRECISIONS = ("16-master", "bf16-master")
 WIDE = ("model.architecture.n_embd=64",)  # its matrices have 4096 elements and more: state in 8 bits
@@ -48,7 +48,7 @@ def test_the_device_holds_two_bytes_per_parameter_and_never_all_gradients(fit, p
 @pytest.mark.parametrize("wrong", [False, True])
 def test_gradients_never_stand_together(fit, monkeypatch, wrong):
     """Wrong: they are held until the window ends, as without hooks."""
-    fetch, live, most, held = BFloat16Master._fetch, [0], [0], []
+    fetch, live, most, held = HostMasters._fetch, [0], [0], []
 
     def watched(self, p, take):
         size = p.grad.nbytes
@@ -59,7 +59,7 @@ def test_gradients_never_stand_together(fit, monkeypatch, wrong):
             held.append(p.grad)
         fetch(self, p, take)
 
-    monkeypatch.setattr(BFloat16Master, "_fetch", watched)
+    monkeypatch.setattr(HostMasters, "_fetch", watched)
     summary, _ = fit("precision=bf16-master", "max_steps=1", *WIDE)
     largest = 2 * 300 * 64
     assert (most[0] == largest) != wrong and (most[0] >= 2 * summary["parameters"]) == wrong
@@ -178,7 +178,7 @@ def broken(monkeypatch):
     """(name of a parameter, windows) -> its gradient is infinite in these windows."""
 
     def arrange(name, which):
-        fetch = BFloat16Master._fetch
+        fetch = HostMasters._fetch
 
         def wrong(self, p, take):
             if self.masters[id(p)].name.endswith(name) and counted[0] in which:
@@ -193,7 +193,7 @@ def broken(monkeypatch):
             finally:
                 counted[0] += 1
 
-        monkeypatch.setattr(BFloat16Master, "_fetch", wrong)
+        monkeypatch.setattr(HostMasters, "_fetch", wrong)
         monkeypatch.setattr(CausalLM, "training_step", counting)
 
     return arrange
@@ -231,7 +231,7 @@ def test_with_early_steps_the_loss_is_looked_at_before_backward(fit, monkeypatch
     stepped = []
     right = CausalLM.manual_backward
     monkeypatch.setattr(CausalLM, "manual_backward", lambda self, loss: right(self, loss * float("nan")))
-    monkeypatch.setattr(BFloat16Master, "_update", lambda *_, **__: stepped.append(True))
+    monkeypatch.setattr(HostMasters, "_update", lambda *_, **__: stepped.append(True))
     with pytest.raises(Refused, match="The loss became nan in step 1"):
         fit("precision=bf16-master", "clip=null")
     assert not stepped

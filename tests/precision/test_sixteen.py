@@ -14,7 +14,13 @@ from lowmem.gradients import norm
 from lowmem.module import CausalLM
 from lowmem.precision import plugin
 from lowmem.precision.loss_scale import LossScale
-from lowmem.precision.sixteen import BFloat16Weights, Float16Weights, stochastically, to_nearest
+from lowmem.precision.sixteen import (
+    BFloat16Stochastic,
+    BFloat16Weights,
+    Float16Weights,
+    SixteenBitWeights,
+    stochastically,
+)
 
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torch.bfloat16}
 
@@ -37,14 +43,14 @@ def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_t
 @pytest.mark.parametrize("precision", DTYPES)
 def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, monkeypatch):
     seen = set()
-    update = BFloat16Weights.update
+    update = SixteenBitWeights.update
 
     def spying(self, optimizer, group, p):
         seen.add(("gradient", p.grad.dtype))
         update(self, optimizer, group, p)
         seen.update(("state", value.dtype) for value in optimizer.state[p].values())
 
-    monkeypatch.setattr(BFloat16Weights, "update", spying)
+    monkeypatch.setattr(SixteenBitWeights, "update", spying)
     parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
     assert seen == {("gradient", DTYPES[precision]), ("state", torch.float32)}
 
@@ -99,15 +105,15 @@ def test_gradients_too_small_for_fp16_still_step():
         assert (abs(moved) < 1e-5) if unscaled_first else moved == pytest.approx(1e-3 / 2, rel=0.1)  # g / (g + eps)
 
 
-@pytest.mark.parametrize(("stochastic", "moves"), [(True, True), (False, False)])
-def test_updates_below_the_spacing_of_bf16_count_only_with_stochastic_rounding(stochastic, moves):
+@pytest.mark.parametrize(("precision", "moves"), [(BFloat16Stochastic, True), (BFloat16Weights, False)])
+def test_updates_below_the_spacing_of_bf16_count_only_with_stochastic_rounding(precision, moves):
     """20 steps of 1e-5 on weights of 0.01, which are 6e-5 apart: 2e-4 in all."""
     torch.manual_seed(0)
     p, optimizer = one_weight(0.01, torch.bfloat16)
     start = p.detach().float().mean().item()
     for _ in range(20):
         p.grad = torch.ones_like(p)
-        BFloat16Weights(stochastic).update(optimizer, optimizer.param_groups[0], p)
+        precision().update(optimizer, optimizer.param_groups[0], p)
     moved = start - p.detach().float().mean().item()
     # the mean of 4096 sums of 20 roundings, each off by at most 6e-5: standard error 20**0.5 * 3e-5 / 64 = 2e-6
     assert (moved == pytest.approx(2e-4, abs=1e-5)) if moves else moved == 0.0
@@ -118,14 +124,15 @@ def test_stochastic_rounding_is_right_in_the_mean_and_exact_where_it_can_be():
     low, high = torch.tensor([1.0, -1.0]), torch.tensor([1.0078125, -1.0078125])  # neighbours in bf16
     for share in (0.0, 0.25, 0.9):
         wide = (low + share * (high - low))[:, None].expand(2, 20_000).contiguous()
-        for rounding in (stochastically, to_nearest):
-            narrow = torch.empty_like(wide, dtype=torch.bfloat16)
-            rounding(wide, narrow)
+        for precision in (BFloat16Stochastic(), BFloat16Weights()):
+            p = nn.Parameter(torch.empty_like(wide, dtype=torch.bfloat16))
+            precision.round(wide, p)
+            narrow = p.detach()
             up = (narrow.float() == high[:, None]).float().mean(1)
             assert ((narrow.float() == high[:, None]) | (narrow.float() == low[:, None])).all()
             # four standard errors of 20 000 draws: 4 * (0.25 / 20000) ** 0.5 = 0.014
             right = bool(((up - share).abs() < 0.014).all())
-            assert right == (rounding is stochastically or share == 0.0)
+            assert right == (isinstance(precision, BFloat16Stochastic) or share == 0.0)
 
 
 def test_stochastic_rounding_keeps_what_is_not_finite():

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowmem.internals import is_traceable_wrapper_subclass, storage_key
 from lowmem.units import CATEGORIES
 
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
@@ -49,7 +49,7 @@ class Ledger:
             for tensor in owner.tensors():
                 for held in parts(tensor):
                     storage = held.untyped_storage()
-                    found.setdefault(storage._cdata, Held(owner, storage.nbytes(), storage))
+                    found.setdefault(storage_key(storage), Held(owner, storage.nbytes(), storage))
         return found
 
     def bytes(self, side: Side = "device") -> dict[str, int]:

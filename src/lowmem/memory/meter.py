@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lowmem.internals import compiled_itself
 from lowmem.memory import ledger, process
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import Point, StorageTracker, highest
@@ -69,6 +70,7 @@ class MemoryMeter(Callback):
         self._cuda = module.device if module.device.type == "cuda" else None
         plugin = trainer.precision_plugin
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), plugin.optimizer_side)
+        self.ledger.own("optimizer", plugin.device_tensors)
         self.ledger.own("other", plugin.host_tensors, "host")
         self._compiled = is_compiled(module)
         if self._compiled:
@@ -254,6 +256,6 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether any part of it runs through torch.compile."""
     return any(
         # by name: to import torch._dynamo only to ask takes over a second
-        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule"
+        compiled_itself(part) or type(part).__name__ == "OptimizedModule"
         for part in module.modules()
     )

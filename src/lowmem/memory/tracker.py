@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lowmem.internals import TorchDispatchMode, storage_key, tree_leaves
 from lowmem.memory.ledger import Held, Owner, Side, parts
 from lowmem.units import CATEGORIES
 
@@ -110,7 +109,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def _see(self, storage: UntypedStorage) -> None:
-        if storage._cdata in self._live:
+        if storage_key(storage) in self._live:
             return
         serial, size = self._follow(storage), storage.nbytes()
         self.events.append((self.phase, serial, size))
@@ -122,7 +121,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _follow(self, storage: UntypedStorage) -> int:
         """The serial of a storage, whose death will be an event: another may then have its key."""
-        key, serial, size = storage._cdata, len(self._references), storage.nbytes()
+        key, serial, size = storage_key(storage), len(self._references), storage.nbytes()
         self._live[key] = serial
 
         def died(_: weakref.ref) -> None:
@@ -139,7 +138,7 @@ class StorageTracker(TorchDispatchMode):
 
     def own(self, tensor: Tensor, owner: Owner) -> None:
         self._see(tensor.untyped_storage())
-        self._own(self._live[tensor.untyped_storage()._cdata], tensor.untyped_storage().nbytes(), owner)
+        self._own(self._live[storage_key(tensor)], tensor.untyped_storage().nbytes(), owner)
 
     def _own(self, serial: int, size: int, owner: Owner) -> None:
         if owner.side == "host" and self._side(serial) == "device":

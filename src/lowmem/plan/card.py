@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowmem.internals import has_kernel, replaced_kernels
 from lowmem.optim.build import MakeOptimizer
 
 # What CUDA's autocast computes in fp32 and a CPU's leaves in 16 bits (AT_FORALL_FP32 and _FP32_SET_OPT_DTYPE in
@@ -56,19 +57,12 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 @contextmanager
 def _autocast() -> Iterator[None]:
     """Registered where autocast itself is, below Python: a forward pass that is repeated in backward has it too."""
-    ours = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    try:
-        for name in filter(_on_card, (*IN_FP32, *SUMS_IN_FP32)):
+    with replaced_kernels("AutocastCPU") as ours:
+        for name in (name for name in (*IN_FP32, *SUMS_IN_FP32) if has_kernel(name, "AutocastCUDA")):
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
             ours.impl(name, partial(_with_dtype if name in SUMS_IN_FP32 else _cast, op))
         yield
-    finally:
-        ours._destroy()
-
-
-def _on_card(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
 
 
 def _cast(op: Callable, *args, **kwargs) -> Tensor:

@@ -166,11 +166,10 @@ def _step_seconds(cfg: DictConfig) -> float:
 
 
 def _stepped_as(cfg: DictConfig) -> str:
-    """What the time of a step depends on beside its optimizer: one of 16-bit weights widens and rounds them."""
+    """What the time of a step depends on beside its optimizer: how 16-bit weights are widened and rounded."""
     if Settings(cfg).masters:
         return "masters"
-    stochastic = cfg.trainer.plugins.precision.get("stochastic", False)
-    return f"{cfg.weights_dtype}{' rounded at random' if stochastic else ''}"
+    return "float32" if cfg.weights_dtype == "float32" else cfg.trainer.plugins.precision._target_
 
 
 def _name(on_card: bool) -> str:

@@ -27,24 +27,28 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
+from lowmem.internals import (
+    GROUPED_PRODUCTS,
+    READ_A_NUMBER,
+    FakeTensorMode,
+    TorchDispatchMode,
+    tensors_count_as_real,
+)
 from lowmem.memory.tracker import Point
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work, work_of
-from lowmem.precision.plugin import step_one
+from lowmem.precision.base import step_one
 from lowmem.settings import Settings
 
-aten = torch.ops.aten
 PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
 PYTHON = Path(os.__file__).parent
 OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
@@ -111,13 +115,11 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     make, in_operators = _optimizer(cfg, on_card)
     run = Settings(cfg)
     shapes = Shapes()
-    # transformers takes fake tensors for a graph that is recorded for later, and then writes every mask out
-    as_in_a_run = patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)
     with (
         _quietly(),
         FakeTensorMode(),
         shapes,
-        as_in_a_run,
+        tensors_count_as_real(),
         card.kernels(on_card),
         tempfile.TemporaryDirectory() as folder,
     ):
@@ -205,9 +207,9 @@ class Shapes(TorchDispatchMode):
         self.operators += func.namespace == "aten"  # `prim.device` is asked by C++, where nothing may be raised
         if self.operators > OPERATORS and func.namespace == "aten":
             raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
-        if func is aten._local_scalar_dense.default:
+        if func is READ_A_NUMBER:
             return _yes(args[0].dtype)
-        out = (_experts if func is aten._grouped_mm.default else func)(*args, **(kwargs or {}))
+        out = (_experts if func is GROUPED_PRODUCTS else func)(*args, **(kwargs or {}))
         if self.phase is not None and (work := work_of(func, args, kwargs, out)) is not None:
             self.work[self.phase, work] += 1
         return out
@@ -215,7 +217,7 @@ class Shapes(TorchDispatchMode):
 
 def _experts(a: Tensor, b: Tensor, *args, **kwargs) -> Tensor:
     """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any dtype."""
-    return aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
+    return GROUPED_PRODUCTS(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
 
 def _yes(dtype: torch.dtype) -> bool | float | int:
@@ -241,9 +243,7 @@ class Steady(Callback):
         for p in module.parameters() if self.accumulates or held else ():
             if p.requires_grad:
                 for _ in range(2 if self.accumulates else 1):  # masters widen their sums at the second
-                    p.grad = torch.empty_like(p)
-                    for hook in (p._post_accumulate_grad_hooks or {}).values():
-                        hook(p)
+                    p.backward(torch.empty_like(p))  # of a leaf: its gradient is there, and its hooks are called
         for master in held.values() if not self.accumulates else ():
             if master.complete:
                 master.used(self.early)  # by the step of the window before

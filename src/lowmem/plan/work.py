@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-aten = torch.ops.aten
+from lowmem.internals import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, OpOverload, schema, tree_leaves
 
 
 class Work(NamedTuple):
@@ -38,8 +37,8 @@ def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
 
 
 @cache
-def _is_view(func) -> bool:
-    returns = func._schema.returns
+def _is_view(func: OpOverload) -> bool:
+    returns = schema(func).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
@@ -56,6 +55,6 @@ def _attention_backward(_, query: Tensor, key: Tensor, value: Tensor, *__, **___
 
 # torch counts the kernels of cards alone.
 _ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    ATTENTION_ON_CPU: _attention,
+    ATTENTION_BACKWARD_ON_CPU: _attention_backward,
 }

@@ -24,7 +24,8 @@ from lowmem.gradients import Reading, finite, norm_of
 from lowmem.memory.ledger import Side
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.offload.link import Link, Take, link_to
-from lowmem.precision.plugin import FullPrecision, ScaledLoss, step_one
+from lowmem.precision.base import BasePrecision, step_one, with_step
+from lowmem.precision.loss_scale import ScaledLoss
 
 
 class Master:
@@ -69,10 +70,10 @@ class Master:
             self.sum = None
 
 
-class BFloat16Master(FullPrecision):
-    """bf16 weights on the device; no loss scaling, bf16 has fp32's range."""
+class HostMasters(BasePrecision):
+    """Weights in `dtype` on the device, their masters on the host. `master_callback.py` calls `collect` and
+    `collect_and_step` from backward, and waits on `link` before each layer."""
 
-    dtype = torch.bfloat16
     optimizer_side: Side = "host"
 
     def __init__(self, device: str = "cpu") -> None:
@@ -162,8 +163,10 @@ class BFloat16Master(FullPrecision):
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def optimizer_step(self, optimizer: Optimizer, model, closure, **_) -> None:
-        self._wrap_closure(model, optimizer, closure)  # the callbacks look at the gradients, and clipping
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return with_step(optimizer, self._step_all)
+
+    def _step_all(self, optimizer: Optimizer) -> None:
         for master in self._collected():
             self._update(optimizer, master, self.reading)
 
@@ -196,7 +199,13 @@ class BFloat16Master(FullPrecision):
         self.link.close()
 
 
-class Float16Master(ScaledLoss, BFloat16Master):
+class BFloat16Master(HostMasters):
+    """bf16 weights on the device; no loss scaling, bf16 has fp32's range."""
+
+    dtype = torch.bfloat16
+
+
+class Float16Master(ScaledLoss, HostMasters):
     """fp16 weights on the device, with a loss scale. Args, Raises: those of `ScaledLoss`."""
 
     dtype = torch.float16

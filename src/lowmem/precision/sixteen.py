@@ -1,27 +1,124 @@
 """Weights, gradients and activations in 16 bits: half of their bytes. The update is computed in fp32.
 
 One parameter at a time: it and its gradient are widened to fp32, the optimizer (any optimizer) steps it, and the result
-is rounded back. The optimizer's state is that of fp32 weights, so an eps of 1e-8 does not underflow; what the step
-needs beside it is one parameter in fp32. RoPE frequencies and other fp32 buffers stay as the model made them.
+is rounded back; a class may do both otherwise, and hold more than the weight for it. The optimizer's state is that of
+fp32 weights, so an eps of 1e-8 does not underflow; what the step needs beside it is one parameter in fp32. RoPE
+frequencies and other fp32 buffers stay as the model made them.
 
 What it costs: a weight of 16 bits cannot move by less than its spacing. With bf16 that is 0.4 % of the weight: most
 updates of a fine-tuning round to nothing. Stochastic rounding moves the weight by a whole spacing with the probability
 that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.gradients import norm
-from lowmem.precision.plugin import FullPrecision, ScaledLoss, gradients, step_one, with_gradient
+from lowmem.precision.base import BasePrecision, gradients, step_one, with_gradient, with_step
+from lowmem.precision.loss_scale import ScaledLoss
+
+Held = dict[str, Tensor]
 
 
-def to_nearest(wide: Tensor, narrow: Tensor) -> None:
-    """narrow <- wide, rounded to the nearest 16-bit number."""
-    narrow.copy_(wide)
+class SixteenBitWeights(BasePrecision):
+    """Weights in `dtype`. What differs between such precisions is `widen`, `round` and `hold`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self._held: dict[nn.Parameter, Held] = {}
+        self._named: dict[str, nn.Parameter] = {}
+
+    # --- seams ----------------------------------------------------------------------------------------------------
+
+    def widen(self, p: nn.Parameter) -> Tensor:
+        """Before an update. Returns: a copy of the weight in fp32, which the optimizer steps in place."""
+        return p.data.float()
+
+    def round(self, wide: Tensor, p: nn.Parameter) -> None:
+        """After an update: write the stepped weight, in fp32, into `p.data`, in 16 bits."""
+        p.data.copy_(wide)
+
+    def hold(self, p: nn.Parameter) -> Held:
+        """Before a parameter's first update. Returns: what is also held of it on the device, by name: from then on that
+        is `held(p)`, to be changed in place by `widen` and `round`; the meter counts it and checkpoints hold it."""
+        return {}
+
+    def held(self, p: nn.Parameter) -> Held:
+        if p not in self._held:
+            self._held[p] = self.hold(p)
+        return self._held[p]
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._named = dict(module.named_parameters())  # a tied parameter once
+        return super().convert_module(module)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return with_step(optimizer, self._step_all)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        return (tensor for held in self._held.values() for tensor in held.values())
+
+    def state_dict(self) -> dict:
+        held = {name: self._held[p] for name, p in self._named.items() if self._held.get(p)}
+        return super().state_dict() | ({"held": held} if held else {})
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for name, held in state_dict.get("held", {}).items():  # most hold nothing
+            p = self._named[name]
+            self._held[p] = {key: tensor.to(p.device, copy=True) for key, tensor in held.items()}
+
+    def _step_all(self, optimizer: Optimizer) -> None:
+        for group, p in with_gradient(optimizer):
+            self.update(optimizer, group, p)
+
+    def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+        narrow, wide, gradient = p.data, self.widen(p), p.grad
+        # A parameter cannot have a gradient of another dtype: both are exchanged.
+        p.grad = None
+        p.data = wide
+        p.grad = gradient.float().div_(self.gradient_scale)
+        del gradient
+        try:
+            step_one(optimizer, group, p)
+            wide = p.data  # an optimizer may have put another tensor there
+        finally:
+            p.grad = None
+            p.data = narrow
+        self.round(wide, p)
+
+
+class BFloat16Weights(SixteenBitWeights):
+    """Rounded to the nearest."""
+
+    dtype = torch.bfloat16
+
+
+class BFloat16Stochastic(SixteenBitWeights):
+    """Rounded up or down at random, right in the mean."""
+
+    dtype = torch.bfloat16
+
+    def round(self, wide: Tensor, p: nn.Parameter) -> None:
+        stochastically(wide, p.data)
+
+
+class Float16Weights(ScaledLoss, SixteenBitWeights):
+    """fp16 weights, with a loss scale. Gradients stay scaled until each is widened for its update: unscaled in fp16,
+    those below 6e-8 would vanish.
+
+    Args, Raises: those of `ScaledLoss`.
+    """
+
+    dtype = torch.float16
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        return self.loss_scale.update(bool(norm(gradients(optimizer)).isfinite()))
 
 
 def stochastically(wide: Tensor, narrow: Tensor) -> None:
@@ -33,45 +130,3 @@ def stochastically(wide: Tensor, narrow: Tensor) -> None:
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
     rounded = bits.add(noise).bitwise_and_(-1 << 16).view(torch.float32)  # the lower half is 0: exact in bf16
     narrow.copy_(torch.where(wide.isfinite(), rounded, wide))
-
-
-class BFloat16Weights(FullPrecision):
-    """Args: stochastic: round the updated weights up or down at random, right in the mean."""
-
-    dtype = torch.bfloat16
-
-    def __init__(self, stochastic: bool = False, device: str = "cpu") -> None:
-        super().__init__(device)
-        self.round: Callable[[Tensor, Tensor], None] = stochastically if stochastic else to_nearest
-
-    def optimizer_step(self, optimizer: Optimizer, model, closure, **_) -> None:
-        self._wrap_closure(model, optimizer, closure)  # the callbacks look at the gradients, and clipping
-        for group, p in with_gradient(optimizer):
-            self.update(optimizer, group, p)
-
-    def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
-        narrow, gradient = p.data, p.grad
-        # A parameter cannot have a gradient of another dtype: both are exchanged.
-        p.grad = None
-        p.data = narrow.float()
-        p.grad = gradient.float().div_(self.gradient_scale)
-        del gradient
-        try:
-            step_one(optimizer, group, p)
-            self.round(p.data, narrow)
-        finally:
-            p.grad = None
-            p.data = narrow
-
-
-class Float16Weights(ScaledLoss, BFloat16Weights):
-    """fp16 weights, with a loss scale. Gradients stay scaled until each is widened for its update: unscaled in fp16,
-    those below 6e-8 would vanish.
-
-    Args, Raises: those of `ScaledLoss`.
-    """
-
-    dtype = torch.float16
-
-    def unscale(self, optimizer: Optimizer) -> bool:
-        return self.loss_scale.update(bool(norm(gradients(optimizer)).isfinite()))

@@ -15,24 +15,30 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.library import Library, get_kernel
+from torch.library import get_kernel
+
+from lowmem.internals import (
+    ATTENTION_BACKWARD_ON_CPU,
+    ATTENTION_ON_CPU,
+    OpOverload,
+    cpu_multiplies_in,
+    replaced_kernels,
+)
 
 aten = torch.ops.aten
 # Each with how many of its results are rounded: attention's second, the log-sum-exp, is fp32 in any dtype.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 1,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 3,
+    ATTENTION_ON_CPU: 1,
+    ATTENTION_BACKWARD_ON_CPU: 3,
 }
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies in `dtype`. A torch that does not say (built without oneDNN) is left alone."""
-    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{NAMES[dtype]}_supported", None) if dtype in NAMES else None
-    return ask is None or ask()
+    """Whether this CPU multiplies in `dtype`."""
+    return dtype not in NAMES or cpu_multiplies_in(NAMES[dtype])
 
 
 @contextmanager
@@ -41,14 +47,11 @@ def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
     if device != "cpu" or has_units(dtype):
         yield False
         return
-    ours = Library("aten", "IMPL")
-    try:
+    with replaced_kernels() as ours:
         with warnings.catch_warnings(action="ignore"):  # torch says that a kernel is replaced
             for product in PRODUCTS:
                 ours.impl(product, _wide(product, dtype), "CPU", with_keyset=True)
         yield True
-    finally:
-        ours._destroy()
 
 
 @cache

@@ -1,0 +1,132 @@
+"""Every private part of torch, Lightning and transformers that this package leans on, and nothing else does.
+
+Each is imported or wrapped here once, with what it is for and what would replace it; `tests/test_internals.py` says by
+name which one a new version has taken away or changed. Elsewhere a test refuses the names of another package that
+begin with an underscore.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+# An operator with its types, what dispatch modes are handed. Instead: `torch.ops.aten.mm.default`'s own type.
+from torch._ops import OpOverload
+
+# Tensors with shape, dtype and storage and no memory: the planner's runs. Instead: the meta device, and a stand-in for
+# what asks on which device a tensor is.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Sees each operator: the meter, the planner and selective checkpointing. torch's notes on extending it name this one;
+# there is no other.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+# Tensors in nested arguments and results. Instead: twenty lines of our own, or the package optree.
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = (
+    "ATTENTION",
+    "ATTENTION_BACKWARD_ON_CPU",
+    "ATTENTION_ON_CPU",
+    "GROUPED_PRODUCTS",
+    "READ_A_NUMBER",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "compiled_itself",
+    "cpu_multiplies_in",
+    "has_kernel",
+    "is_traceable_wrapper_subclass",
+    "open_checkpoint",
+    "replaced_kernels",
+    "schema",
+    "storage_key",
+    "tensors_count_as_real",
+    "tree_leaves",
+    "tree_map_only",
+    "within_budget",
+)
+
+aten = torch.ops.aten
+# torch's operators of attention, by kernel: `F.scaled_dot_product_attention` is what the public calls, and it ends in
+# one of these, the only ones that a dispatch mode sees.
+ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+ATTENTION = (
+    ATTENTION_ON_CPU,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
+GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
+
+
+def storage_key(tensor: Tensor | UntypedStorage) -> int:
+    """The same for all tensors in one storage, as long as it lives. Instead: nothing; `data_ptr` is 0 of every tensor
+    without memory."""
+    return (tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata
+
+
+def schema(func: OpOverload) -> torch.FunctionSchema:
+    """What an operator takes, returns and changes in place. Instead: `str(func)` looked up by hand."""
+    return func._schema
+
+
+def compiled_itself(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. Instead: nothing public tells."""
+    return module._compiled_call_impl is not None
+
+
+def within_budget(fraction: float, backend: str) -> Callable:
+    """A backend of torch.compile that keeps a fraction of the activations' bytes. Instead: the setting as an option of
+    torch.compile, which it is for no other backend than inductor."""
+    from torch._dynamo.backends.registry import lookup_backend  # takes over a second
+    from torch._functorch import config
+
+    def compiled(graph, inputs):
+        with config.patch(activation_memory_budget=fraction):
+            return lookup_backend(backend)(graph, inputs)
+
+    return compiled
+
+
+def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
+    """Opens at the first `next` and closes at the second, around the code of somebody else: blocks that a model calls
+    one by one. `again` computes them again. Instead: the public checkpoint, which calls a function itself and serves
+    every segment of a single block; every_k and sqrt would have to go."""
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
+
+    # Random states are kept by block: some models draw numbers between two blocks.
+    return checkpointed(again, preserve_rng_state=False)
+
+
+@contextmanager
+def replaced_kernels(key: str = "") -> Iterator[torch.library.Library]:
+    """Kernels of torch's operators that are replaced for as long as this lasts; key: where they are registered.
+    Instead: to drop the last reference to the Library, and hope that nothing else holds one."""
+    ours = torch.library.Library("aten", "IMPL", key)
+    try:
+        yield ours
+    finally:
+        ours._destroy()
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Instead: a list by torch's version."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
+
+
+def cpu_multiplies_in(name: str) -> bool:
+    """Whether this CPU has units for products in fp16 or bf16. A torch that does not say (built without oneDNN) is left
+    alone. Instead: the flags in /proc/cpuinfo, by processor."""
+    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return ask is None or ask()
+
+
+def tensors_count_as_real() -> AbstractContextManager:
+    """transformers takes tensors without memory for a graph that is recorded for later, and writes every mask out.
+    Instead: a way to tell it that nothing is recorded."""
+    return patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)

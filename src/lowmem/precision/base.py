@@ -1,0 +1,180 @@
+"""The contract of a precision: in which dtype weights are held and products computed, how gradients become an update.
+
+A precision is a Lightning plugin. Whoever trains, measures or plans asks it through the attributes and hooks below, in
+the order in which a run does, and through no other name; each has the answer of plain fp32 weights that the optimizer
+steps itself. So a new precision is a class that sets `dtype` and overrides what it does otherwise. It derives from
+what it is a kind of:
+
+    BasePrecision         here
+      FullPrecision, TensorFloat32, Autocast    `plugin.py`: weights in fp32
+      SixteenBitWeights                         `sixteen.py`: weights in 16 bits; seams `widen`, `round` and `hold`
+      HostMasters                               `master.py`: weights in 16 bits, their fp32 masters on the host
+      ScaledLoss                                `loss_scale.py`: a mixin, placed first, for any of them in fp16
+
+Lightning's own plugins do not unscale for fused optimizers, refuse to clip for them, and count a step that the loss
+scaler skipped as a step; on a CPU they turn fp16 into bf16. These do none of that.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MethodType
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.gradients import norm
+from lowmem.memory.ledger import Side
+from lowmem.precision.widened import NAMES, widened
+
+log = logging.getLogger(__name__)
+
+
+class BasePrecision(Precision):
+    """Args: device: the type of the device that computes, cpu or cuda."""
+
+    dtype: torch.dtype  # of the matrix products
+    scales_loss = False  # gradients mean nothing until the whole window's are unscaled
+    gradient_scale = 1.0  # what a gradient of true size 1 is stored as, after `unscale`
+    optimizer_side: Side = "device"  # where the optimizer's state lies
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self._run = ExitStack()
+
+    # --- before the first step ------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Lightning calls this once the weights are loaded or restored, before they move to the device and before
+        anything is computed or tracked; and `teardown` in the end, come what may. Returns: the module, changed in
+        place. A parameter keeps its identity for the whole run."""
+        if self._run.enter_context(widened(self.dtype, self.device)):
+            log.info(f"This CPU has no {NAMES[self.dtype]} products: they are computed in fp32 and rounded once.")
+        return module
+
+    def master(self, p: nn.Parameter) -> nn.Parameter:
+        """Asked by the module when it makes its optimizer. Returns: what is stepped in the place of a parameter."""
+        return p
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The module calls this with the optimizer that it has made, before the schedule sees it. Returns: it, with a
+        `step` of its own (`with_step`) where it is not enough that each parameter is stepped as it is."""
+        return optimizer
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Lightning calls this on a resume, with what `state_dict` returned and the weights on the device."""
+
+    def device_tensors(self) -> Iterable[Tensor]:
+        """Asked by the memory meter, at any time. Returns: what is held on the device beside weights, gradients and the
+        optimizer's state. It counts as optimizer state."""
+        return ()
+
+    def host_tensors(self) -> Iterable[Tensor]:
+        """Asked by the memory meter, at any time. Returns: what is held in host memory instead of on the device, beside
+        the optimizer's state. It counts as other."""
+        return ()
+
+    # --- each micro-batch -----------------------------------------------------------------------------------------
+
+    def train_step_context(self) -> AbstractContextManager:
+        """Lightning wraps the whole training step in this, backward and optimizer included: nothing belongs there."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager:
+        """The module enters this around each forward pass alone, and Lightning around each step of an evaluation."""
+        return nullcontext()
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Lightning calls this with each micro-batch's loss, and the callbacks from within. Returns: what backward
+        starts from."""
+        return super().pre_backward(tensor, module)
+
+    # --- each window ----------------------------------------------------------------------------------------------
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """The module calls this after the window's last backward pass, before anyone looks at the gradients: they are
+        brought to their true size, or `gradient_scale` tells it. Returns: False: they overflowed, skip this step."""
+        return True
+
+    def clip(self, model: nn.Module, value: float | None, largest: float | None) -> Tensor | None:
+        """The module calls this between the callbacks and the step: limit each element of the true gradients to
+        +-value, then their global norm to `largest`; None: off.
+
+        Returns:
+            The global norm before it was limited, where it was asked for.
+        """
+        # In the model's order, not the optimizer's groups': a sum in the order of every other loop has the same bits.
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        if not parameters:  # each gradient was used up in backward
+            return None
+        if value is not None:
+            nn.utils.clip_grad_value_(parameters, value * self.gradient_scale)
+        if largest is None:
+            return None
+        found = norm([p.grad for p in parameters]) / self.gradient_scale
+        nn.utils.clip_grads_with_norm_(parameters, largest, found)
+        return found
+
+    def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+        """Called in the place of the optimizer's `step` by whoever steps inside backward: step a single parameter, with
+        the options of `group`, and use its gradient up."""
+        step_one(optimizer, group, p)
+        p.grad = None
+
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """The module calls this after each step, and after each that was skipped."""
+        optimizer.zero_grad(set_to_none=True)
+
+    # --- after steps ----------------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Called before weights are read other than by a forward pass: return when each is that of the last step."""
+
+    def state_dict(self) -> dict:
+        """Lightning calls this for each checkpoint and saves the result under the name of the class. Returns: tensors
+        and plain numbers without which a resumed run would have other bits."""
+        return {}
+
+    def widest(self, module: nn.Module) -> AbstractContextManager:
+        """Entered around the export: within it the module's parameters hold the weights at their full precision."""
+        return nullcontext()
+
+    def teardown(self) -> None:
+        """Lightning calls this in the end: take back whatever was changed in the process."""
+        self._run.close()
+
+
+def with_step(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> Optimizer:
+    """From now on its `step` is this one. So Lightning, the schedule and whoever else calls an optimizer's step, or
+    watches for it, need not know that a precision steps otherwise."""
+
+    def called(optimizer: Optimizer, closure: Callable = lambda: None) -> None:
+        closure()  # Lightning's: the callbacks look at the gradients, and clipping
+        step(optimizer)
+
+    optimizer.step = MethodType(called, optimizer)
+    return optimizer
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for _, p in with_gradient(optimizer)]
+
+
+def with_gradient(optimizer: Optimizer) -> Iterator[tuple[dict, nn.Parameter]]:
+    """(group, parameter) of every parameter that has a gradient."""
+    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def step_one(optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+    """Any optimizer's step on one parameter: its state is kept by parameter, so a group of one is enough.
+
+    The step is that of a second optimizer which shares the state, so that the groups of the first stay as they are for
+    whoever reads or schedules them meanwhile.
+    """
+    alone = object.__new__(type(optimizer))
+    alone.__dict__ |= {key: value for key, value in optimizer.__dict__.items() if key != "step"}
+    alone.param_groups = [{**group, "params": [p]}]
+    alone.step()

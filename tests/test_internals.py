@@ -1,0 +1,260 @@
+"""What lowmem leans on that its packages do not promise: each test names what breaks when a new version changes it."""
+
+import ast
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from conftest import ROOT
+from lowmem import internals
+
+SOURCE = ROOT / "src" / "lowmem"
+INTERNALS = SOURCE / "internals.py"
+
+
+def breaks(what):
+    return f"torch or transformers changed what this leans on: {what}"
+
+
+class Seen(internals.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_each_operator_also_in_backward():
+    x = torch.ones(2, 2, requires_grad=True)
+    with Seen() as seen:
+        (x @ x).sum().backward()
+    message = breaks("the memory meter, plans and gradient_checkpointing=selective")
+    assert seen.functions.count(torch.ops.aten.mm.default) == 3, message
+    assert all(isinstance(func, internals.OpOverload) for func in seen.functions), message
+
+
+def test_fake_tensors_have_a_storage_without_memory():
+    with internals.FakeTensorMode():
+        huge = torch.empty(1 << 40)
+    message = breaks("every plan")
+    assert huge.untyped_storage().nbytes() == 4 << 40 and huge.device.type == "cpu", message
+
+
+def test_a_storage_has_one_key_and_no_other_has_it():
+    with internals.FakeTensorMode():
+        a, b = torch.empty(4), torch.empty(4)
+    for one, other in ((a, b), (torch.empty(4), torch.empty(4))):
+        key = internals.storage_key(one)
+        message = breaks("bytes in memory.csv: a storage would count twice or not at all")
+        assert key == internals.storage_key(one[1:]) == internals.storage_key(one.untyped_storage()), message
+        assert key != internals.storage_key(other), message
+
+
+def test_leaves_of_nested_arguments():
+    nested = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
+    message = breaks("the memory meter and plans")
+    assert [type(leaf) for leaf in internals.tree_leaves(nested)] == [torch.Tensor, int, torch.Tensor], message
+    assert internals.tree_map_only(torch.Tensor, lambda t: t.item(), nested) == {"a": [1.0, 2], "b": (0.0,)}, message
+
+
+def test_a_quantised_tensor_tells_its_parts():
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = OptimState8bit.zeros((4, 256), True, 256, "cpu")
+    message = breaks("bytes of 8-bit optimizer states")
+    assert internals.is_traceable_wrapper_subclass(state) and state.__tensor_flatten__()[0], message
+    assert not internals.is_traceable_wrapper_subclass(torch.ones(1)), message
+
+
+def test_a_checkpoint_opens_and_closes_around_code_that_others_call():
+    saved, repeated, x = [], [], torch.ones(3, requires_grad=True)
+
+    def again():
+        repeated.append(True)
+        return x.exp()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t), lambda _: None):
+        opened = internals.open_checkpoint(again)
+        next(opened)
+        y = x.exp()
+        next(opened, None)
+    message = breaks("gradient_checkpointing=every_k and sqrt")
+    assert not saved and not repeated, message
+    y.sum().backward()
+    assert repeated == [True] and torch.equal(x.grad, x.detach().exp()), message
+
+
+def test_a_schema_tells_what_an_operator_changes():
+    aten, message = torch.ops.aten, breaks("gradient_checkpointing=selective and the times of plans")
+    assert not internals.schema(aten.mul.Tensor).is_mutable and internals.schema(aten.mul_.Tensor).is_mutable, message
+    (written,) = [a.name for a in internals.schema(aten.mul_.Tensor).arguments if a.is_write]
+    (view,) = internals.schema(aten.view.default).returns
+    assert written == "self" and view.alias_info is not None and not view.alias_info.is_write, message
+
+
+def test_attention_is_the_operator_that_a_dispatch_mode_sees():
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with Seen() as seen:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    message = breaks("gradient_checkpointing=selective would not keep attention, precision=16 not widen it")
+    assert {internals.ATTENTION_ON_CPU, internals.ATTENTION_BACKWARD_ON_CPU} <= {*seen.functions}, message
+    assert internals.ATTENTION_ON_CPU in internals.ATTENTION and len({*internals.ATTENTION}) == 4, message
+
+
+def test_a_question_for_a_number_is_an_operator():
+    with Seen() as seen:
+        assert bool(torch.ones(()) > 0)
+    assert internals.READ_A_NUMBER in seen.functions, breaks("plans of what asks whether gradients are finite")
+
+
+def test_grouped_products_are_an_operator():
+    a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    with internals.FakeTensorMode() as fake:
+        out = internals.GROUPED_PRODUCTS(*map(fake.from_tensor, (a, b)), offs=fake.from_tensor(ends))
+    assert out.shape == (4, 8), breaks("plans of mixtures of experts")
+
+
+def test_a_module_tells_that_it_was_compiled_itself():
+    module = nn.Linear(2, 2)
+    message = breaks("the meter would track compiled code, which it cannot see into")
+    assert not internals.compiled_itself(module), message
+    module.compile(backend="eager")
+    assert internals.compiled_itself(module), message
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        return ((x @ self.weight).sigmoid() @ self.weight).sigmoid()
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(0.0, 1), (1.0, 3)])
+def test_a_budget_reaches_the_compiler(fraction, kept):
+    torch.compiler.reset()
+    block = Block()
+    block.compile(backend=internals.within_budget(fraction, "aot_eager_decomp_partition"))
+    out = block(torch.ones(512, 8, requires_grad=True))
+    activations = [t for t in out.grad_fn.saved_tensors if t.numel() == 512 * 8]
+    assert len(activations) == kept, breaks("gradient_checkpointing=budget")
+
+
+def test_replaced_kernels_are_torchs_own_again_afterwards():
+    x = torch.ones(2)
+    with pytest.warns(UserWarning, match="Overriding"), internals.replaced_kernels() as ours:
+        ours.impl("neg", lambda t: t + 41.0, "CPU")
+        within = torch.neg(x)
+    message = breaks("precision=16 on a CPU without its products: the next job of a sweep would have ours")
+    assert within.tolist() == [42.0, 42.0] and torch.neg(x).tolist() == [-1.0, -1.0], message
+
+
+def test_torch_tells_which_operators_a_cards_autocast_has():
+    found = [internals.has_kernel(name, "AutocastCUDA") for name in ("layer_norm", "exp", "relu")]
+    assert found == [True, True, False], breaks("plans of precision=16 and bf16 for a card")
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_torch_tells_whether_this_cpu_has_units(name):
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    message = breaks("16-bit precisions on this CPU: a product would take 10 to 100 times as long")
+    assert asked is not None or not torch.backends.mkldnn.is_available(), message
+    assert internals.cpu_multiplies_in(name) in (True, False), message
+    assert internals.cpu_multiplies_in("a dtype of which torch says nothing")
+
+
+def test_transformers_leaves_a_mask_out_for_tensors_without_memory():
+    from transformers.utils import import_utils
+
+    with internals.FakeTensorMode():
+        x = torch.empty(1)
+        before = import_utils.is_tracing(x)
+        with internals.tensors_count_as_real():
+            within = import_utils.is_tracing(x)
+    assert (before, within) == (True, False), breaks("plans: each would count a mask of (B, 1, T, T)")
+
+
+# --- nothing else does ------------------------------------------------------------------------------------------------
+
+PUBLIC_ALL_THE_SAME = {
+    "_version": "a tensor's count of changes in place: torch's notes on autograd",
+    "_record_memory_history": "torch's notes on CUDA memory",
+    "_dump_snapshot": "torch's notes on CUDA memory",
+    "_asdict": "of a named tuple: Python's own",
+    "_fields": "of a named tuple: Python's own",
+    "_replace": "of a named tuple: Python's own",
+    "_target_": "Hydra's key",
+    "torch.utils._pytree": "a logger's name",
+}
+
+
+def is_private(name):
+    """Of a dotted name: whether any part of it is."""
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def own_names(trees):
+    """Whatever lowmem's own objects call by such a name: methods, and attributes that are set."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    bodies = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
+    methods = {part.name for part in bodies if isinstance(part, ast.FunctionDef)}
+    return methods | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def private_of_others(tree, own):
+    """Names of other packages that begin with an underscore: read of an object, imported, or given as a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.Import):
+            yield from filter(is_private, (alias.name for alias in node.names))
+        elif isinstance(node, ast.ImportFrom) and not node.module.startswith(("lowmem", "__future__")):
+            yield from filter(is_private, (node.module, *(alias.name for alias in node.names)))
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"(torch|lightning|transformers)[.\w]+", str(node.value)):
+            yield from filter(is_private, [node.value])
+
+
+def found(files):
+    trees = {file: ast.parse(file.read_text()) for file in files}
+    own = own_names(trees.values())
+    return {(file.name, name) for file, tree in trees.items() for name in private_of_others(tree, own)}
+
+
+def test_no_other_file_touches_a_private_part_of_another_package():
+    others = [file for file in SOURCE.rglob("*.py") if file != INTERNALS]
+    touched = found(others)
+    assert {(file, name) for file, name in touched if name not in PUBLIC_ALL_THE_SAME} == set()
+    assert {name for _, name in touched} == PUBLIC_ALL_THE_SAME.keys()  # an exception that nobody needs is none
+
+
+def test_every_way_to_touch_one_is_seen(tmp_path):
+    lines = (
+        "import torch._dynamo",
+        "from torch._ops import OpOverload",
+        "from torch.utils.checkpoint import _checkpoint",
+        "tensor.untyped_storage()._cdata",
+        "patch('transformers.utils._hidden.thing')",
+        "self._ours = self._theirs + self.__dict__",
+    )
+    (tmp_path / "a.py").write_text("\n".join(lines))
+    seen = {name for _, name in found([tmp_path / "a.py"])}
+    assert seen == {
+        *("torch._dynamo", "torch._ops", "_checkpoint", "_cdata", "transformers.utils._hidden.thing", "_theirs")
+    }
+
+
+def test_each_part_is_used_and_tested():
+    names = set(internals.__all__)
+    elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file != INTERNALS)
+    here = (ROOT / "tests" / "test_internals.py").read_text()
+    assert {name for name in names if not re.search(rf"\b{name}\b", elsewhere)} == set()
+    assert {name for name in names if f"internals.{name}" not in here} == set()

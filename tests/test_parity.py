@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import parity
-from conftest import ROOT
 from lowmem.module import CausalLM
 from lowmem.optim import build
 from lowmem.precision.plugin import Float16Autocast
@@ -18,10 +17,8 @@ from lowmem.precision.sixteen import Float16Weights
 from lowmem.refusals import refused
 from tolerances import LOW_BIT_STATE, allowed, within
 
-GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
-COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # seconds per shape: on one shape, below
-CHOICES = [f"{group}={file.stem}" for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
-CHOICES = [choice for choice in CHOICES if choice not in COMPILED] + ["optim.in_backward=true"]
+# those that are compiled run on one shape, below
+CHOICES = [choice for choice in parity.CHOICES if choice not in parity.COMPILED] + ["optim.in_backward=true"]
 PAIRS = [(a, b) for a, b in combinations(CHOICES, 2) if a.split("=")[0] != b.split("=")[0]]
 CHECKPOINTED = list(product(*([c for c in CHOICES if c.startswith(g)] for g in ("precision=", "gradient_check"))))
 
@@ -34,7 +31,7 @@ def deviations(config, *techniques, overrides=()):
 @pytest.mark.parametrize("technique", CHOICES)
 def test_a_technique_is_the_oracle(config, technique):
     found = deviations(config, technique)
-    assert within(found, allowed(technique)), found
+    assert within(found, allowed(technique)), parity.missing(technique, found)
 
 
 @pytest.mark.gpu

@@ -234,9 +234,10 @@ def test_the_tables_that_are_results_say_so():
 def test_the_table_of_the_techniques_is_that_of_what_was_measured_and_of_what_is_refused():
     """From the figures themselves; that no other pair is refused is what test_parity.py runs."""
     found = json.loads((RESULTS / "techniques.json").read_text())
-    assert found["rounds"].keys() == ROWS.keys()
+    again = "a technique is new or gone: python -m benchmarks.techniques --table, then python -m benchmarks.pages"
+    assert found["rounds"].keys() <= found["refused"].keys() == ROWS.keys(), again
     written = table(found["rounds"], found["refused"])
-    assert written + "\n" in docs("techniques")
+    assert written + "\n" in docs("techniques"), again
     pairs = {frozenset((one, other)) for one, others in found["refused"].items() for other in others}
     assert pairs == REFUSED_PAIRS and len(pairs) > 10
 

@@ -44,7 +44,7 @@ def test_on_a_card_a_technique_is_the_oracle(config, technique):
 @pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith(("precision=16", "precision=bf16"))])
 def test_a_16_bit_precision_is_the_oracle_also_without_units_for_it(config, without_units, technique):
     found = deviations(config, technique)
-    assert within(found, allowed(technique)), found
+    assert within(found, allowed(technique)), parity.missing(technique, found)
 
 
 @pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith("optim=") and "8bit" in c])
@@ -122,7 +122,9 @@ def test_a_wrong_variant_is_outside_the_tolerance(config, technique, wrong, monk
     techniques = [technique] if technique.startswith("accum") or alone else [technique, "accumulation=fixed"]
     wrong(monkeypatch)
     weights = deviations(config, *techniques, overrides=["clip=null"])[:2]
-    assert not within(weights, allowed(*techniques)[:2]), weights
+    assert not within(weights, allowed(*techniques)[:2]), (
+        f"{wrong.__name__} is off by {weights} only: what UPDATE of tests/tolerances.py allows {technique} hides it"
+    )
 
 
 def test_the_loss_of_a_window_without_its_last_micro_batch_is_outside_the_tolerance_of_every_technique(

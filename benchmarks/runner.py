@@ -91,10 +91,11 @@ def _lines(file: str) -> list[str]:
 
 
 def write(name: str, result: Mapping, table: str) -> None:
-    """results/<name>.json and .md."""
+    """results/<name>.json and .md. Args: result: with its "machine", where that is not this one."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n")
-    where = machine()
+    result = {"machine": machine(), **result}
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    where = result["machine"]
     about = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
     head = f"Measured on {where['processor']}, {where['cores']} cores, {where['system']}; {about}."
     (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{head}\n\n{table}\n")

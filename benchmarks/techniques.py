@@ -1,6 +1,7 @@
 """What each technique saves and costs on the default model, and which others it is refused with: docs/techniques.md.
 
 python -m benchmarks.techniques          # about half an hour on two cores
+python -m benchmarks.techniques --table  # a minute: a row of `-` for what is new, and the pairs that are refused now
 """
 
 import argparse
@@ -11,11 +12,11 @@ from statistics import median
 
 from benchmarks.loops import shape
 from benchmarks.runner import RESULTS, measure, medians, trained, write
-from lowmem.overrides import CONF, composed
+from lowmem.overrides import composed
 from lowmem.refusals import refused
+from lowmem.techniques import GROUPS, techniques
 
 BASE = "(as shipped)"
-GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
 # What a choice needs besides its name here: the same update of eight sequences, a chunk that is one.
 WITH = {
     "accumulation=fixed": ["batch_size=2"],
@@ -26,7 +27,7 @@ WITH = {
     "optim.in_backward=true": ["clip=null"],
 }
 SHIPPED = ("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full")
-CHOICES = [f"{group}={yaml.stem}" for group in GROUPS for yaml in sorted((CONF / group).glob("*.yaml"))]
+CHOICES = [f"{group}={name}" for group in GROUPS for name in techniques(group)]
 CHOICES = [choice for choice in CHOICES if choice not in SHIPPED] + ["optim.in_backward=true"]
 ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOICES}
 
@@ -75,11 +76,15 @@ def table(found: dict, pairs: Mapping[str, Sequence[str]]) -> str:
         "| refused with |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in found:
+    for name in ROWS:
+        others = ", ".join(pairs.get(name, ())) or "-"
+        if name not in found:  # new, and not measured yet
+            lines.append(f"| {name} | - | - | - | - | - | - | {others} |")
+            continue
         slow = of_shipped(found, name)
         lines.append(
             f"| {name} | {peak[name] / 2**20:.1f} | {peak[name] / peak[BASE]:.2f} | {activations[name] / 2**20:.1f} "
-            f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} | {', '.join(pairs[name]) or '-'} |"
+            f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} | {others} |"
         )
     return "\n".join(lines).replace("nan", "-")
 
@@ -94,9 +99,10 @@ def main() -> None:
     if options.row is not None:
         print(json.dumps(row(options.row)), flush=True)
         return
-    known = json.loads((RESULTS / "techniques.json").read_text())["rounds"] if options.add or options.table else {}
+    before = json.loads((RESULTS / "techniques.json").read_text())
+    known, where = before["rounds"], {"machine": before["machine"]} if options.table else {}
     if options.table:
-        found = known
+        found = {name: known[name] for name in ROWS if name in known}
     else:
         rows = {name: ["-m", "benchmarks.techniques", "--row", *arguments] for name, arguments in ROWS.items()}
         if options.add:
@@ -108,9 +114,9 @@ def main() -> None:
                 one | {"shipped_tokens_per_second": shipped["tokens_per_second"]}
                 for one, shipped in zip(found[name], found[BASE], strict=True)
             ]
-        found = {name: known[name] for name in ROWS}
+        found = {name: known[name] for name in ROWS if name in known}
     pairs = refused_pairs()
-    write("techniques", {"rounds": found, "refused": pairs}, table(found, pairs))
+    write("techniques", {**where, "rounds": found, "refused": pairs}, table(found, pairs))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import MicroBatch, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.overrides import composed
+from lowmem.techniques import GROUPS, techniques
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
 STEPS, LR, DECAY = 4, 1e-2, 2.0
@@ -44,6 +45,8 @@ BASE = (
     "device=cpu",
     "logger=none",
 )
+CHOICES = [f"{group}={name}" for group in GROUPS for name in techniques(group)]
+COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # seconds per shape: slow wherever they run
 # What a choice needs besides its name here.
 WITH = {
     "precision=16": ["trainer.plugins.precision.init_scale=4096"],
@@ -176,6 +179,15 @@ def deviations(cfg, *techniques):
     assert all(torch.equal(before[name], start[name]) for name in start)
     apart = (abs(one / other - 1) for one, other in zip(losses.seen, expected_losses(cfg, *of), strict=True))
     return *errors(start, ours, theirs), max(apart)
+
+
+def missing(technique, found):
+    """What to add where a technique is farther from the oracle than it may be."""
+    rule = "its update rule in RULES of tests/oracle.py, where it is not AdamW's; " if "optim=" in technique else ""
+    return (
+        f"{technique} is off by {found} (update of matrices, of vectors, loss). If it computes what it should, add "
+        f"{rule}what it may be off by, with the reason, in UPDATE of tests/tolerances.py."
+    )
 
 
 def off_on_one_matrix(cfg, wrong=False):

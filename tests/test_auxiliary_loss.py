@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
+import parity
 from lowmem import gradient_checkpointing
 from lowmem import loss as losses
 from lowmem.auxiliary_loss import AuxiliaryLoss
@@ -45,12 +45,9 @@ def gradients(config, model, loss, window):
         def on_before_optimizer_step(self, optimizer):
             kept.update({name: p.grad.clone() for name, p in self.model.named_parameters()})
 
-    cfg = config("optim=sgd", "clip=null")
+    cfg = config("optim=sgd", "clip=null", "max_steps=1")
     module = Looks(model, loss, optimizer(cfg), instantiate(cfg.scheduler))
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    plugins = list(instantiate(cfg.trainer.plugins).values())
-    trainer = Trainer(accelerator="cpu", max_steps=1, max_epochs=-1, plugins=plugins, **dict.fromkeys(off, False))
-    trainer.fit(module, Once(window))
+    parity.trainer(cfg, list(instantiate(cfg.trainer.plugins).values()), []).fit(module, Once(window))
     return kept
 
 

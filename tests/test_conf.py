@@ -53,12 +53,14 @@ def test_it_composes_and_its_keys_are_those_of_its_class(group, choice):
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
 def test_it_opens_with_what_it_is(group, choice):
     lines = [line for line in (CONF / group / f"{choice}.yaml").read_text().splitlines() if "@package" not in line]
-    assert lines[0].startswith("# ") and len(lines[0]) > 20
+    assert lines[0].startswith("# ") and len(lines[0]) > 20, f"conf/{group}/{choice}.yaml: say in a comment what it is"
 
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] in TECHNIQUES])
 def test_a_technique_has_a_row_in_the_readme(group, choice):
-    assert f"{group}={choice}" in NAMED
+    assert f"{group}={choice}" in NAMED, (
+        f"README.md, Techniques: add a row `{group}={choice}` | what it saves | what it costs"
+    )
 
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] not in TECHNIQUES])

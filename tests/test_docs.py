@@ -1,7 +1,9 @@
-"""docs/add-a-technique.md, followed literally in a copy of the repository."""
+"""docs/add-a-technique.md, followed literally in a copy of the repository: an optimizer, a checkpointing policy and a
+precision, and every test of the copy is green."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,14 +14,15 @@ from conftest import ROOT
 
 PAGE = (ROOT / "docs" / "add-a-technique.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: ([^\n]+))?\n(.*?)```", PAGE, re.DOTALL)
-PARTS = ("src", "conf", "tests", "docs", "benchmarks", "train.py", "README.md", "pyproject.toml", "Makefile", "LICENSE")
+PARTS = ("src", "conf", "tests", "docs", "benchmarks", "README.md", "pyproject.toml", "Makefile", "LICENSE")
+PARTS += ("train.py", "plan.py", "compare.py", "requirements.txt", "environment.yml")
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The repository with every block of the page in its place."""
+    """The repository with every block of the page in its place, but for the commands."""
     folder = tmp_path_factory.mktemp("copy")
-    for part in (*PARTS, "requirements.txt", "environment.yml"):
+    for part in PARTS:
         (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
     for _, where, text in BLOCKS:
         told = dict(re.findall(r"(\w+)=(\S+)", where))
@@ -37,20 +40,23 @@ def copy(tmp_path_factory):
 
 
 def run(folder, line, *more):
-    words = [sys.executable if word == "python" else word for word in line.split()]
+    words = [sys.executable if word == "python" else word for word in shlex.split(line)]
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
     done = subprocess.run([*words, *more], cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
-def commands():
-    return next(text for language, _, text in BLOCKS if language == "sh").strip().splitlines()
+def command(start):
+    """The line of the page that begins so."""
+    text = next(text for language, _, text in BLOCKS if language == "sh")
+    return next(line for line in text.splitlines() if line.startswith(start))
 
 
-def test_the_page_shows_a_class_a_yaml_a_test_and_a_row():
+def test_the_page_shows_an_optimizer_a_policy_and_a_precision_and_a_row_for_each():
     places = [where for _, where, _ in BLOCKS if where]
-    for wanted in ("file=src/", "file=conf/", "file=tests/", "row=README.md"):
-        assert any(wanted in place for place in places)
+    for group in ("optim", "gradient_checkpointing", "precision"):
+        assert any(place.startswith(f"file=conf/{group}/") for place in places)
+        assert any(place.startswith(f"row=README.md after={group}=") for place in places)
 
 
 def test_the_copy_is_tested_and_not_the_original(copy):
@@ -58,34 +64,76 @@ def test_the_copy_is_tested_and_not_the_original(copy):
     assert code == 0 and str(copy) in said, said
 
 
+NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
+
+
+def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
+    """The small sibling of what follows."""
+    where = ("test_saves.py", "optim/test_unit.py", "precision/test_odd.py")
+    code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
+    assert code == 0 and all(f"saves_what_it_declares[{name}]" in said for name in NEW), said
+
+
 @pytest.mark.slow
-def test_the_new_technique_trains_as_the_page_says(copy, small):
-    code, said = run(copy, commands()[0], *(line for line in small if not line.startswith("lr=")))
+def test_their_proofs_hold(copy):
+    """What is generated for their names, and what the page tests of them."""
+    where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", "optim", "precision/test_odd.py")
+    code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
     assert code == 0, said
+    passed = [line for line in said.splitlines() if line.startswith("PASSED")]
+    for name in ("unit", "every_other", "odd"):
+        for proof in ("is_the_oracle", "wrong_variant", "saves_what_it_declares", "does_nothing_is_caught", "readme"):
+            assert any(proof in line and name in line for line in passed), (proof, name)
+    for proof in ("unbroken_run[optim=unit]", "unbroken_run[precision=bf16-odd]", "of_adamws[unit]"):
+        assert any(proof in line for line in passed), proof
 
 
-def test_its_row_and_its_keys_are_what_the_tests_ask_for(copy):
-    code, said = run(copy, "python -m pytest tests/test_conf.py tests/optim/test_unit.py -k unit")
-    assert code == 0 and "failed" not in said, said
+# file, what is not in it, the test that asks for it, what it then says
+LEFT_OUT = [
+    ("README.md", "| `optim=unit` | 4 B | one step size per tensor |\n", "conf.py -k unit", "a row `optim=unit`"),
+    (
+        "tests/oracle.py",
+        'RULES["unit"] = unit',
+        "parity.py::test_a_technique_is_the_oracle[optim=unit]",
+        "tests/oracle.py",
+    ),
+    ("tests/tolerances.py", 'UPDATE["precision=bf16-odd"] = (0.2, 0.6)', "parity.py -k odd", "tests/tolerances.py"),
+    ("conf/gradient_checkpointing/every_other.yaml", "declares: ", "saves.py -k every_other", "say what it saves"),
+]
 
 
 @pytest.mark.slow
-def test_all_its_proofs_hold(copy):
-    code, said = run(copy, commands()[1], "-rA")
-    assert code == 0, said
-    for proof in ("test_parity", "test_resume", "test_bytes_of_state", "test_decay_is_decoupled", "readme"):
-        assert proof in said
-    assert said.count("PASSED") >= 37
-
-
-@pytest.mark.slow
-def test_without_its_rule_parity_fails(copy):
-    """The deliberately wrong variant: a technique that computes something else than it says."""
-    oracle = copy / "tests" / "oracle.py"
-    page = oracle.read_text()
+@pytest.mark.parametrize(("name", "left_out", "tests", "says"), LEFT_OUT, ids=[name for name, *_ in LEFT_OUT])
+def test_a_step_that_is_left_out_is_asked_for(copy, name, left_out, tests, says):
+    """The deliberately wrong variants: the test that fails says what belongs where."""
+    file = copy / name
+    page = file.read_text()
+    assert page.count(left_out) == 1
     try:
-        oracle.write_text(page.replace('RULES["unit"] = unit', ""))
-        code, said = run(copy, "python -m pytest tests/test_parity.py -k", "is_the_oracle and unit and not +")
-        assert code == 1 and "failed" in said.lower()
+        file.write_text(page.replace(left_out, "# " if name.endswith(".yaml") else ""))
+        code, said = run(copy, f"python -m pytest tests/test_{tests}")
+        assert code == 1 and says in said, said
     finally:
-        oracle.write_text(page)
+        file.write_text(page)
+
+
+@pytest.mark.slow
+def test_the_whole_suite_is_green_after_the_page(copy, small):
+    """Not its slow tests, which `make test` leaves out too."""
+    typed = command("python train.py")
+    code, said = run(copy, typed, *(line for line in small if not line.startswith("lr=")))
+    assert code == 0, said
+    asked, said = run(copy, "python -m pytest tests/test_readme.py -k table_of_the_techniques")
+    assert asked == 1 and command("python -m benchmarks.techniques") in said, said
+    for line in (command("python -m benchmarks.techniques"), command("python -m benchmarks.pages")):
+        code, said = run(copy, line)
+        assert code == 0, said
+    assert "| precision=bf16-odd | - |" in (copy / "docs" / "techniques.md").read_text()
+    code, said = run(copy, make_test(), "--ignore=tests/test_docs.py")  # it would follow the page once more
+    assert code == 0, said[-20000:]
+
+
+def make_test():
+    """What `make test` types, in the environment that runs."""
+    assert command("make") == "make test"
+    return re.search(r"^test:.*\n\t\$\(BIN\)/(python .*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]

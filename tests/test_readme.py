@@ -1,5 +1,6 @@
 """README.md and docs/ mean what they say: their commands run, their names, files and figures are there."""
 
+import inspect
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import pytest
 from benchmarks.pages import tables
 from benchmarks.techniques import ROWS, table
+from lightning.pytorch import Trainer
 
 import pages
 from conftest import ROOT
@@ -234,9 +236,10 @@ def test_the_tables_that_are_results_say_so():
 def test_the_table_of_the_techniques_is_that_of_what_was_measured_and_of_what_is_refused():
     """From the figures themselves; that no other pair is refused is what test_parity.py runs."""
     found = json.loads((RESULTS / "techniques.json").read_text())
-    assert found["rounds"].keys() == ROWS.keys()
+    again = "a technique is new or gone: python -m benchmarks.techniques --table, then python -m benchmarks.pages"
+    assert found["rounds"].keys() <= found["refused"].keys() == ROWS.keys(), again
     written = table(found["rounds"], found["refused"])
-    assert written + "\n" in docs("techniques")
+    assert written + "\n" in docs("techniques"), again
     pairs = {frozenset((one, other)) for one, others in found["refused"].items() for other in others}
     assert pairs == REFUSED_PAIRS and len(pairs) > 10
 
@@ -257,16 +260,16 @@ def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():
 
 def test_no_figure_is_missing():
     for page in PAGES:
-        assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE", page.read_text())
+        assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE|\b(TODO|TBD|FIXME)\b", page.read_text())
 
 
 def test_every_refusal_names_something_of_the_pages_and_advises_what_there_is():
     from lowmem.refusals import REFUSALS
 
     named = {key for page in PAGES for key, _ in pages.overrides(page.read_text())}
+    named |= {f"trainer.{argument}" for argument in inspect.signature(Trainer).parameters}  # Lightning's own
     for refusal in REFUSALS:
-        asked = re.match(r"[\w.]+(?==)", refusal.says)
-        assert asked is None or asked[0] in named
+        assert re.match(r"(?:This )?([\w.]+)", refusal.says)[1] in named
         assert "ype " in refusal.says and not pages.unknown_keys(f"`{refusal.says}`")
 
 

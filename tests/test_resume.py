@@ -2,13 +2,12 @@
 
 import pytest
 
-from conftest import ROOT
 from lowmem.module import CausalLM
+from parity import CHOICES, COMPILED
 from same import last, same
 
-QUICK = ("optim=adamw", "optim=adam8bit", "optim=adafactor", "precision=16", "precision=bf16-sr")
-EVERY = [f"{g}={file.stem}" for g in ("optim", "precision") for file in sorted((ROOT / "conf" / g).glob("*.yaml"))]
-EACH = [pytest.param(t, marks=[] if t in QUICK else pytest.mark.slow) for t in EVERY]
+EVERY = [choice for choice in CHOICES if choice.startswith(("optim=", "precision="))]
+EACH = [pytest.param(t, marks=pytest.mark.slow if t in COMPILED else []) for t in EVERY]
 
 # 12 sequences, one per micro-batch, five micro-batches per window: 5, 5 and a short 2; a resume must find them again.
 SEQUENCES, WINDOWS = 12, [5, 5, 2, 5, 5, 2, 5]

@@ -6,21 +6,14 @@ state are looked at where they are large beside the activations (`WIDE`), activa
 
 import pytest
 import torch
+from benchmarks.techniques import WITH
 
-from lowmem.techniques import GROUPS, techniques
+from lowmem.techniques import techniques
+from parity import CHOICES
 
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
 LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
 SHAPES = {"weights": WIDE, "gradients": WIDE, "optimizer": WIDE, "activations": LONG}
-# What a choice needs beside its name to be the work of the shipped run.
-WITH = {
-    "accumulation=fixed": ["batch_size=2"],
-    "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
-    "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4}"],
-    "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4}"],
-    "loss=chunked": ["loss.rows=128"],
-}
-EVERY = [f"{group}={name}" for group in GROUPS for name in techniques(group)]
 # The yardsticks, and what moves or changes bytes that nobody counts here: each with the reason.
 SAVES_NOTHING = {
     "precision=32": "the yardstick",
@@ -62,7 +55,7 @@ def too_much(held, saves, *lines):
     return {kind: share for kind, share in left.items() if share > saves[kind]}
 
 
-@pytest.mark.parametrize("technique", EVERY)
+@pytest.mark.parametrize("technique", CHOICES)
 def test_a_technique_declares_what_it_saves(technique):
     group, name = technique.split("=")
     assert bool(techniques(group)[name].saves) != (technique in SAVES_NOTHING), (
@@ -71,10 +64,11 @@ def test_a_technique_declares_what_it_saves(technique):
     )
 
 
-@pytest.mark.parametrize("technique", [technique for technique in EVERY if technique not in SAVES_NOTHING])
+@pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
 def test_a_technique_saves_what_it_declares(held, technique):
     group, name = technique.split("=")
-    assert too_much(held, techniques(group)[name].saves, technique, *WITH.get(technique, [])) == {}
+    found = too_much(held, techniques(group)[name].saves, technique, *WITH.get(technique, []))
+    assert found == {}, f"{technique} leaves these shares of the shipped run's bytes: declares.saves says less"
 
 
 IDLE = {
@@ -86,9 +80,10 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("technique", [technique for technique in EVERY if technique not in SAVES_NOTHING])
+@pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
 def test_one_that_does_nothing_is_caught(held, technique):
     """The deliberately wrong variant of every technique: the yardstick of its group under its declaration."""
     group, name = technique.split("=")
     saves = techniques(group)[name].saves
-    assert too_much(held, saves, *IDLE[group]).keys() == saves.keys()
+    found = too_much(held, saves, *IDLE[group])
+    assert found.keys() == saves.keys(), f"conf/{group}/{name}.yaml: {IDLE[group][0]} saves what it declares, too"

@@ -8,12 +8,9 @@ from omegaconf import OmegaConf
 
 import parity
 from lowmem.memory import process
-from lowmem.overrides import CONF
 from lowmem.plan.trace import trace
 from lowmem.techniques import declared
 
-GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
-CHOICES = [f"{group}={yaml.stem}" for group in GROUPS for yaml in sorted((CONF / group).glob("*.yaml"))]
 COMPILED = "gradient_checkpointing=budget"  # allocates unseen
 STEADY = 3  # the step at which a run is compared
 SCALARS = 1024  # bytes: of the losses and counts that earlier micro-batches of a window left
@@ -43,7 +40,7 @@ def traced(cfg):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("choice", [c for c in CHOICES if c != COMPILED] + ["optim.in_backward=true"])
+@pytest.mark.parametrize("choice", [c for c in parity.CHOICES if c != COMPILED] + ["optim.in_backward=true"])
 def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
     typed = [*MODELS[model], choice, *parity.WITH.get(choice, [])]
     typed += ["max_steps=3", "val_every=3", "batch_size=8"] if not any("batch_size" in t for t in typed) else []

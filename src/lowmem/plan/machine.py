@@ -169,7 +169,8 @@ def _stepped_as(cfg: DictConfig) -> str:
     """What the time of a step depends on beside its optimizer: how 16-bit weights are widened and rounded."""
     if Settings(cfg).masters:
         return "masters"
-    return "float32" if cfg.weights_dtype == "float32" else cfg.trainer.plugins.precision._target_
+    precision = cfg.trainer.plugins.precision._target_
+    return "float32" if cfg.weights_dtype == "float32" else precision
 
 
 def _name(on_card: bool) -> str:

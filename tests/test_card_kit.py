@@ -108,7 +108,8 @@ def test_some_stages_leave_what_is_known_of_the_others(made_up, tmp_path):
 
 
 def test_a_stage_past_its_limit_begins_nothing_more_and_says_so(made_up, tmp_path, capsys):
-    short = Stage(1, "made up", "card_stages", seconds=(kit.LEAST + 0.5) / SIZES["cpu"].patience)
+    # time to begin what runs at once, and for nothing after it
+    short = Stage(1, "made up", "card_stages", seconds=(kit.LEAST + 0.05) / SIZES["cpu"].patience)
     start = time.monotonic()
     assert made_up(stages=[short]).run([short]) == 1
     record = known(tmp_path)["stages"]["1"]

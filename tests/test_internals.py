@@ -85,7 +85,7 @@ def test_a_checkpoint_opens_and_closes_around_code_that_others_call():
         y = x.exp()
         next(opened, None)
     message = breaks("gradient_checkpointing=every_k and sqrt")
-    assert not saved and not repeated, message
+    assert not sum(t.numel() for t in saved) and not repeated, message  # torch 2.11 saves an empty tensor
     y.sum().backward()
     assert repeated == [True] and torch.equal(x.grad, x.detach().exp()), message
 

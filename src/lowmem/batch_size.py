@@ -4,9 +4,8 @@ The plan says which is the largest; where a try shows that it is wrong, or with 
 is a process of its own that trains two steps and evaluates once under the memory cap, so that what it leaves behind,
 and what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live tensors and ends
 the try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with it the update, is
-the same whatever is found.
-Lightning's finder matches error strings and saves a whole checkpoint first (Lightning #9625,
-#11295).
+the same whatever is found. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning
+#9625, #11295).
 """
 
 import json

@@ -10,6 +10,7 @@ from pathlib import Path
 from lowmem import runs
 from lowmem.compare.page import page
 from lowmem.errors import Refused
+from lowmem.overrides import as_mapping
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,10 +59,10 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _write(out, found: Sequence[runs.Run], names: Sequence[str]) -> None:
     """All overrides, and figures unrounded; bytes are GiB."""
-    keys = dict.fromkeys(key for run in found for key in runs.as_mapping(run.overrides))
+    keys = dict.fromkeys(key for run in found for key in as_mapping(run.overrides))
     writer = csv.writer(out)
     writer.writerow(["run", *keys, *runs.FIGURES, "status", "reason"])
     for run, name in zip(found, names, strict=True):
-        typed = runs.as_mapping(run.overrides)
+        typed = as_mapping(run.overrides)
         figures = [runs.figure(run, column) for column in runs.FIGURES]
         writer.writerow([name, *(typed.get(key, "") for key in keys), *figures, run.status, run.reason])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from lowmem import runs
+from lowmem.overrides import as_mapping
 from lowmem.runs import Run
 
 LONG = 20  # characters of a value
@@ -18,7 +19,7 @@ def labels(found: Sequence[Run], names: Sequence[str]) -> list[str]:
         names: of the runs, all different: they stand where overrides do not tell runs apart.
     """
     keys = runs.differing(found)
-    typed = [runs.as_mapping(run.overrides) for run in found]
+    typed = [as_mapping(run.overrides) for run in found]
     columns = [_column(key, keys, [one.get(key) for one in typed]) for key in keys]
     written = [" ".join(column[i] for column in columns if column[i]) for i in range(len(found))]
     for called in (shortened(names), names):

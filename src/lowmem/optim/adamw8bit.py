@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.gradients import AS_STORED, Reading
-from lowmem.optim.compiled import library
+from lowmem.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
@@ -30,7 +30,6 @@ LEAST = 2
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
 # Elements that torch operators work on at once: what they leave stays in a CPU's cache, or takes 0.2 GiB of a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class HostAdamW8bit(Optimizer):
@@ -139,14 +138,10 @@ def _native_step(
     if p.dtype != torch.float32 or not contiguous:
         raise ValueError("HostAdamW8bit steps contiguous fp32 parameters: call .float().contiguous() on them first.")
     g = g.contiguous()
-
-    def address(tensor: Tensor | None) -> ctypes.c_void_p:
-        return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
-
     native.adamw8bit(
-        *(address(p), address(g), _DTYPES[g.dtype]),
+        *(address(p), address(g), DTYPES[g.dtype]),
         *(address(state[key]) for key in ("m", "u", "m_top", "u_top")),
-        *(address(rounded), _DTYPES[rounded.dtype if rounded is not None else torch.bfloat16]),
+        *(address(rounded), DTYPES[rounded.dtype if rounded is not None else torch.bfloat16]),
         *(ctypes.c_long(p.numel()), (ctypes.c_float * 11)(*rule, *reading), torch.get_num_threads()),
     )
 

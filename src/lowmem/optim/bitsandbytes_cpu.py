@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.optim.compiled import library
+from lowmem.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 EXACTLY = "-ffp-contract=off"  # no fused multiply-add where torch's operators have none
 RULES = ("adam", "lion")  # bitsandbytes' names; its other optimizers step as they do
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def in_one_pass(optimizer: Optimizer) -> None:
@@ -41,8 +40,8 @@ def in_one_pass(optimizer: Optimizer) -> None:
         rule = _rule(optimizer.optimizer_name, optimizer.get_config(gindex, pindex, group), state["step"])
         moments = [state.get(f"{part}{i}") for i in (1, 2) for part in ("state", "absmax", "qmap")]
         native.blockwise(
-            *(_address(p), _address(p.grad), _DTYPES[p.dtype]),
-            *map(_address, moments),
+            *(address(p), address(p.grad), DTYPES[p.dtype]),
+            *map(address, moments),
             *(ctypes.c_long(p.numel()), (ctypes.c_float * len(rule))(*rule), torch.get_num_threads()),
         )
 
@@ -59,7 +58,3 @@ def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]
-
-
-def _address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

@@ -15,10 +15,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 log = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=c++17")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C++ functions number those of half.hpp
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    """What a C++ function is given of a tensor; null of none."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-from lowmem import runs
+from lowmem.runs import folders
 from lowmem.units import CATEGORIES, MIB
 
 
@@ -47,7 +47,7 @@ def sweep(folder: Path) -> Path:
     finished(folder / "2", [f"{LONG}2", "lr=0.003"], 800 * MIB, 2000.0, device="NVIDIA H200")
     for number in range(3, 7):
         (finished(folder / str(number), [f"{LONG}{number}", f"lr=0.00{number + 1}"]) / "summary.json").unlink()
-    (folder / "3" / runs.FAILED).write_text(
+    (folder / "3" / folders.FAILED).write_text(
         "Traceback (most recent call last):\n  ...\nZeroDivisionError: </script><b>\n"
     )
     (folder / "4" / "summary.json").write_text('{"interrupted": fal')
@@ -69,5 +69,5 @@ def fifty(folder: Path) -> Path:
         finished(folder / str(i), typed, (300 + 37 * i * i % 4000) * MIB, 400.0 + 613 * i % 2000)
     for i, why in ((7, "OutOfMemory: device memory ran out. Held at the peak, by category: " * 5), (31, "killed")):
         (folder / str(i) / "summary.json").unlink()
-        (folder / str(i) / runs.FAILED).write_text(why)
+        (folder / str(i) / folders.FAILED).write_text(why)
     return folder

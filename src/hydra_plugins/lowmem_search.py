@@ -16,8 +16,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem import runs
 from lowmem.errors import Refused
+from lowmem.runs import folders
 
 
 class Optuna(Sweeper):
@@ -108,7 +108,7 @@ def _key(trial) -> tuple:
 
 def _values(folder: Path, objectives: Sequence[str]) -> list[float]:
     """Empty for a run that failed."""
-    summary = runs.load(folder).summary if folder.is_dir() else None
+    summary = folders.load(folder).summary if folder.is_dir() else None
     values = []
     for name in objectives if summary else ():
         value: object = summary

@@ -4,7 +4,7 @@ The plan says which is the largest; where a try shows that it is wrong, or with 
 is a process of its own that trains two steps and evaluates once under the memory cap, so that what it leaves behind,
 and what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live tensors and ends
 the try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with it the update, is
-the same whatever is found. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning
+the same whichever it is. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning
 #9625, #11295).
 """
 
@@ -35,19 +35,19 @@ def resolve(cfg: DictConfig) -> DictConfig:
     """The config with a number for batch_size."""
     if cfg.batch_size != "auto":
         return cfg
-    size, devices = cfg.accumulation.size, cfg.accumulation.devices
-    sizes = [n for n in divisors(size // devices) if cfg.plan == "off" or _is_predicted_to_fit(cfg, n)]
+    total, devices = cfg.accumulation.size, cfg.accumulation.devices
+    sizes = [n for n in divisors(total // devices) if cfg.plan == "off" or _is_predicted_to_fit(cfg, n)]
     if cfg.plan != "off" and sizes and fits(cfg, sizes[-1]):  # the plan is right, and the next larger does not fit
-        found = sizes[-1]
+        size = sizes[-1]
     else:
-        found = largest(sizes, lambda batch_size: fits(cfg, batch_size))
-    if found is None:
+        size = largest(sizes, lambda batch_size: fits(cfg, batch_size))
+    if size is None:
         raise Refused(
             f"batch_size=auto: not even one sequence of seq_len={cfg.seq_len} fits. Type a smaller seq_len, "
             "gradient_checkpointing=every_layer, or loss=chunked."
         )
-    log.info(f"batch_size=auto: {found}, so {size // (found * devices)} micro-batches per optimizer step.")
-    return OmegaConf.merge(cfg, {"batch_size": found})
+    log.info(f"batch_size=auto: {size}, so {total // (size * devices)} micro-batches per optimizer step.")
+    return OmegaConf.merge(cfg, {"batch_size": size})
 
 
 def _is_predicted_to_fit(cfg: DictConfig, batch_size: int) -> bool:

@@ -106,8 +106,8 @@ def _all_finite(module: torch.nn.Module) -> bool:
 
 def complete(folder: Path) -> list[Path]:
     """Checkpoints of a folder that can be read, oldest first."""
-    found = [path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name) and zipfile.is_zipfile(path)]
-    return sorted(found, key=_step)
+    whole = [path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name) and zipfile.is_zipfile(path)]
+    return sorted(whole, key=_step)
 
 
 def _step(path: Path) -> int:
@@ -122,10 +122,10 @@ def find(resume: str) -> Path:
     """
     path = Path(resume).expanduser()
     if path.is_dir():
-        found = complete(path / "checkpoints") or complete(path)
-        if not found:
+        whole = complete(path / "checkpoints") or complete(path)
+        if not whole:
             raise Refused(f"resume={resume}: this folder has no complete checkpoint. Start without resume=.")
-        return found[-1]
+        return whole[-1]
     if not path.exists():
         raise Refused(f"resume={resume}: there is no such run folder or checkpoint. Runs are under outputs/.")
     if not zipfile.is_zipfile(path):

@@ -19,10 +19,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import help, runs, sweep
+from lowmem import help
 from lowmem.check import check_values
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, key, quoted, unquoted, without
+from lowmem.runs import folders, sweep
 from lowmem.starting import undisturbed
 
 _failures: list[str] = []  # of this command
@@ -104,7 +105,7 @@ def run(cfg: DictConfig) -> float:
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
         job_of_sweep = sweep.job(Path(hydra.runtime.output_dir), hydra.job.num, list(hydra.overrides.task))
-        loss = runs.figure(job_of_sweep, "validation loss")
+        loss = folders.figure(job_of_sweep, "validation loss")
         return float("nan") if loss is None else loss
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
@@ -162,4 +163,4 @@ def _leave(output_dir: Path, message: str) -> None:
         shutil.rmtree(output_dir)
         return
     with suppress(OSError):  # a full disk may be what it failed of
-        (output_dir / runs.FAILED).write_text(message + "\n")
+        (output_dir / folders.FAILED).write_text(message + "\n")

@@ -107,7 +107,7 @@ def _report(
     from lowmem.report import picture  # matplotlib takes half a second
 
     for logger in training.loggers:
-        logger.log_metrics(report.beside(summary), step=summary["steps"])
+        logger.log_metrics(report.plan_ratios(summary), step=summary["steps"])
     with training.trainer.precision_plugin.widest(training.module):
         model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
     title = " ".join(ran.chosen(choices)) or cfg.model.name

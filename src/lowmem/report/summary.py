@@ -16,11 +16,11 @@ PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", 
 
 def versions() -> dict[str, str]:
     """Of what is installed: without bitsandbytes or torchao everything but their optimizers works."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def stepped_by(optimizer: object) -> str:
@@ -62,36 +62,36 @@ def table(summary: Mapping) -> str:
         ("peak device memory", _gib(peak["device"])),
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
         ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
-        *_beside_rows(summary),
+        *_plan_rows(summary),
     ]
     return "\n".join(f"{name:<26}{value}" for name, value in rows)
 
 
-def both(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
+def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
     """Phase -> device or host -> (predicted, measured) bytes, where there are both."""
     if not summary.get("predicted"):
         return {}
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    pairs: dict[str, dict[str, tuple[int, int]]] = {}
     for phase, need in summary["predicted"]["phases"].items():
         measured = summary["peak_bytes_by_phase"].get(phase, {})
         sides = {side: (need[side], measured[side]) for side in ("device", "host") if measured.get(side)}
         if sides:
-            found[phase] = sides
-    return found
+            pairs[phase] = sides
+    return pairs
 
 
-def beside(summary: Mapping) -> dict[str, float]:
+def plan_ratios(summary: Mapping) -> dict[str, float]:
     """Predicted over measured, as metrics."""
     return {
         f"plan/{phase}_{side}_predicted_over_measured": predicted / measured
-        for phase, sides in both(summary).items()
+        for phase, sides in predicted_and_measured(summary).items()
         for side, (predicted, measured) in sides.items()
     }
 
 
-def _beside_rows(summary: Mapping) -> list[tuple[str, str]]:
+def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
     rows = []
-    for phase, sides in both(summary).items():
+    for phase, sides in predicted_and_measured(summary).items():
         each = (f"{side} {p / GIB:.3f} / {m / GIB:.3f} GiB" for side, (p, m) in sides.items())
         rows.append((f"  {phase}", ", ".join(each)))
     return [("predicted / measured", ""), *rows] if rows else []

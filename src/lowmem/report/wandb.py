@@ -15,9 +15,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.loggers import Logger
 
-from lowmem import runs
 from lowmem.overrides import as_mapping
 from lowmem.report import ran
+from lowmem.runs import folders
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def of_sweep(folder: Path) -> tuple[str | None, str | None]:
         return None, None
     typed = OverridesParser.create().parse_overrides(yaml.safe_load(file.read_text())["hydra"]["overrides"]["task"])
     same = {override.key_or_group for override in typed if not override.is_sweep_override()}
-    own = [f"{key}={value}" for key, value in as_mapping(runs.load(folder).overrides).items() if key not in same]
+    own = [f"{key}={value}" for key, value in as_mapping(folders.load(folder).overrides).items() if key not in same]
     return "/".join(folder.parent.parts[-2:]), textwrap.shorten(" ".join(own), MOST_OF_A_NAME, placeholder=" ...")
 
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowmem import runs
-from lowmem.compare.page import page
 from lowmem.errors import Refused
 from lowmem.overrides import as_mapping
+from lowmem.runs import folders
+from lowmem.runs.page import page
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{error.filename}: {error.strerror}. Type --to <a folder that can be written>.")
 
 
-def compare(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
+def compare(given: Sequence[Path], to: Path | None = None) -> list[Path]:
     """Prints the table.
 
     Returns:
@@ -35,34 +35,34 @@ def compare(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
     Raises:
         Refused: folders without a run.
     """
-    found = list({run.folder.resolve(): run for folder in folders for run in runs.found(folder)}.values())
-    names = _names([run.folder for run in found])
-    print(runs.table(found, names))
-    to = to or (folders[0] if len(folders) == 1 else Path())
+    runs = list({run.folder.resolve(): run for folder in given for run in folders.runs_below(folder)}.values())
+    names = _names([run.folder for run in runs])
+    print(folders.table(runs, names))
+    to = to or (given[0] if len(given) == 1 else Path())
     to.mkdir(parents=True, exist_ok=True)
     table, html = to / "comparison.csv", to / "comparison.html"
     with table.open("w", newline="", encoding="utf-8") as out:
-        _write(out, found, names)
-    html.write_text(page(found, names), encoding="utf-8")
+        _write(out, runs, names)
+    html.write_text(page(runs, names), encoding="utf-8")
     print(f"\nwrote {table}\nwrote {html}")
     return [table, html]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     """As short as they can be: below the folder that holds them all."""
-    if len(folders) == 1:
-        return [folders[0].resolve().name]
-    whole = [folder.resolve() for folder in folders]
+    if len(paths) == 1:
+        return [paths[0].resolve().name]
+    whole = [folder.resolve() for folder in paths]
     above = Path(os.path.commonpath(whole))
     return [str(folder.relative_to(above)) for folder in whole]
 
 
-def _write(out, found: Sequence[runs.Run], names: Sequence[str]) -> None:
+def _write(out, runs: Sequence[folders.Run], names: Sequence[str]) -> None:
     """All overrides, and figures unrounded; bytes are GiB."""
-    keys = dict.fromkeys(key for run in found for key in as_mapping(run.overrides))
+    keys = dict.fromkeys(key for run in runs for key in as_mapping(run.overrides))
     writer = csv.writer(out)
-    writer.writerow(["run", *keys, *runs.FIGURES, "status", "reason"])
-    for run, name in zip(found, names, strict=True):
+    writer.writerow(["run", *keys, *folders.FIGURES, "status", "reason"])
+    for run, name in zip(runs, names, strict=True):
         typed = as_mapping(run.overrides)
-        figures = [runs.figure(run, column) for column in runs.FIGURES]
+        figures = [folders.figure(run, column) for column in folders.FIGURES]
         writer.writerow([name, *(typed.get(key, "") for key in keys), *figures, run.status, run.reason])

@@ -8,21 +8,20 @@ from pathlib import Path
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from lowmem import runs
-from lowmem.compare import charts
-from lowmem.compare.charts import Unit
-from lowmem.compare.figures import Figures, Stack, front, read
-from lowmem.compare.labels import labels
 from lowmem.report.colours import INK, OF_CATEGORY
-from lowmem.runs import Run
+from lowmem.runs import charts, folders
+from lowmem.runs.charts import Unit
+from lowmem.runs.figures import Figures, Stack, front, read
+from lowmem.runs.folders import Run
+from lowmem.runs.labels import labels
 from lowmem.units import CATEGORIES, unit
 
 HERE = Path(__file__).parent
 
 
-def page(found: Sequence[Run], names: Sequence[str]) -> str:
+def page(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Args: names: of the runs."""
-    every = [*map(read, found, names, labels(found, names))]
+    every = [*map(read, runs, names, labels(runs, names))]
     every.sort(key=lambda one: one.device or float("inf"))  # the smallest first, the unfinished last
     best = front(every)
     charts.paint(every, best)
@@ -137,7 +136,7 @@ def _bar(one: Figures, largest: float) -> str:
 
 
 def _state(one: Figures) -> str:
-    return f"{one.run.status}: {runs.line(one.run.reason)}" if one.run.reason else ""
+    return f"{one.run.status}: {folders.line(one.run.reason)}" if one.run.reason else ""
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import plotly.graph_objects as go
 
-from lowmem.compare.figures import Curve, Figures
 from lowmem.report.colours import INK, OF_CATEGORY, OF_RUNS
+from lowmem.runs.figures import Curve, Figures
 from lowmem.units import CATEGORIES
 
 LINE = 30  # characters of a label where it is touched: a phone has room for these
@@ -79,15 +79,15 @@ def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
     size, name, digits = unit
     phases = [*dict.fromkeys(phase for one in every for phase in one.planned)]
     runs = {i: one for i, one in enumerate(every) if one.planned}
-    at, x, y, both = [], [], [], []
+    at, x, y, compared = [], [], [], []
     for place, (i, one) in enumerate(runs.items()):
         for phase, (predicted, measured) in one.planned.items():
             at.append(i)
             x.append(100 * (predicted / measured - 1))
             y.append(phases.index(phase) + 0.6 * ((place + 0.5) / len(runs) - 0.5))
-            both.append(f"predicted {predicted / size:,.{digits}f}, measured {measured / size:,.{digits}f} {name}")
+            compared.append(f"predicted {predicted / size:,.{digits}f}, measured {measured / size:,.{digits}f} {name}")
     dots = _dots(every, x, y, "%{x:+.2f} %<br>%{hovertext}", at)
-    dots.hovertext = both
+    dots.hovertext = compared
     rows = {"tickvals": [*range(len(phases))], "ticktext": phases, "range": [len(phases) - 0.4, -0.6]}
     return _figure(
         [dots] if at else [],

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowmem import runs
-from lowmem.report.summary import both
-from lowmem.runs import Run
+from lowmem.report.summary import predicted_and_measured
+from lowmem.runs import folders
+from lowmem.runs.folders import Run
 from lowmem.units import CATEGORIES, GIB
 
 POINTS = 500  # of a curve: about what a chart has columns
@@ -44,7 +44,7 @@ class Figures:
 def read(run: Run, name: str, label: str) -> Figures:
     metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
     steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
-    figure = {column: runs.figure(run, column) for column in runs.FIGURES}
+    figure = {column: folders.figure(run, column) for column in folders.FIGURES}
     gib = (figure["device GiB"], figure["host GiB"])
     device, host = (None if size is None else size * GIB for size in gib)
     summary = run.summary or {}
@@ -77,7 +77,7 @@ def front(every: Sequence[Figures]) -> list[Figures]:
 
 def _planned(summary: dict) -> dict[str, tuple[int, int]]:
     try:
-        return {phase: sides["device"] for phase, sides in both(summary).items() if "device" in sides}
+        return {phase: sides["device"] for phase, sides in predicted_and_measured(summary).items() if "device" in sides}
     except (KeyError, TypeError, AttributeError):  # of an earlier version
         return {}
 
@@ -105,13 +105,13 @@ def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 def _stacked(rows: Sequence[dict[str, str]], by: str) -> dict[str, list[float]]:
     """Of a phase the last that was sampled, of a step its highest phase."""
-    found: dict[str, list[float]] = {}
+    largest: dict[str, list[float]] = {}
     for row in rows:
         sizes = [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]
         at = row.get(by)
-        if at and None not in sizes and (by == "phase" or sum(sizes) > sum(found.get(at, [0]))):
-            found[at] = sizes
-    return found
+        if at and None not in sizes and (by == "phase" or sum(sizes) > sum(largest.get(at, [0]))):
+            largest[at] = sizes
+    return largest
 
 
 def _inside(rows: Sequence[dict[str, str]]) -> Stack:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lowmem import sweep
+from lowmem.runs import sweep
 
 # A train.py in its place: an lr far from 0.01 loses, width costs memory, and a width of 4 dies.
 STAND_IN = """

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from lowmem.compare import job
+from lowmem.runs import compare
 from made_runs import finished
 
 
 def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
-    job.main([str(sweep)])
+    compare.main([str(sweep)])
     said = capsys.readouterr().out
     table = dict(re.findall(r"^(\d) +a/folder.*? 0\.00\d .*?(done|failed.*|broken.*|running.*)$", said, re.MULTILINE))
     assert [table[str(n)].split(":")[0] for n in range(7)] == [*["done"] * 3, "failed", "broken", "broken", "running"]
@@ -26,7 +26,7 @@ def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
 def test_folders_from_several_places_are_told_apart(sweep, tmp_path, capsys, monkeypatch):
     other = finished(tmp_path / "other" / "run", ["lr=0.001", "precision=bf16"])
     monkeypatch.chdir(tmp_path)
-    job.main([str(sweep), str(other), str(sweep / "0")])
+    compare.main([str(sweep), str(other), str(sweep / "0")])
     said = capsys.readouterr().out
     assert "sweep/0" in said and "other/run" in said and said.count("sweep/0 ") == 1 and "precision" in said
     assert (tmp_path / "comparison.html").exists()
@@ -45,7 +45,7 @@ def test_folders_from_several_places_are_told_apart(sweep, tmp_path, capsys, mon
 def test_what_cannot_be_compared_is_said(tmp_path, make, says):
     make(tmp_path / "what")
     with pytest.raises(SystemExit) as stop:
-        job.main([str(tmp_path / "what")])
+        compare.main([str(tmp_path / "what")])
     assert says in stop.value.code and str(tmp_path / "what") in stop.value.code
 
 
@@ -53,14 +53,14 @@ def test_a_summary_of_another_tool_is_broken_and_not_fatal(tmp_path, capsys):
     for name, text in (("list", "[1, 2]"), ("empty", ""), ("other", '{"loss": 1}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(text)
-    job.main([str(tmp_path)])
+    compare.main([str(tmp_path)])
     assert capsys.readouterr().out.count("broken: summary.json cannot be read") == 3
 
 
 def test_a_folder_that_cannot_be_written_is_said(sweep, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="Type --to"):
-        job.main([str(sweep), "--to", str(tmp_path / "file" / "below")])
+        compare.main([str(sweep), "--to", str(tmp_path / "file" / "below")])
 
 
 def test_a_run_of_an_earlier_version_is_listed_with_what_it_has(sweep, capsys):
@@ -71,7 +71,7 @@ def test_a_run_of_an_earlier_version_is_listed_with_what_it_has(sweep, capsys):
     (sweep / "0" / "summary.json").write_text(json.dumps(old))
     (sweep / "0" / "memory.csv").write_text("phase,live_peak_bytes\nforward,5\n")
     (sweep / "1" / "summary.json").write_text(json.dumps(old | {"predicted": {"recipe": 1}}))
-    job.main([str(sweep)])
+    compare.main([str(sweep)])
     with (sweep / "comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows[:3]] == ["done"] * 3 and rows[0]["tokens/s"] == "1000.0"

@@ -3,7 +3,7 @@
 Hydra's launcher runs jobs in one process, where memory that one leaves behind counts for the next, and what kills one
 kills all. So the job that Hydra calls starts `python train.py <its overrides>` and waits. That holds for every launcher
 and sweeper; of the existing ones none does it: joblib's workers are used again, submitit's local ones all start at
-once, and its first failure hides what the others found.
+once, and its first failure hides what the others said.
 """
 
 import os
@@ -18,15 +18,15 @@ import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lowmem import runs
 from lowmem.errors import Refused
-from lowmem.overrides import unquoted
+from lowmem.overrides import CONF, unquoted
+from lowmem.runs import folders
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = CONF.parent / "train.py"
 LOG = "output.log"  # of a job: what it printed
 
 
-def job(folder: Path, number: int, typed: Sequence[str]) -> runs.Run:
+def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
     """Run it, or see that an earlier sweep did; a line on the terminal says how it went.
 
     Args:
@@ -36,23 +36,23 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> runs.Run:
         KeyboardInterrupt: after Ctrl-C, when the job has written its checkpoint.
     """
     plain = list(map(unquoted, typed))
-    before = runs.load(folder)
+    before = folders.load(folder)
     if before.status == "done" and before.overrides == plain:
         print(f"job {number} was done already", flush=True)
         return before
-    for left in (runs.FAILED, "summary.json"):
+    for left in (folders.FAILED, "summary.json"):
         (folder / left).unlink(missing_ok=True)
     code, said = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder / LOG)
     if code == 130:
         print(f"job {number} was interrupted; sweep.resume={folder.parent} goes on", flush=True)
         raise KeyboardInterrupt
-    if code and not (folder / runs.FAILED).exists():
-        _write(folder / runs.FAILED, _reason(code, said))
-    found = runs.load(folder)
-    if code and found.status != "failed":  # the disk is full
-        found = runs.Run(folder, plain, None, "failed", _reason(code, said))
-    print(f"job {number} {_line(found)}", flush=True)  # Hydra has said what it is
-    return found
+    if code and not (folder / folders.FAILED).exists():
+        _write(folder / folders.FAILED, _reason(code, said))
+    ended = folders.load(folder)
+    if code and ended.status != "failed":  # the disk is full
+        ended = folders.Run(folder, plain, None, "failed", _reason(code, said))
+    print(f"job {number} {_line(ended)}", flush=True)  # Hydra has said what it is
+    return ended
 
 
 def _run(command: list[str], log: Path) -> tuple[int, str]:
@@ -87,13 +87,13 @@ def _reason(code: int, said: str) -> str:
     return next((line for line in reversed(said.splitlines()) if line.strip()), f"exit code {code}")
 
 
-def _line(run: runs.Run) -> str:
+def _line(run: folders.Run) -> str:
     said = ", ".join(
-        f"{runs.FIGURES[column][1].format(value)} {column}"
-        for column in runs.FIGURES
-        if (value := runs.figure(run, column)) is not None
+        f"{folders.FIGURES[column][1].format(value)} {column}"
+        for column in folders.FIGURES
+        if (value := folders.figure(run, column)) is not None
     )
-    return f"{run.status}: {runs.line(run.reason) if run.reason else said}"
+    return f"{run.status}: {folders.line(run.reason) if run.reason else said}"
 
 
 class Report(Callback):
@@ -104,11 +104,11 @@ class Report(Callback):
     def on_multirun_end(self, config: DictConfig, **_) -> None:
         if config.hydra.job.name != "train":
             return
-        every = runs.found(Path(config.hydra.sweep.dir))
-        print(f"\n{runs.table(every, [run.folder.name for run in every])}\n")
+        every = folders.runs_below(Path(config.hydra.sweep.dir))
+        print(f"\n{folders.table(every, [run.folder.name for run in every])}\n")
         print(f"python compare.py {config.hydra.sweep.dir} draws them")
         Report.failed = tuple(
-            f"job {run.folder.name} failed: {runs.line(run.reason)} ({run.folder / runs.FAILED} says all of it)"
+            f"job {run.folder.name} failed: {folders.line(run.reason)} ({run.folder / folders.FAILED} says all of it)"
             for run in every
             if run.status == "failed"
         )

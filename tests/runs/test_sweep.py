@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem import runs, sweep
+from lowmem.runs import folders, sweep
 
 FAILING = """
 import os, signal
@@ -61,7 +61,7 @@ def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, faili
     assert "job 0 was done already" in said and "job 1 done: " in said and "job 2 was done already" in said
     second = summaries(tmp_path / "sweep")
     assert second["0"] == first["0"] and second["2"] == first["2"] and second["1"]["steps"] == 2
-    assert not (tmp_path / "sweep" / "1" / runs.FAILED).exists()
+    assert not (tmp_path / "sweep" / "1" / folders.FAILED).exists()
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_eighteen_jobs_of_which_three_fail_leave_fifteen_results_and_three_reaso
     ways = failing(s3="SIGKILL", s8="SIGSEGV", s13="raise")
     code, said = command("-m", f"seed={','.join(map(str, range(18)))}", *ways)
     assert code == 1 and len(summaries(tmp_path / "sweep")) == 15
-    reasons = {run.folder.name: run.reason for run in runs.found(tmp_path / "sweep") if run.status == "failed"}
+    reasons = {run.folder.name: run.reason for run in folders.runs_below(tmp_path / "sweep") if run.status == "failed"}
     assert reasons.keys() == {"3", "8", "13"}
     assert reasons["3"].startswith("killed by SIGKILL") and reasons["8"] == "killed by SIGSEGV"
     assert reasons["13"].splitlines()[-1] == "ZeroDivisionError: a bug"
@@ -89,7 +89,9 @@ def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(comm
     code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
     assert code == 1 and "Traceback" not in said
     assert "job 0 failed: " in said and "File too large" in said
-    assert (tmp_path / "sweep" / "0" / runs.FAILED).read_text().endswith("can be read and written, with room left.\n")
+    assert (
+        (tmp_path / "sweep" / "0" / folders.FAILED).read_text().endswith("can be read and written, with room left.\n")
+    )
     assert summaries(tmp_path / "sweep").keys() == {"1"}
 
 
@@ -99,8 +101,8 @@ def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, 
     monkeypatch.setattr(sweep, "TRAIN", script)
     (tmp_path / "job").mkdir()
     monkeypatch.setattr(sweep, "_write", lambda *_: None)
-    found = sweep.job(tmp_path / "job", 4, ["lr=1"])
-    assert (found.status, found.reason) == ("failed", "no room on the disk")
+    ended = sweep.job(tmp_path / "job", 4, ["lr=1"])
+    assert (ended.status, ended.reason) == ("failed", "no room on the disk")
     assert "job 4 failed: no room on the disk" in capsys.readouterr().out
 
 

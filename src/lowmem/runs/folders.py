@@ -59,7 +59,7 @@ def load(folder: Path) -> Run:
     return Run(folder, overrides, None, "broken", "it ended without a summary")
 
 
-def found(folder: Path) -> list[Run]:
+def runs_below(folder: Path) -> list[Run]:
     """The run that `folder` is, or those below it, in the order of their numbers.
 
     Raises:

@@ -9,16 +9,15 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import browser
-from lowmem import runs
-from lowmem.compare import charts, job
-from lowmem.compare.figures import front, read
-from lowmem.compare.labels import labels
 from lowmem.report import colours
+from lowmem.runs import charts, compare, folders
+from lowmem.runs.figures import front, read
+from lowmem.runs.labels import labels
 from lowmem.units import CATEGORIES, GIB, MIB, unit
 
 
 def written(folder) -> str:
-    job.main([str(folder)])
+    compare.main([str(folder)])
     return (folder / "comparison.html").read_text()
 
 
@@ -48,9 +47,9 @@ def test_a_unit_is_the_same_in_the_whole_page(sweep, fifty):
 
 def drawn(folder, count: int):
     """(chart, its figure) of the first runs."""
-    found = runs.found(folder)[:count]
+    runs = folders.runs_below(folder)[:count]
     names = [str(i) for i in range(count)]
-    every = [*map(read, found, names, labels(found, names))]
+    every = [*map(read, runs, names, labels(runs, names))]
     best, size = front(every), unit(GIB)
     charts.paint(every, best)
     yield "pareto", charts.pareto(every, best, size)
@@ -109,8 +108,8 @@ def test_no_run_has_the_colour_of_a_category():
 
 
 def test_the_front_is_what_none_beats(fifty):
-    found = runs.found(fifty)
-    every = [read(run, "", "") for run in found]
+    runs = folders.runs_below(fifty)
+    every = [read(run, "", "") for run in runs]
     of = {(one.device, one.tokens_per_second) for one in front(every)}
     points = {(one.device, one.tokens_per_second) for one in every if one.device is not None}
     beaten = {(d, s) for d, s in points if any(e <= d and t >= s and (e, t) != (d, s) for e, t in points)}
@@ -119,7 +118,7 @@ def test_the_front_is_what_none_beats(fifty):
 
 def test_few_runs_have_colours_of_their_own_and_of_many_the_front_alone(sweep, fifty):
     for folder in (sweep, fifty):
-        every = [read(run, str(i), str(i)) for i, run in enumerate(runs.found(folder))]
+        every = [read(run, str(i), str(i)) for i, run in enumerate(folders.runs_below(folder))]
         best = front(every)
         charts.paint(every, best)
         bright = [one for one in every if one.stands_out]

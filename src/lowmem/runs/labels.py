@@ -4,24 +4,24 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-from lowmem import runs
 from lowmem.overrides import as_mapping
-from lowmem.runs import Run
+from lowmem.runs import folders
+from lowmem.runs.folders import Run
 
 LONG = 20  # characters of a value
 MUTE = re.compile(r"(none|null|true|false|auto|off|[^a-z].*)", re.IGNORECASE)  # says nothing without its key
 
 
-def labels(found: Sequence[Run], names: Sequence[str]) -> list[str]:
+def labels(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     """A label per run, no two alike.
 
     Args:
         names: of the runs, all different: they stand where overrides do not tell runs apart.
     """
-    keys = runs.differing(found)
-    typed = [as_mapping(run.overrides) for run in found]
+    keys = folders.differing(runs)
+    typed = [as_mapping(run.overrides) for run in runs]
     columns = [_column(key, keys, [one.get(key) for one in typed]) for key in keys]
-    written = [" ".join(column[i] for column in columns if column[i]) for i in range(len(found))]
+    written = [" ".join(column[i] for column in columns if column[i]) for i in range(len(runs))]
     for called in (shortened(names), names):
         alike = {label for label in written if not label or written.count(label) > 1}
         named = (f"{name} {label}".strip() for name, label in zip(called, written, strict=True))

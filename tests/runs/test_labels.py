@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowmem.compare.labels import LONG, labels, shortened
-from lowmem.runs import Run
+from lowmem.runs.folders import Run
+from lowmem.runs.labels import LONG, labels, shortened
 
 
 def runs_of(*typed: str) -> list[Run]:
@@ -59,9 +59,9 @@ def test_values_of_which_nothing_short_differs_leave_runs_that_are_told_apart_al
 
 
 def test_fifty_labels_are_short_and_no_two_alike(fifty):
-    from lowmem import runs
+    from lowmem.runs import folders
 
-    every = runs.found(fifty)
+    every = folders.runs_below(fifty)
     found, whole = labels(every, numbers(every)), [" ".join(run.overrides) for run in every]
     assert len(set(found)) == 50
     assert max(map(len, found)) < 6 * LONG < 0.6 * min(map(len, whole))  # what the wrong variant is: whole names

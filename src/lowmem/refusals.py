@@ -1,7 +1,7 @@
-"""Combinations that cannot work, each with the sentence that refuses it and the proof that it had to be refused.
+"""Combinations that cannot work, each with the sentence that refuses it and the name of the test that is its proof.
 
 The list is the whole of it: whatever is not here, and not refused by a technique about the model itself, is a
-combination that is tested. `tests/test_refusals.py` runs every proof with the list emptied.
+combination that is tested. A proof runs what is refused: test_proof_<name> of `tests/test_refusals.py`.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Refusal:
-    """Args: applies: to such a run; says: what was asked, why not, what to type; proof: what happens if it is run."""
+    """Args: applies: to such a run; says: what was asked, why not, what to type; proof: the name of its test."""
 
     applies: Callable[[Settings], bool]
     says: str
@@ -27,68 +27,68 @@ REFUSALS = (
         lambda run: run.in_backward and run.cfg.clip is not None,
         "optim.in_backward=true: clip={clip} needs the norm of all gradients, and each is freed once it has stepped "
         "its parameter. Type clip=null; clip_value= works.",
-        "clip=1e-6 changes nothing: no gradient is left to be clipped",
+        "clipping_in_backward_clips_nothing",
     ),
     Refusal(
         lambda run: run.in_backward and run.scales_loss,
         "optim.in_backward=true: this precision scales the loss, and whether a step must be skipped is known only when "
         "every gradient exists. Type precision=bf16, bf16-true, bf16-sr or 32.",
-        "one infinite gradient makes weights infinite, where the scaler would have skipped the step",
+        "loss_scaling_in_backward_lets_an_overflow_through",
     ),
     Refusal(
         lambda run: run.in_backward and run.accumulates,
         "optim.in_backward=true: every micro-batch would be an optimizer step, whatever accumulation says. Type "
         "accumulation=none, or optim.in_backward=false.",
-        "two micro-batches of a window take two steps of the optimizer",
+        "accumulation_in_backward_steps_at_every_micro_batch",
     ),
     Refusal(
         lambda run: run.masters and run.in_backward,
         "optim.in_backward=true: with this precision the weights on the device have no optimizer; their masters step "
         "on the host, with clip=null and bf16-master as soon as each gradient is there. Type optim.in_backward=false.",
-        "masters take no part in backward: the setting changes nothing",
+        "masters_take_no_part_in_backward",
     ),
     Refusal(
         lambda run: run.masters and run.optim.pages,
         "This optim moves its state to host memory when the card is full, and with this precision the state is in host "
         "memory already. Type optim=adamw8bit.",
-        "bitsandbytes does not page the state of parameters that are in host memory",
+        "the_state_of_parameters_in_host_memory_is_not_paged",
     ),
     Refusal(
         lambda run: run.masters and not (run.cfg.trainer.get("strategy", "auto") == "auto" and _one(run.cfg.trainer)),
         "trainer.strategy, trainer.devices: this precision keeps the masters of one whole model beside one device. "
         "Type precision=bf16 for several, or leave both out.",
-        "each process would step masters of its own on its own gradients",
+        "each_process_would_step_masters_of_its_own",
     ),
     Refusal(
         lambda run: run.cfg.model.get("stable_embedding", False) and run.cfg.model.pretrained,
         "model.stable_embedding=true: a published model was not trained with a norm after its embedding, which would "
         "change what all its weights mean. Type model.pretrained=false for a random start, or optim.embedding_bits=32.",
-        "weights that were trained without the norm compute other logits with it",
+        "a_norm_behind_a_trained_embedding_changes_what_it_computes",
     ),
     Refusal(
         lambda run: run.cfg.batch_size == "auto" and "size" not in run.cfg.accumulation,
         "batch_size=auto: the micro-batch is chosen so that the effective batch stays, and accumulation does not say "
         "one. Type accumulation=effective_batch accumulation.size=64.",
-        "the update would depend on the memory that happens to be free",
+        "auto_without_an_effective_batch_would_decide_the_update",
     ),
     Refusal(
         lambda run: run.cfg.batch_size == "auto" and run.limit is None and run.device == "cpu",
         "batch_size=auto: on a CPU there is no card whose memory ends a try. Type memory.limit=12GiB for the card that "
         "you have in mind, or a number for batch_size.",
-        "every try fits, until the kernel ends the process",
+        "auto_on_a_cpu_without_a_limit_has_no_try_that_fails",
     ),
     Refusal(
         lambda run: run.limit is not None and run.checkpointing.compiles_blocks and run.device == "cpu",
         "memory.limit={limit}: on a CPU tensors are counted operator by operator, and the compiled blocks of this "
         "gradient_checkpointing allocate where they cannot be seen. Type gradient_checkpointing=every_layer, or "
         "memory.limit=null.",
-        "a limit that the uncompiled run exceeds ends nothing",
+        "a_limit_does_not_see_into_compiled_blocks",
     ),
     Refusal(
         lambda run: run.needs_compiler and not any(map(shutil.which, ("c++", "g++", "clang++"))),
         "This optim or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install one, or type "
         "optim=adamw8bit gradient_checkpointing=every_layer.",
-        "torch: InvalidCxxCompiler: No working C++ compiler found",
+        "without_a_compiler_torch_fails_in_the_first_step",
     ),
 )
 

@@ -1,6 +1,8 @@
 # `make train` and `make test` are all a newcomer needs: both create .venv first if it is missing.
 PYTHON ?= python3
 BIN = .venv/bin
+# processes: most of each test runs on one core
+AT_ONCE = -n 2 --dist worksteal
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 
 .PHONY: train test test-all test-oldest test-gpu lint format
@@ -9,13 +11,13 @@ train: .venv/installed
 	$(BIN)/python train.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(AT_ONCE)
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -m "not slow"
+	.venv-oldest/bin/python -m pytest -m "not slow" $(AT_ONCE)
 
 # what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed

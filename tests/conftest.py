@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: each process has a core, and so have its children
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 import made_runs

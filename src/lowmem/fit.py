@@ -57,7 +57,7 @@ def fit(
     try:
         with trained(cfg, output_dir) as training:
             summary = _summary(training, cfg) | {"overrides": list(overrides)}
-            summary["predicted"] = prediction.beside(training.rss_before_model) if prediction else None
+            summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
             _report(training, cfg, output_dir, summary, choices)
             return summary
     except DidNotFit as error:

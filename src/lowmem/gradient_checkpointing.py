@@ -39,18 +39,18 @@ def every_k(model: nn.Module, k: int) -> None:
     """Every k-th block keeps its input alone: n / k boundaries and the interior of k blocks."""
     if not isinstance(k, int) or k < 1:
         raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
-    found = blocks(model)
-    for first in range(0, len(found), k):
-        _segment(found[first : first + k])
+    stack = blocks(model)
+    for first in range(0, len(stack), k):
+        _segment(stack[first : first + k])
 
 
 def sqrt(model: nn.Module) -> None:
     """About sqrt(n) segments of n blocks: sqrt(n) boundaries and the interior of sqrt(n) blocks."""
-    found = blocks(model)
-    segments = max(1, round(math.sqrt(len(found))))
-    cuts = [len(found) * i // segments for i in range(segments + 1)]
-    for first, last in pairwise(cuts):
-        _segment(found[first:last])
+    stack = blocks(model)
+    segments = max(1, round(math.sqrt(len(stack))))
+    cuts = [len(stack) * i // segments for i in range(segments + 1)]
+    for first, end in pairwise(cuts):
+        _segment(stack[first:end])
 
 
 def selective(model: nn.Module) -> None:
@@ -135,7 +135,8 @@ class Alone:
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), Call(self.block, args, kwargs)
-        first = [partial(self.forward, *args, **kwargs)]  # dropped as it is called: it holds what the boundary is for
+        # Dropped as it is called: it holds the block's input, which must live on in the boundary alone.
+        first = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
             return first.pop()() if first else self._repeat(boundary, call)

@@ -2,7 +2,7 @@
 
 A loss takes the model, `input_ids` (B, T) and `labels` (B, T), where `labels[b, t]` is the token that follows
 `input_ids[b, t]`, or -100 where it is not to be learnt. It returns the *sum* in fp32, so that whoever knows the tokens
-of the whole window can divide by them. One that does not take the model's own logits has a `verify` besides.
+of the whole window can divide by them. A loss that computes the logits itself also has a `verify`.
 
 `full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: at a vocabulary of
 150 000 they are the peak of the run. `Chunked` holds those of a few rows and computes the gradient in the forward pass,
@@ -63,8 +63,8 @@ class Chunked:
 
 
 class Verified(Callback):
-    """A loss that computes logits its own way shows that they are the model's: before the first step, in the run's
-    precision."""
+    """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
+    model's own."""
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not hasattr(module.loss, "verify"):
@@ -77,7 +77,7 @@ class Verified(Callback):
 
 
 def every_label_counts(labels: Tensor) -> bool:
-    """The one question about the data: whoever traces shapes alone must answer it instead."""
+    """The only place where a loss asks what numbers say. A trace by shape has none and takes yes for the answer."""
     return bool((labels != IGNORED).all())
 
 

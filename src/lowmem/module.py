@@ -53,8 +53,12 @@ class CausalLM(LightningModule):
         self._random_states: dict[str, Tensor] | None = None
 
     def setup(self, stage: str) -> None:
-        """Every optimizer restores its state to where it belongs (`optim/build.py`). Lightning would then move all of
-        it to the device: that of masters, and what is paged."""
+        """On a resume leave the optimizer's state where `optim/build.py` has put it. Lightning would move all of it to
+        the device, also what belongs on the host: the state of masters, and what is paged.
+
+        Replaced on the strategy itself, whichever Lightning chose. A subclass of one would have to be handed to every
+        Trainer, together with the device that Lightning chooses now.
+        """
         strategy = self.trainer.strategy
 
         def restore(checkpoint: dict) -> None:
@@ -73,7 +77,7 @@ class CausalLM(LightningModule):
             with self.trainer.precision_plugin.forward_context():
                 loss = self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
             loss_sum += loss.detach()
-            if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean: it weighs as much as its tokens
+            if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
                 auxiliary = auxiliary * micro_batch.tokens
                 auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
                 loss = loss + auxiliary
@@ -82,8 +86,8 @@ class CausalLM(LightningModule):
         self.position = window.end
         self.tokens += window.tokens
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
-        about = {"auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
-        return {"loss": loss_sum / tokens, **about}
+        mean = loss_sum / tokens
+        return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
 
     def _step(self) -> bool:
         """One optimizer step, or none where the scaled gradients overflowed."""
@@ -145,7 +149,7 @@ class CausalLM(LightningModule):
         self._random_states = saved["random_states"]
 
     def on_train_start(self) -> None:
-        """Last thing before the first window: whatever drew random numbers until here must not matter."""
+        """The last thing before the first window, so that it does not matter who drew random numbers until here."""
         self.model.train()
         if self._random_states is not None:
             torch.set_rng_state(self._random_states["cpu"])

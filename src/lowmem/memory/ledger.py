@@ -44,13 +44,13 @@ class Ledger:
 
     def storages(self) -> dict[int, Held]:
         """By storage key."""
-        found: dict[int, Held] = {}
+        by_key: dict[int, Held] = {}
         for owner in self.owners:
             for tensor in owner.tensors():
                 for held in parts(tensor):
                     storage = held.untyped_storage()
-                    found.setdefault(storage_key(storage), Held(owner, storage.nbytes(), storage))
-        return found
+                    by_key.setdefault(storage_key(storage), Held(owner, storage.nbytes(), storage))
+        return by_key
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
         """Bytes by category of what the owners on one side hold now."""
@@ -62,7 +62,8 @@ class Ledger:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the bytes: a quantised tensor's own storage is a fiction of its full size."""
+    """The tensors that hold the bytes. A quantised tensor only wraps them: its own storage has the size that it would
+    have unquantised, and no memory."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from parts(getattr(tensor, name))
@@ -71,7 +72,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers. A list: to walk the modules takes longer than to count what they hold."""
+    """Parameters and buffers. A list, to be held: walking the modules each time takes longer than counting bytes."""
     return [*module.parameters(), *module.buffers()]
 
 

@@ -126,7 +126,7 @@ class MemoryMeter(Callback):
         self._close_window(trainer)
 
     def rows(self) -> list[dict]:
-        """What memory.csv holds by now. Read back, not kept: a long run would fill the host with its own records."""
+        """What memory.csv holds by now. Read from the file: in memory, a long run's rows would fill the host."""
         self._out.flush()
         with Path(self._out.name).open() as written:
             return [
@@ -222,14 +222,14 @@ class MemoryMeter(Callback):
 
     def by_phase(self) -> dict[str, dict[str, int]]:
         """The highest device and resident bytes of each phase of the run; device: only where they were measured."""
-        found: dict[str, dict[str, int]] = {}
+        peaks: dict[str, dict[str, int]] = {}
         for row in self.rows():
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes"))
-            seen = found.setdefault(row["phase"], {})
+            seen = peaks.setdefault(row["phase"], {})
             for key, value in (("device", device), ("host", row["rss_peak_bytes"])):
                 if value is not None:
                     seen[key] = max(value, seen.get(key, 0))
-        return found
+        return peaks
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:

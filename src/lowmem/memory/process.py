@@ -48,8 +48,8 @@ _MADV_PAGEOUT = 21  # Linux 5.4; what has been written to is kept, so a wrong ad
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:
-    """Tensors of a mapped file have been copied: let go of the pages of the file, or they count as resident until the
-    map is closed (Linux; a no-op elsewhere)."""
+    """Let go of the pages of a mapped file whose tensors have been copied: they would count as resident until the map
+    is closed (Linux; a no-op elsewhere)."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)

@@ -1,7 +1,7 @@
 """memory.snapshot=true: every allocation of CUDA's caching allocator, with the line of Python that asked for it.
 
-The allocator's last events are kept in any case, which costs a record in a ring and no stack: so a run that dies of
-memory leaves a picture of how it came to that.
+Without it the allocator's last events are still recorded, without those lines, which costs little: so a run that dies
+of memory leaves a picture of how it came to that.
 """
 
 import logging

@@ -32,12 +32,12 @@ class Point(NamedTuple):
 
 
 _active: list["StorageTracker"] = []
-# Of this thread: a card's host thread steps masters while the loop's allocates on the device.
-_here = threading.local()
+# By thread: beside a card one thread steps masters on the host while the training loop's allocates on the device.
+_thread = threading.local()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
-    """Tell whoever is tracking what a tensor is, and on which side it would be beside a card."""
+    """Tell whoever is tracking which category a tensor is of, and on which side it would lie where there is a card."""
     for tracker in _active:
         tracker.own(tensor, Owner(category, side, tuple))
 
@@ -46,15 +46,15 @@ def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
 def host_side() -> Iterator[None]:
     """Whatever this thread makes within stands for host memory, also where the device is the CPU."""
     before = _on_host()
-    _here.on_host = True
+    _thread.on_host = True
     try:
         yield
     finally:
-        _here.on_host = before
+        _thread.on_host = before
 
 
 def _on_host() -> bool:
-    return getattr(_here, "on_host", False)
+    return getattr(_thread, "on_host", False)
 
 
 class OverLimit(MemoryError):
@@ -120,7 +120,8 @@ class StorageTracker(TorchDispatchMode):
             raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")
 
     def _follow(self, storage: UntypedStorage) -> int:
-        """The serial of a storage, whose death will be an event: another may then have its key."""
+        """Give a storage a serial and record its death. Serials are not used again; torch gives a dead storage's key to
+        another."""
         key, serial, size = storage_key(storage), len(self._references), storage.nbytes()
         self._live[key] = serial
 
@@ -146,26 +147,27 @@ class StorageTracker(TorchDispatchMode):
         self._owner[serial] = owner
 
     def settle(self, known: Mapping[int, Held]) -> None:
-        """Tell who owns what now exists: gradients after backward, optimizer state after the step."""
+        """Take over from the ledger who owns what exists now: gradients after backward, state after the step."""
         for key, held in known.items():
             if key in self._live:
                 self._own(self._live[key], held.bytes, held.owner)
 
     def timeline(self) -> Iterator[Point]:
-        """Live bytes after every event, the base line included. Born unowned: an activation, or `other` in the step."""
-        now, host, unowned = dict(self.base), self.host_base, {}
+        """Live bytes after every event, those of the base line among them. What nobody ever owned counts as an
+        activation, or as `other` where the step made it."""
+        now, host, unowned = dict(self.base), self.host_base, {}  # unowned: serial -> category
         yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:
             owner = self._owner.get(serial)
             if self._side(serial) == "host":
                 host += size
             else:
-                default = unowned.setdefault(serial, "other" if phase == "step" else "activations")
-                now[owner.category if owner else default] += size
+                assumed = unowned.setdefault(serial, "other" if phase == "step" else "activations")
+                now[owner.category if owner else assumed] += size
             yield Point(phase, dict(now), host)
 
     def device_events(self) -> list[tuple[int, int]]:
-        """(serial, bytes) of the device side in order: what its allocator would be asked for."""
+        """(serial, bytes: + born, - died) of the device side, in the order in which its allocator would be asked."""
         later = ((serial, size) for _, serial, size in self.events)
         return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 

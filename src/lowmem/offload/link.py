@@ -26,7 +26,7 @@ Compute = Callable[[Tensor], None]  # writes the new weight into the tensor it i
 class Link:
     """Device and host are one: in place and at once."""
 
-    lends = False  # whether a piece that was taken is overwritten afterwards
+    lends = False  # whether a piece is only lent: overwritten once `take` has returned
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
         """Bring a gradient to the host: `take` gets it in pieces, in order."""

@@ -57,14 +57,14 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
     texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.hpp")))]
     key = hashlib.sha256("".join([*texts, target, *flags]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmem"
-    found = cache / f"{source.stem}-{key}.so"
-    if not found.exists():
+    built = cache / f"{source.stem}-{key}.so"
+    if not built.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:  # two processes may build at once
-            draft = Path(folder) / found.name
+            draft = Path(folder) / built.name
             _compile([compiler, *flags, str(source), "-o", str(draft)])
-            os.replace(draft, found)
-    return found
+            os.replace(draft, built)
+    return built
 
 
 def _compile(command: list[str]) -> None:

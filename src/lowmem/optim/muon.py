@@ -31,7 +31,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        unused = [torch.nn.Parameter(torch.zeros(1, 1))]
+        unused = [torch.nn.Parameter(torch.zeros(1, 1))]  # torch makes no optimizer without a parameter
         self.muon = torch.optim.Muon(unused, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         self.adamw = torch.optim.AdamW(unused, betas=tuple(betas), eps=eps, fused=True)
 
@@ -43,7 +43,7 @@ class Muon(Optimizer):
         return loss
 
     def _step(self, part: Optimizer, groups: list[dict], factor: float) -> None:
-        """The decay of a step is lr x weight_decay: where one is multiplied, the other is divided."""
+        """Step with `lr` times `factor`, and the decay of a step, lr x weight_decay, as it was."""
         part.state = self.state
         part.param_groups = [
             part.defaults | group | {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}

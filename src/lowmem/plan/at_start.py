@@ -20,11 +20,11 @@ from lowmem.units import GIB
 
 log = logging.getLogger(__name__)
 
-LESS = 0.9  # of what did not fit: what is tried next
+LESS = 0.9  # what is tried after a run that did not fit, as a share of what that needed
 
 
 def with_recipe(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
-    """plan=12GiB, plan=auto: the config with the fastest recipe that fits, beside what was typed.
+    """plan=12GiB, plan=auto: the config with the fastest recipe that fits and leaves what was typed as it is.
 
     Raises:
         Refused: when nothing fits.
@@ -133,6 +133,6 @@ def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
 
 
 def _composed(cfg: DictConfig, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
-    """Where `cfg` runs, which is known by now: what was typed may be device=auto."""
+    """A recipe's config. It runs where `cfg` does: the device is known by now, where device=auto was typed too."""
     where = {"device": cfg.device, "output_dir": cfg.output_dir}
     return plain(OmegaConf.merge(composed([*without(recipe, typed), *as_lines(recipe)]), where))

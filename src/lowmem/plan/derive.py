@@ -2,10 +2,10 @@
 
 What a run holds at one place of a pass (before the first block, inside the last one, at the loss, ...) is linear in the
 number of blocks and in the sequences of a micro-batch. So each way to compute (dtype, checkpointing, loss) is traced
-with 3 and with 4 blocks, and at the smallest and the largest micro-batch; the rest of the recipe is a sum: weights,
-gradients (kept, summed over a window, or gone to the host), the optimizer's state. Its own bytes and those of its step
-come from traces of the parameters alone, for each precision and optimizer. Whether every block does add the same is
-looked at with a third number of blocks, once for each checkpointing; where not, the derivation is an estimate.
+with 3 and with 4 blocks, at the smallest and at the largest micro-batch, and a line through them leads to the model's
+own depth. Weights, gradients and the optimizer's state are added to that: they come from traces with hardly a token,
+one for each precision and optimizer. Whether every block does add the same is seen from a third number of blocks, once
+for each checkpointing; where it does not, the derivation is called an estimate.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ from lowmem.units import CATEGORIES
 
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
 THIRD = 7  # a number of blocks that is neither a square nor even: segments of several blocks do not divide it
-BENT = 0.01  # of the highest place: a line through DEPTHS that is further off at THIRD is no line
-SHORT = 8  # tokens of a trace of the parameters alone
+BENT = 0.01  # error at THIRD of a line through DEPTHS, of the highest place: beyond that it is no line
+SHORT = 8  # tokens of a trace for what the parameters alone need
 
 Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
-Needed = tuple[Mapping[str, str], tuple[int, int]]  # overrides, smallest and largest micro-batch
+Needed = tuple[Mapping[str, str], tuple[int, int]]  # of traces: overrides, smallest and largest micro-batch
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Derivation:
 
     def __post_init__(self) -> None:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
-        self._off: dict[str, float] = {}  # by checkpointing
+        self._errors: dict[str, float] = {}  # at THIRD, by checkpointing
 
     def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
         """Args: recipe: override -> value, the groups and batch_size among them; cfg: of its precision and optim.
@@ -50,71 +50,76 @@ class Derivation:
         Returns:
             What `trace` would, but for the allocator's events; seconds of an optimizer step.
         """
-        micro_batches, batch = windows(cfg, recipe), int(recipe["batch_size"])
-        way, owns = self.needed(recipe, cfg)
-        passes = Corners(self.traced(*way), self.depth, batch)
-        own = Corners(self.traced(*owns), self.depth, 1)
-        found = Trace(
-            parameters=own.bytes(lambda t: t.parameters),
-            largest=own.any.largest,
-            weights=own.bytes(_held("evaluation", "weights")),
-            gradients=own.bytes(lambda t: t.gradients),
-            steps_on_host=own.any.steps_on_host,
-            unseen=own.any.unseen,
-            generated=own.any.generated,
-            blocks=(self.depth, own.any.blocks[1]),
+        batches = micro_batches(cfg, recipe)
+        of_passes, of_parameters = self.needed(recipe, cfg)
+        passes = Corners(self.traced(*of_passes), self.depth, int(recipe["batch_size"]))
+        parameters = Corners(self.traced(*of_parameters), self.depth, 1)
+        derived = Trace(
+            parameters=parameters.bytes(lambda t: t.parameters),
+            largest=parameters.any.largest,
+            weights=parameters.bytes(_held("evaluation", "weights")),
+            gradients=parameters.bytes(lambda t: t.gradients),
+            steps_on_host=parameters.any.steps_on_host,
+            unseen=parameters.any.unseen,
+            generated=parameters.any.generated,
+            blocks=(self.depth, parameters.any.blocks[1]),
             pinned=_pinned(passes),
         )
-        gone = Settings(cfg).masters or Settings(cfg).in_backward
-        found.phases |= {
-            "forward": _pass("forward", passes, own, found, gone, micro_batches),
-            "backward": _pass("backward", passes, own, found, gone, micro_batches),
-            "step": _step(passes, own),
-            "evaluation": _evaluation(passes, own, found),
+        leave = Settings(cfg).masters or Settings(cfg).in_backward
+        derived.phases |= {
+            "forward": _pass("forward", passes, parameters, derived, leave, batches),
+            "backward": _pass("backward", passes, parameters, derived, leave, batches),
+            "step": _step(passes, parameters),
+            "evaluation": _evaluation(passes, parameters, derived),
         }
         pass_seconds = passes.at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
-        return found, self.machine.window(cfg, found, pass_seconds, micro_batches)
+        return derived, self.machine.window(cfg, derived, pass_seconds, batches)
 
     def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
-        """What must be traced for a recipe: its passes, whatever is stepped, and its parameters alone."""
-        way = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
-        way["precision"] = Settings(cfg).precision.computes_as or recipe["precision"]
-        owns = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
-        if Settings(cfg).masters and windows(cfg, recipe) > 1:  # which are summed
-            owns["accumulation"] = "fixed"
-        return (way, self.batches), (owns, (1, 1))
+        """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
+        parameters, with hardly an activation."""
+        passes = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
+        passes["precision"] = Settings(cfg).precision.computes_as or recipe["precision"]
+        parameters = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
+        if Settings(cfg).masters and micro_batches(cfg, recipe) > 1:  # then the host sums gradients in fp32
+            parameters["accumulation"] = "fixed"
+        return (passes, self.batches), (parameters, (1, 1))
 
     def estimate(self, recipe: Mapping[str, str], cfg: DictConfig) -> str | None:
         """Why what is derived for a recipe is an estimate; None: it is exact. Args: those of `trace`."""
         checkpointing = recipe["gradient_checkpointing"]
-        if checkpointing not in self._off:
-            self._off[checkpointing] = self._off_at_third(*self.needed(recipe, cfg)[0])
-        if self._off[checkpointing] <= BENT:
+        if checkpointing not in self._errors:
+            self._errors[checkpointing] = self._error_at_third(*self.needed(recipe, cfg)[0])
+        error = self._errors[checkpointing]
+        if error <= BENT:
             return None
         return (
             f"with gradient_checkpointing={checkpointing} not every block adds the same; derived from {DEPTHS} blocks, "
-            f"{THIRD} are {self._off[checkpointing]:.0%} off. Type search=false for this run alone, traced."
+            f"{THIRD} are {error:.0%} off. Type search=false for this run alone, traced."
         )
 
-    def _off_at_third(self, way: Mapping[str, str], batches: tuple[int, int]) -> float:
+    def _error_at_third(self, passes: Mapping[str, str], batches: tuple[int, int]) -> float:
+        """The largest error of a place, as a share of the highest place."""
         if self.depth <= max(DEPTHS):
             return 0.0
         small = min(batches)
-        at = {depth: found for depth, batch, found in self.traced(way, batches) if batch == small}
-        third = trace(OmegaConf.merge(self.compose(way), {"batch_size": small}), self.on_card, THIRD)
+        by_depth = {depth: t for depth, batch, t in self.traced(passes, batches) if batch == small}
+        third = trace(OmegaConf.merge(self.compose(passes), {"batch_size": small}), self.on_card, THIRD)
         self.traces += 1
-        off = [
-            abs(_line({depth: _of(place, "kept")(found) for depth, found in at.items()}, THIRD) - held.kept)
-            for place, held in third.places.items()
-        ]
-        return max(off) / max(held.kept for held in third.places.values())
+        exact = {place: top.with_all_gradients for place, top in third.places.items()}
+
+        def derived(place: str) -> float:
+            bytes_at = _at_place(place, "with_all_gradients")
+            return _line({depth: bytes_at(t) for depth, t in by_depth.items()}, THIRD)
+
+        return max(abs(derived(place) - size) for place, size in exact.items()) / max(exact.values())
 
     def traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
         """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""
         key = (*sorted(recipe.items()), *batches)
         if key not in self._corners:
             cfg = self.compose(recipe)
-            # up to here a micro-batch is one chunk of the loss, and from here on several of the same size
+            # Up to this micro-batch the loss is one chunk, which grows with it; beyond it are several of one size.
             knee = -(-cfg.loss.get("rows", 1) // cfg.seq_len)
             self._corners[key] = [
                 (depth, batch, trace(OmegaConf.merge(cfg, {"batch_size": batch}), self.on_card, depth))
@@ -125,8 +130,8 @@ class Derivation:
         return self._corners[key]
 
 
-def windows(cfg: DictConfig, recipe: Mapping[str, str]) -> int:
-    """Micro-batches of the recipe's accumulation window."""
+def micro_batches(cfg: DictConfig, recipe: Mapping[str, str]) -> int:
+    """Of the recipe's accumulation window."""
     if "accumulation.batches" in recipe:
         return int(recipe["accumulation.batches"])
     if "size" in cfg.accumulation:
@@ -147,7 +152,7 @@ class Corners:
         return self.traces[0][2]
 
     def at(self, value: Callable[[Trace], float]) -> float:
-        return bilinear([(depth, batch, value(found)) for depth, batch, found in self.traces], self.depth, self.batch)
+        return bilinear([(depth, batch, value(t)) for depth, batch, t in self.traces], self.depth, self.batch)
 
     def bytes(self, value: Callable[[Trace], int]) -> int:
         return round(self.at(value))
@@ -161,34 +166,36 @@ def _host(phase: str) -> Callable[[Trace], int]:
     return lambda t: t.phases[phase].host
 
 
-def _of(place: str, part: str) -> Callable[[Trace], int]:
-    return lambda t: getattr(t.places.get(place, Place()), part)
+def _at_place(place: str, field: str) -> Callable[[Trace], int]:
+    return lambda t: getattr(t.places.get(place, Place()), field)
 
 
-def _pass(phase: str, passes: Corners, own: Corners, found: Trace, gone: bool, micro_batches: int) -> Point:
-    """The highest place of forward or backward. Args: gone: gradients leave as they are made."""
+def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leave: bool, batches: int) -> Point:
+    """The highest place of forward or backward. Args: leave: gradients do as they are made; batches: of a window."""
     places = [place for place in passes.any.places if place.startswith(phase)]
-    tops = [Place(*(passes.bytes(_of(place, part)) for part in Place._fields)) for place in places]
-    if gone or micro_batches > 1:
-        top = max(tops, key=lambda place: place.gone)
-        gradients = 0 if gone else found.gradients
+    tops = [Place(*(passes.bytes(_at_place(place, field)) for field in Place._fields)) for place in places]
+    if leave or batches > 1:
+        top = max(tops, key=lambda place: place.with_newest_gradient)
+        gradients = 0 if leave else derived.gradients
     else:
-        top = max(tops, key=lambda place: place.kept)
-        gradients = top.kept - top.gone
-    host = own.bytes(_host(phase)) + passes.bytes(_host(phase))  # the optimizer's side, and offloaded boundaries
-    return _point(phase, found.weights, gradients, own.bytes(_held("evaluation", "optimizer")), top.gone, host)
+        top = max(tops, key=lambda place: place.with_all_gradients)
+        gradients = top.with_all_gradients - top.with_newest_gradient
+    state = parameters.bytes(_held("evaluation", "optimizer"))
+    host = parameters.bytes(_host(phase)) + passes.bytes(_host(phase))  # the optimizer's side, and offloaded boundaries
+    return _point(phase, derived.weights, gradients, state, top.with_newest_gradient, host)
 
 
-def _step(passes: Corners, own: Corners) -> Point:
-    """Traced as it is: an update that uses its gradients up one by one is highest where few are left."""
-    held = {category: own.bytes(_held("step", category)) for category in CATEGORIES}
+def _step(passes: Corners, parameters: Corners) -> Point:
+    """From traces of the step itself, not a sum: where each gradient is freed once used, its peak has only some."""
+    held = {category: parameters.bytes(_held("step", category)) for category in CATEGORIES}
     held["activations"] = passes.bytes(_held("step", "activations"))  # the micro-batch itself
-    return Point("step", held, own.bytes(_host("step")))
+    return Point("step", held, parameters.bytes(_host("step")))
 
 
-def _evaluation(passes: Corners, own: Corners, found: Trace) -> Point:
-    state, activations = own.bytes(_held("evaluation", "optimizer")), passes.bytes(_held("evaluation", "activations"))
-    return _point("evaluation", found.weights, 0, state, activations, own.bytes(_host("evaluation")))
+def _evaluation(passes: Corners, parameters: Corners, derived: Trace) -> Point:
+    state = parameters.bytes(_held("evaluation", "optimizer"))
+    activations = passes.bytes(_held("evaluation", "activations"))
+    return _point("evaluation", derived.weights, 0, state, activations, parameters.bytes(_host("evaluation")))
 
 
 def bilinear(corners: list[tuple[int, int, float]], depth: int, batch: int) -> float:
@@ -196,9 +203,9 @@ def bilinear(corners: list[tuple[int, int, float]], depth: int, batch: int) -> f
     by_batch: dict[int, dict[int, float]] = {}
     for d, b, value in corners:
         by_batch.setdefault(b, {})[d] = value
-    here = {b: _line(at, depth) for b, at in by_batch.items()}
-    below, above = max(b for b in here if b <= batch), min(b for b in here if b >= batch)
-    return here[below] if below == above else _line({below: here[below], above: here[above]}, batch)
+    at_depth = {b: _line(by_depth, depth) for b, by_depth in by_batch.items()}
+    below, above = max(b for b in at_depth if b <= batch), min(b for b in at_depth if b >= batch)
+    return at_depth[below] if below == above else _line({b: at_depth[b] for b in (below, above)}, batch)
 
 
 def _line(points: Mapping[int, float], x: int) -> float:
@@ -213,5 +220,5 @@ def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host
 
 def _pinned(passes: Corners) -> list[int]:
     """Offloaded boundaries: as many as blocks, each as large as its micro-batch."""
-    _, batch, found = passes.traces[0]
-    return [found.pinned[0] * passes.batch // batch] * passes.depth if found.pinned else []
+    _, batch, traced = passes.traces[0]
+    return [traced.pinned[0] * passes.batch // batch] * passes.depth if traced.pinned else []

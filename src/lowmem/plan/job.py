@@ -46,16 +46,17 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     ram = ram if ram is not None else process.available_bytes()
     typed = without(OURS, typed)
     if cfg.search:
-        found = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card, devices)
-        said, written = table.of_plan(found, typed, cfg.rows), _as_dict(found, typed)
-        if found.chosen is None and any(line.startswith("model=") for line in typed):
-            parameters = found.recipes[0].prediction.parameters
-            smaller = largest_model(found, parameters, lambda recipe: _composed(typed, recipe, on_card), on_card)
+        searched = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card, devices)
+        said, written = table.of_plan(searched, typed, cfg.rows), _as_dict(searched, typed)
+        if searched.chosen is None and any(line.startswith("model=") for line in typed):
+            parameters = searched.recipes[0].prediction.parameters
+            smaller = largest_model(searched, parameters, lambda recipe: _composed(typed, recipe, on_card), on_card)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
-        found = predict(cfg, on_card, devices)
-        said = table.of_prediction(found, gpu, ram)
-        written = {"chosen": None, "recipes": [found.as_dict() | {"overrides": typed, "fits": found.fits(gpu, ram)}]}
+        prediction = predict(cfg, on_card, devices)
+        said = table.of_prediction(prediction, gpu, ram)
+        recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(gpu, ram)}
+        written = {"chosen": None, "recipes": [recipe]}
     written |= {"seconds": time.perf_counter() - start}
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "plan.json").write_text(json.dumps(written, indent=2) + "\n")
@@ -65,7 +66,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
 
 
 def _devices(cfg: DictConfig) -> int:
-    """That share one model."""
+    """How many share one model."""
     if cfg.strategy not in ("single", "fsdp") or not isinstance(cfg.devices, int) or cfg.devices < 1:
         raise Refused(f"strategy={cfg.strategy} devices={cfg.devices}: give single, or fsdp and a number of devices.")
     if cfg.strategy == "single" and cfg.devices > 1:
@@ -90,22 +91,22 @@ def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) ->
     return resolved(composed([*without(recipe, typed), *as_lines(recipe)], "plan"), on_card)
 
 
-def _as_dict(found: Plan, typed: Sequence[str]) -> dict:
-    fastest = min(recipe.seconds for recipe in found.recipes)
+def _as_dict(searched: Plan, typed: Sequence[str]) -> dict:
+    fastest = min(recipe.seconds for recipe in searched.recipes)
     recipes = [
         recipe.prediction.as_dict()
         | {
             "overrides": [*typed, *recipe.overrides],
             "relative_step_time": recipe.seconds / fastest,
             "traced": recipe.traced,
-            "fits": recipe.fits(found.gpu, found.ram),
+            "fits": recipe.fits(searched.gpu, searched.ram),
         }
-        for recipe in found.recipes
+        for recipe in searched.recipes
     ]
     return {
-        "chosen": recipes[0]["overrides"] if found.chosen else None,
-        "gpu_bytes": found.gpu,
-        "ram_bytes": found.ram,
-        "traces": found.traces,
+        "chosen": recipes[0]["overrides"] if searched.chosen else None,
+        "gpu_bytes": searched.gpu,
+        "ram_bytes": searched.ram,
+        "traces": searched.traces,
         "recipes": recipes,
     }

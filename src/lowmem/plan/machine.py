@@ -1,9 +1,9 @@
-"""How long a recipe takes, relative to another: each operator takes what its products or its bytes take.
+"""How long a recipe takes, to be compared with another: the sum of what its operators take.
 
-An operator is bound by whichever is slower, its floating-point operations at the machine's rate for that dtype or the
-bytes it reads and writes at its bandwidth; a fixed time per operator comes on top. The rates of this machine are
-measured once, in a few seconds, and cached; for a card that is not here they are assumed, and the plan says so. Steps
-of an optimizer on a CPU are measured per optimizer: some take twenty times what their bytes would.
+An operator takes as long as the slower of two: its floating-point operations at the machine's rate for that dtype, or
+the bytes it reads and writes at the machine's bandwidth. A fixed time per operator comes on top. The rates of this
+machine are measured once, in a few seconds, and cached; for a card that is not here they are assumed, and the plan says
+so. On a CPU the step of each optimizer is measured: some take twenty times what their bytes would.
 """
 
 import json
@@ -50,22 +50,29 @@ class Machine:
         rate = self.flops.get(str(work.dtype).removeprefix("torch."), self.flops["float32"])
         return max(work.flops / rate, work.moved / self.bandwidth) + self.overhead
 
-    def window(self, cfg: DictConfig, found: Trace, pass_seconds: float, micro_batches: int) -> float:
-        """Of an optimizer step: its micro-batches, the traffic with the host, and the update."""
-        state = found.phases["evaluation"].bytes["optimizer"]
-        if self.link:  # offloaded boundaries travel beside the computation, there and back
-            pass_seconds = max(pass_seconds, 2 * sum(found.pinned) / self.link)
-        if not found.steps_on_host:
-            if self.link is None:
-                return micro_batches * pass_seconds + found.parameters * self.step_rate(cfg)
-            moved = 3 * found.weights + 2 * state  # weights read and written, gradients read; state read and written
-            return micro_batches * pass_seconds + moved / self.bandwidth
-        update = found.parameters * self.step_rate(cfg)
-        traffic = 2 * found.parameters / self.link if self.link else 0.0  # 16 bits each way
-        *before, last = [max(pass_seconds, traffic)] * micro_batches
-        if Settings(cfg).early and self.link:  # the update runs beside the last backward pass
-            return sum(before) + max(last, update + traffic)
-        return sum(before) + last + update + traffic
+    def window(self, cfg: DictConfig, shapes: Trace, pass_seconds: float, micro_batches: int) -> float:
+        """Seconds of one optimizer step: its micro-batches, the traffic with the host, and the update.
+
+        Args: pass_seconds: of one micro-batch's operators, forward and backward.
+        """
+        if self.link:  # offloaded boundaries travel there and back while others are computed
+            pass_seconds = max(pass_seconds, 2 * sum(shapes.pinned) / self.link)
+        if shapes.steps_on_host:
+            return self._window_with_masters(cfg, shapes, pass_seconds, micro_batches)
+        if self.link is None:
+            return micro_batches * pass_seconds + shapes.parameters * self.step_rate(cfg)
+        state = shapes.phases["evaluation"].bytes["optimizer"]
+        moved = 3 * shapes.weights + 2 * state  # weights read and written, gradients read; state read and written
+        return micro_batches * pass_seconds + moved / self.bandwidth
+
+    def _window_with_masters(self, cfg: DictConfig, shapes: Trace, pass_seconds: float, micro_batches: int) -> float:
+        """The host steps; gradients leave while backward runs."""
+        update = shapes.parameters * self.step_rate(cfg)
+        traffic = 2 * shapes.parameters / self.link if self.link else 0.0  # 16 bits each way
+        *earlier, last = [max(pass_seconds, traffic)] * micro_batches
+        if Settings(cfg).early and self.link:  # the update runs during the last backward pass
+            return sum(earlier) + max(last, update + traffic)
+        return sum(earlier) + last + update + traffic
 
     def step_rate(self, cfg: DictConfig) -> float:
         """Seconds per parameter of one optimizer step on this machine's processors."""
@@ -101,17 +108,17 @@ def machine(on_card: bool) -> Machine:
     name = _name(on_card)
     if _file(name).exists():
         return Machine(**json.loads(_file(name).read_text()))
-    found = measured(name, "cuda" if on_card else "cpu")
-    found.save()
-    return found
+    this = measured(name, "cuda" if on_card else "cpu")
+    this.save()
+    return this
 
 
 def measured(name: str, device: str) -> Machine:
-    """Two to ten seconds, after which the card is as it was: torch would keep the memory for later."""
-    found = Machine(name, *_rates(device))
+    """This machine, in two to ten seconds."""
+    this = Machine(name, *_rates(device))
     if device == "cuda":
-        torch.cuda.empty_cache()
-    return found
+        torch.cuda.empty_cache()  # torch would hold the memory of the probes for later
+    return this
 
 
 def _rates(device: str) -> tuple[dict[str, float], float, float, float | None]:
@@ -134,7 +141,7 @@ def _rates(device: str) -> tuple[dict[str, float], float, float, float | None]:
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
-    """The fastest of five calls after one that warms up: what else runs now must not be cached for ever."""
+    """Of the fastest of five calls, after one to warm up: the rate is cached, and must not hold what else ran now."""
     taken = []
     for _ in range(6):
         start = time.perf_counter()
@@ -146,7 +153,7 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
 
 def _step_seconds(cfg: DictConfig) -> float:
-    """Of the optimizer on STEPPED parameters in host memory, as a matrix: of masters, or of weights as they are."""
+    """Of the optimizer's step on a matrix of STEPPED parameters in host memory, held as the precision holds it."""
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     side = 1 << (STEPPED.bit_length() // 2)
     probe = nn.Linear(side, STEPPED // side, bias=False)
@@ -166,7 +173,7 @@ def _step_seconds(cfg: DictConfig) -> float:
 
 
 def _stepped_as(cfg: DictConfig) -> str:
-    """What the time of a step depends on beside its optimizer: how 16-bit weights are widened and rounded."""
+    """What a step's time depends on besides the optimizer: who steps fp32 weights, or widens and rounds 16 bits."""
     if Settings(cfg).masters:
         return "masters"
     precision = cfg.trainer.plugins.precision._target_

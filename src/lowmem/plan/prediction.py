@@ -64,12 +64,11 @@ class Prediction:
         """What a card must have: what torch reserves, and the context."""
         return self.reserved + CONTEXT if self.on_card else self.device_peak
 
-    def beside(self, libraries: int) -> dict:
-        """`as_dict` of a process whose resident memory was measured just before the model was built."""
-        grown = libraries - self.host_categories["libraries"]
-        phases = {name: Need(need.device, need.host + grown) for name, need in self.phases.items()}
-        by = {**self.host_categories, "libraries": libraries}
-        return replace(self, phases=phases, host_categories=by).as_dict()
+    def based_on(self, libraries: int) -> "Prediction":
+        """The same of a process that held `libraries` bytes before its model was built: measured, not predicted."""
+        more = libraries - self.host_categories["libraries"]
+        phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
+        return replace(self, phases=phases, host_categories={**self.host_categories, "libraries": libraries})
 
     def fits(self, gpu: int | None, ram: int | None) -> bool:
         return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_peak <= ram)
@@ -119,8 +118,8 @@ def outline(cfg: DictConfig) -> Trace:
     config = architecture_of(cfg)
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
-        every = list(AutoModelForCausalLM.from_config(config).parameters())
-    count, largest = sum(p.numel() for p in every), max(p.numel() for p in every)
+        sizes = [p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()]
+    count, largest = sum(sizes), max(sizes)
     size = getattr(torch, cfg.weights_dtype).itemsize
     run = Settings(cfg)
     on_host = run.masters
@@ -142,76 +141,87 @@ def outline(cfg: DictConfig) -> Trace:
     return Trace(count, largest, weights, gradients, on_host, phases=phases)
 
 
-def sharded(found: Trace, devices: int) -> Trace:
-    """Each device's part, as fully_shard keeps it: weights, gradients and state are divided; what stands outside the
-    blocks is gathered for the whole pass, and of the blocks the one that is computed and the next
+def sharded(whole: Trace, devices: int) -> Trace:
+    """Each device's part, as fully_shard keeps it: weights, gradients and state are divided. Gathered on top are the
+    weights outside the blocks, for the whole pass, and those of two blocks, the one that is computed and the next
     (torch.distributed.fsdp: the root is not resharded after its forward pass, and one block is prefetched).
     """
     if devices == 1:
-        return found
-    count, block = found.blocks
-    outside = found.weights - count * block
+        return whole
+    count, block = whole.blocks
+    outside = whole.weights - count * block
 
     def part(point: Point) -> Point:
         held = {key: point.bytes[key] // devices for key in ("weights", "gradients", "optimizer")}
         gathered = 0 if point.phase == "step" else outside + 2 * block
         return point._replace(bytes=point.bytes | held | {"other": point.bytes["other"] + gathered})
 
-    phases = {name: part(point) for name, point in found.phases.items()}
-    return replace(found, weights=found.weights // devices, phases=phases, events=[])
+    phases = {name: part(point) for name, point in whole.phases.items()}
+    return replace(whole, weights=whole.weights // devices, phases=phases, events=[])
 
 
-def needs(found: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices: int = 1) -> Prediction:
-    """Args: libraries: resident bytes of a process that has imported everything and built nothing."""
-    found = sharded(found, devices)
+def needs(shapes: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices: int = 1) -> Prediction:
+    """What a traced run needs. Args: libraries: resident bytes of a process that has imported all and built nothing."""
+    shapes = sharded(shapes, devices)
     size = getattr(torch, cfg.weights_dtype).itemsize
-    largest, loaded = found.largest * size, found.parameters * size
-    held = found.phases["evaluation"]  # between two windows nothing else is there
-    state = held.bytes["optimizer"]
-    staging = 2 * SLOTS * SLOT_BYTES if on_card and found.steps_on_host else 0
-    generator = GENERATOR if found.generated else 0
-    base = libraries + generator + (CUDA_ON_HOST + staging if on_card else 0)
-    on_device, on_host = (found.unseen, 0) if on_card and not found.steps_on_host else (0, found.unseen)
-    # beside a card the allocator of pinned memory rounds to powers of two
-    rounding = sum((1 << (n - 1).bit_length()) - n for n in found.pinned) if on_card else 0
-    flight = largest // 2 if on_card and found.steps_on_host else 0  # a gradient that is leaving, in 16 bits
-
-    def need(phase: str, point_device: int, host: int) -> Need:
-        return Need(point_device, base + host + (0 if on_card else point_device))
-
-    masters = loaded if found.steps_on_host else 0
-    phases = {"load": need("load", found.weights, masters + largest + (loaded if on_card else 0))}
-    for name in ("forward", "backward", "step"):
-        point = found.phases[name]
-        device = point.total + (flight if name == "backward" else 0)
-        phases[name] = need(name, device, point.host + rounding)
-    step = phases["step"]
-    phases["step"] = Need(step.device + on_device, step.host + on_host)
-    evaluation = found.phases["evaluation"]
-    phases["evaluation"] = need("evaluation", evaluation.total, evaluation.host)
-    # beside a card each tensor is brought over to be written, and Lightning brings all of them when the run ends
-    copies = found.weights + state if on_card else 0
-    phases["save"] = need("save", found.weights + state, evaluation.host + copies)
-    phases["resume"] = need("resume", found.weights + state, evaluation.host + largest)
-    top = found.phases[max(("forward", "backward", "step", "evaluation"), key=lambda name: found.phases[name].total)]
-    tensors = max(need.host for need in phases.values()) - base
+    steps_beside_card = on_card and shapes.steps_on_host
+    leaving = shapes.largest * size // 2 if steps_beside_card else 0  # a gradient on its way to the host, in 16 bits
+    built_on = {
+        "libraries": libraries,
+        "cuda": CUDA_ON_HOST if on_card else 0,
+        "generator": GENERATOR if shapes.generated else 0,
+        "staging": 2 * SLOTS * SLOT_BYTES if steps_beside_card else 0,
+    }
+    base = sum(built_on.values())
+    device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size)
+    phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
+    top = max((shapes.phases[name] for name in ("forward", "backward", "step", "evaluation")), key=lambda p: p.total)
     return Prediction(
         phases=phases,
         by_category={category: top.bytes[category] for category in CATEGORIES},
-        host_categories={
-            "libraries": libraries,
-            "cuda": base - libraries - generator - staging,
-            "generator": generator,
-            "staging": staging,
-            "tensors": tensors,
-        },
-        reserved=_reserved(found, max(need.device for need in phases.values()), flight) if on_card else 0,
-        parameters=found.parameters,
+        host_categories=built_on | {"tensors": max(need.host for need in phases.values()) - base},
+        reserved=_reserved(shapes, max(device.values()), leaving) if on_card else 0,
+        parameters=shapes.parameters,
         on_card=on_card,
     )
 
 
-def _reserved(found: Trace, device_peak: int, flight: int) -> int:
-    if not found.events:
+def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
+    """By phase, at its highest."""
+    traced = {name: point.total for name, point in shapes.phases.items()}
+    resting = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"]  # all that is there between two windows
+    return {
+        "load": shapes.weights,
+        "forward": traced["forward"],
+        "backward": traced["backward"] + leaving,
+        "step": traced["step"] + (shapes.unseen if on_card and not shapes.steps_on_host else 0),
+        "evaluation": traced["evaluation"],
+        "save": resting,
+        "resume": resting,
+    }
+
+
+def _host_bytes(shapes: Trace, on_card: bool, size: int) -> dict[str, int]:
+    """By phase, of tensors that lie on the host only. Args: size: bytes of an element of the weights."""
+    traced = {name: point.host for name, point in shapes.phases.items()}
+    largest, weights = shapes.largest * size, shapes.parameters * size
+    masters = weights if shapes.steps_on_host else 0
+    # where there is a card, pinned memory is allocated in powers of two
+    rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
+    # to be written each tensor is copied from the card, and when a run ends Lightning brings all of them to the host
+    copies = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"] if on_card else 0
+    return {
+        "load": masters + largest + (weights if on_card else 0),
+        "forward": traced["forward"] + rounding,
+        "backward": traced["backward"] + rounding,
+        "step": traced["step"] + rounding + (0 if on_card and not shapes.steps_on_host else shapes.unseen),
+        "evaluation": traced["evaluation"],
+        "save": traced["evaluation"] + copies,
+        "resume": traced["evaluation"] + largest,
+    }
+
+
+def _reserved(shapes: Trace, device_peak: int, leaving: int) -> int:
+    if not shapes.events:
         return round(device_peak * FRAGMENTED)
-    return max(replay(found.events).reserved + flight, device_peak)  # generated code's scratch is in no event
+    return max(replay(shapes.events).reserved + leaving, device_peak)  # generated code's scratch is in no event

@@ -24,9 +24,9 @@ from lowmem.settings import Settings
 from lowmem.techniques import techniques
 
 TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of which the planner chooses
-SAME = 1.03  # recipes this close in counted time are equally fast
-WAIT = 2  # seconds that nobody need be told of
-CONFIRMED = 2  # of the fastest are traced at most, until one fits
+SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
+WAIT = 2  # seconds; who waits longer is told
+CONFIRMED = 2  # of the fastest derived recipes are traced themselves, until one fits
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def search(
         Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
     """
     libraries = process.rss_bytes()
-    known: dict[tuple, DictConfig] = {}
+    configs: dict[tuple, DictConfig] = {}
 
-    def config_of(recipe: Mapping[str, str]) -> DictConfig:  # takes a tenth of a second
+    def config_of(recipe: Mapping[str, str]) -> DictConfig:  # composed once: it takes a tenth of a second
         key = tuple(sorted(recipe.items()))
-        known[key] = known.get(key) or compose(recipe)
-        return known[key]
+        configs[key] = configs.get(key) or compose(recipe)
+        return configs[key]
 
     options = list(candidates(cfg, typed))
     depth = model_depth(cfg)
@@ -84,20 +84,20 @@ def search(
     derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, machine(on_card))
     options = list(workable(options, typed, config_of, devices))
     _trace_all(cfg, derivation, [need for option in options for need in derivation.needed(*option)])
-    found = []
+    derived = []
     for option, recipe_cfg in options:
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
         need = needs(shapes, recipe_cfg, on_card, libraries, devices)
-        found.append(Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg)), seconds))
-    ranked = sorted((r for r in found if r.fits(gpu, ram)), key=_cost)
+        derived.append(Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg)), seconds))
+    ranked = sorted((r for r in derived if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
         exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices)
         ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
         if exact.fits(gpu, ram):
             break
     fitting = [r for r in ranked if r.fits(gpu, ram)]
-    others = [r for r in found if not r.fits(gpu, ram)] + [r for r in ranked if not r.fits(gpu, ram)]
+    others = [r for r in (*derived, *ranked) if not r.fits(gpu, ram)]
     others.sort(key=lambda r: r.prediction.device_need)
     return Plan(fitting + others, gpu, ram, derivation.traces)
 
@@ -105,19 +105,19 @@ def search(
 def workable(
     options: Iterable[dict[str, str]], typed: Sequence[str], config_of: Compose, devices: int
 ) -> Iterator[tuple[dict[str, str], DictConfig]]:
-    """(candidate, config of its precision and optimizer), without those that are refused."""
+    """(candidate, config of its precision and optimizer) of those that are not refused."""
     for option in options:
         recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
         run = Settings(recipe_cfg)
         if run.masters and run.optim.on_host and "optim" not in as_mapping(typed):
             option = {**option, "optim": run.optim.on_host}
             recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        if not any(refused(recipe_cfg)) and (devices == 1 or not run.masters):  # those of a whole model
+        if not any(refused(recipe_cfg)) and (devices == 1 or not run.masters):  # masters are of a whole model
             yield option, recipe_cfg
 
 
 def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]) -> None:
-    """The part of a search that takes long, which is said before it is waited for.
+    """The part of a search that takes long: how long is said after the first trace.
 
     Raises:
         Refused: a model that cannot be traced.
@@ -172,9 +172,9 @@ def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[i
                 yield batch_size, {}
         return
     for batch_size in divisors(cfg.batch_size):
-        windows = cfg.batch_size // batch_size
-        more = {"accumulation": "fixed", "accumulation.batches": str(windows)} if windows > 1 else {}
-        yield batch_size, more
+        batches = cfg.batch_size // batch_size
+        accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}
+        yield batch_size, accumulation if batches > 1 else {}
 
 
 def model_depth(cfg: DictConfig) -> int:

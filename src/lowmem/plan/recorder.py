@@ -1,4 +1,4 @@
-"""What the tracer keeps of a run: every event of the tracker, and where in the model it happened."""
+"""The meter of a traced run: it keeps every event that the tracker saw, and where in the model it happened."""
 
 from functools import partial
 from itertools import pairwise
@@ -15,13 +15,21 @@ from lowmem.memory.tracker import Point, highest
 
 
 class Place(NamedTuple):
-    """The highest bytes of activations between two marks, by what becomes of gradients meanwhile."""
+    """The highest bytes of activations and gradients between two marks, for both fates of a gradient."""
 
-    kept: int = 0  # they stay: with all that exist by then
-    gone: int = 0  # they leave, or are added to earlier ones: with the one that was just made
+    with_all_gradients: int = 0  # where each stays until the step
+    with_newest_gradient: int = 0  # where each leaves at once, or is added to one of an earlier micro-batch
 
     def higher(self, other: "Place") -> "Place":
         return Place(*map(max, self, other))
+
+
+class Recording(NamedTuple):
+    """Of one window, or of one evaluation."""
+
+    points: list[Point]  # one before the first event, and one after each
+    events: list[tuple[int, int]]  # of the device, (serial, bytes): + born, - died
+    pinned: list[int]  # bytes of each activation in host memory
 
 
 class Recorder(MemoryMeter):
@@ -29,12 +37,12 @@ class Recorder(MemoryMeter):
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
-        self.recorded: list[tuple[list[Point], list[tuple[int, int]], list[int]]] = []
-        self.marks: list[tuple[int, str]] = []  # (event, the place that begins with it) of the window
-        self.weights = 0
+        self.recordings: list[Recording] = []  # the window, then the evaluation
+        self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins with it), of the window
+        self.weights = 0  # bytes on the device
 
-    def mark(self, model: nn.Module) -> None:
-        """Tell where in the stack of blocks the passes are: the first, the last, or between."""
+    def mark_blocks(self, model: nn.Module) -> None:
+        """From now on mark where a pass is: at the first block, at the last, or between."""
         stack = stack_of(model)
         if not stack:
             return
@@ -43,26 +51,26 @@ class Recorder(MemoryMeter):
 
         def enters(*_, name: str) -> None:
             if self._phase == "forward":  # not when it is computed again
-                self._at(f"forward {name}")
+                self._mark(f"forward {name}")
 
         def leaves(_, __, output: object, name: str) -> None:
             if self._phase == "forward":
-                self._at("forward end" if name == "last" else "forward middle")
+                self._mark("forward end" if name == "last" else "forward middle")
                 hidden = output[0] if isinstance(output, tuple | list) else output
                 if hidden.requires_grad:
-                    hidden.register_hook(lambda _: self._at(f"backward {name}"))
+                    hidden.register_hook(lambda _: self._mark(f"backward {name}"))
 
         for block, name in zip(stack, names, strict=True):
             block.register_forward_pre_hook(partial(enters, name=name))
             block.register_forward_hook(partial(leaves, name=name))
 
-    def _at(self, place: str) -> None:
-        if self._tracker is not None and not self.recorded:
+    def _mark(self, place: str) -> None:
+        if self._tracker is not None and not self.recordings:
             self.marks.append((len(self._tracker.events), place))
 
     def _enter(self, phase: str) -> None:
         super()._enter(phase)
-        self._at(f"{phase} {'end' if phase == 'backward' else 'start'}")
+        self._mark(f"{phase} {'end' if phase == 'backward' else 'start'}")
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
@@ -72,7 +80,7 @@ class Recorder(MemoryMeter):
         tracker = self._tracker
         points = super()._untrack(phase)
         if tracker is not None:
-            self.recorded.append((points, tracker.device_events(), tracker.host_sizes("activations")))
+            self.recordings.append(Recording(points, tracker.device_events(), tracker.host_sizes("activations")))
         return points
 
 
@@ -85,24 +93,30 @@ def stack_of(model: nn.Module) -> list[nn.Module]:
 
 
 def highest_of_phases(points: list[Point], on_card: bool) -> dict[str, Point]:
-    """The device's highest point of each phase, with the host's own highest; on a CPU, whose memory is the host's, with
-    what makes the sum of both highest."""
-    found = {}
+    """The device's highest point of each phase, with the most that the host holds in that phase.
+
+    On a CPU both sides lie in one memory, and their sum may be highest at another point than the device's: `host` is
+    then what is missing from the device's highest to the highest sum.
+    """
+    tops = {}
     for phase, top in highest(points).items():
-        mine = [point for point in points if point.phase == phase]
-        both = max(point.total + point.host for point in mine) - top.total
-        found[phase] = top._replace(host=max(point.host for point in mine) if on_card else both)
-    return found
+        of_phase = [point for point in points if point.phase == phase]
+        if on_card:
+            host = max(point.host for point in of_phase)
+        else:
+            host = max(point.total + point.host for point in of_phase) - top.total
+        tops[phase] = top._replace(host=host)
+    return tops
 
 
 def places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Place]:
-    """Args: points: after each event, and one before the first."""
-    found: dict[str, Place] = {}
+    """The highest bytes at each place that was marked. Args: points: of a `Recording`; marks: of its `Recorder`."""
+    tops: dict[str, Place] = {}
     ends = [start for start, _ in marks[1:]] + [len(points) - 1]
     for (start, place), end in zip(marks, ends, strict=True):
         for before, now in pairwise(points[start : end + 1]):
             activations = now.bytes["activations"] + now.bytes["other"]
-            made = max(0, now.bytes["gradients"] - before.bytes["gradients"])
-            here = Place(activations + now.bytes["gradients"], activations + made)
-            found[place] = here.higher(found.get(place, Place()))
-    return found
+            newest = max(0, now.bytes["gradients"] - before.bytes["gradients"])
+            here = Place(activations + now.bytes["gradients"], activations + newest)
+            tops[place] = here.higher(tops.get(place, Place()))
+    return tops

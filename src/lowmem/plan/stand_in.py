@@ -1,8 +1,9 @@
 """An optimizer that holds what a real one holds, for those whose step needs real numbers.
 
 8-bit optimizers read their data behind torch's back (a C++ or CUDA library, compiled code), so they cannot step tensors
-without memory. Their state and the scratch of a step are per element: a real one steps two small real parameters of
-each role under the tracker, and what the second one added is the rate. So nothing here knows any optimizer by name.
+without memory. But their state and the scratch of a step are so many bytes per element. So the real optimizer steps one
+and then two small real parameters of each role under the tracker: what the second adds tells the rate. Nothing here
+knows any optimizer by name.
 """
 
 from collections.abc import Mapping
@@ -19,21 +20,21 @@ from lowmem.memory.tracker import StorageTracker
 from lowmem.optim.build import MakeOptimizer
 
 SIDE = 256  # of a probe: whole blocks of every optimizer that holds its state in blocks
-WIDE = 2048  # of a probe whose scratch is pages, not what malloc has at hand
-SMALL = 1024  # elements of a probe for parameters whose state 8-bit optimizers keep in 32 bits
-THRESHOLD = 4096  # elements below which they do
+WIDE = 2048  # of a probe so large that malloc has no room at hand for its scratch, and asks the system
+SMALL = 1024  # elements of a probe that is below THRESHOLD
+THRESHOLD = 4096  # elements below which 8-bit optimizers hold a parameter's state in 32 bits
 
 
 class Rate(NamedTuple):
     """Bytes per element of a parameter."""
 
     state: float
-    scratch: float  # beside the state while a parameter is stepped
+    scratch: float  # on top of the state, while a parameter is stepped
 
 
 def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
-    """Args: one_kernel: each step is one, of a card or generated, whose scratch is not on the ledger."""
-    with torch.compiler.set_stance("force_eager"):  # to generate code for a probe takes seconds, and changes no state
+    """Args: one_kernel: a step is a single kernel (a card's, or generated), which makes no tensors for its scratch."""
+    with torch.compiler.set_stance("force_eager"):  # generated code has the same state, and takes seconds to make
         rates = {
             (role, small): _rate(make, one_kernel, role, small)
             for role in ("matrix", "embedding", "vector")
@@ -44,8 +45,8 @@ def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
 
 
 def unseen(make: MakeOptimizer) -> float:
-    """Bytes per element of a parameter that a real step takes beside its state, as the operating system sees them: the
-    tracker looks neither inside an operator nor inside generated code. Where that must be generated, some 5 s."""
+    """Bytes of scratch per element inside the operators or generated code of a real step, where the tracker sees none
+    of them: by how much the process grows. Some 5 s where code must be generated."""
     probe = nn.Linear(WIDE, WIDE, bias=False)
     optimizer = make(probe)
     probe.weight.grad = torch.full_like(probe.weight, 1e-3)
@@ -80,7 +81,7 @@ class StandIn(Optimizer):
 
 
 class OnePassStandIn(StandIn):
-    """Of an optimizer that reads 16-bit gradients and writes 16-bit weights in its own pass."""
+    """For an optimizer that reads 16-bit gradients and writes 16-bit weights in its own pass."""
 
     def step_from(self, gradient: Tensor, group: dict, p: Tensor, *_) -> None:
         self._hold(group, p)
@@ -112,7 +113,8 @@ def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate
 
 
 def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int]:
-    """(bytes of state, bytes of scratch) after two real steps; generated code allocates unseen, here as in a run."""
+    """(bytes of state, bytes of scratch) of the second real step; the first makes the state. What generated code takes
+    is not in it."""
     optimizer = make(probe)
     ledger = Ledger()
     ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])

@@ -79,22 +79,23 @@ def _facts(plan: Plan) -> list[str]:
     ]
 
 
-def of_prediction(found: Prediction, gpu: int | None, ram: int | None) -> str:
+def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> str:
     """One run, phase by phase."""
     lines = [f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
     for name in PHASES:
-        need = found.phases[name]
-        mark = "  <- the device's peak" if name == found.peak_phase else ""
+        need = prediction.phases[name]
+        mark = "  <- the device's peak" if name == prediction.peak_phase else ""
         lines.append(f"{name:<12}{need.device / GIB:>12.3f}{need.host / GIB:>12.3f}{mark}")
-    by = ", ".join(f"{kind} {size / GIB:.3f}" for kind, size in found.by_category.items())
+    by = ", ".join(f"{kind} {size / GIB:.3f}" for kind, size in prediction.by_category.items())
     lines.append(f"at the peak: {by} GiB")
-    lines.append(f"host, GiB: {', '.join(f'{k} {v / GIB:.2f}' for k, v in found.host_categories.items() if v)}")
-    if found.on_card:
+    lines.append(f"host, GiB: {', '.join(f'{k} {v / GIB:.2f}' for k, v in prediction.host_categories.items() if v)}")
+    if prediction.on_card:
+        reserved, need = prediction.reserved / GIB, prediction.device_need / GIB
         context = f"{CONTEXT / GIB:.1f} GiB assumed for the context"
-        lines.append(f"CUDA would reserve {found.reserved / GIB:.2f} GiB; with {context} {found.device_need / GIB:.2f}")
-    verdict = "fits" if found.fits(gpu, ram) else "does not fit"
+        lines.append(f"CUDA would reserve {reserved:.2f} GiB; with {context} {need:.2f}")
+    verdict = "fits" if prediction.fits(gpu, ram) else "does not fit"
     sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
     lines.append(f"It {verdict} {' and '.join(sizes)}.")
-    if found.estimate:
-        lines.append(f"An estimate: {found.estimate}")
+    if prediction.estimate:
+        lines.append(f"An estimate: {prediction.estimate}")
     return "\n".join(lines)

@@ -26,7 +26,8 @@ import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 import lowmem
@@ -41,12 +42,13 @@ from lowmem.internals import (
     tensors_count_as_real,
 )
 from lowmem.memory.tracker import Point
+from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work, work_of
-from lowmem.precision.base import step_one
+from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
 
 PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
@@ -71,7 +73,7 @@ def untraceable(error: Exception) -> str:
 
 
 def _raised_by_a_model(error: Exception) -> bool:
-    """Whether the last that was called of lowmem, Lightning and the model, before torch raised, is the model."""
+    """Whether the innermost code outside torch and Python's library is the model's, not lowmem's or Lightning's."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # torch's way to raise
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
@@ -91,7 +93,7 @@ class Trace:
     weights: int  # bytes on the device
     gradients: int  # bytes of all of them, as backward makes them
     steps_on_host: bool  # whether the optimizer does
-    unseen: int = 0  # bytes inside the operators of a step, beside the optimizer's state
+    unseen: int = 0  # bytes of scratch inside the operators of a step, where the tracker does not see them
     generated: bool = False  # whether torch.compile generates the step
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
@@ -103,18 +105,20 @@ class Trace:
 
 
 def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
-    """Args: cfg: resolved, with a number for batch_size; on_card: as CUDA does it, also where there is no CUDA; depth:
-    blocks of the model, if not its own number.
+    """Train one window and evaluate once, without memory.
+
+    Args:
+        cfg: resolved, with a number for batch_size.
+        on_card: as CUDA does it, also where there is no CUDA.
+        depth: blocks of the model; None: as many as it has.
 
     Raises:
-        Whatever the model raises that asks for numbers which are not there.
+        Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
     """
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
-    spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
     config = _of_depth(model.architecture_of(cfg), depth)
-    make, in_operators = _optimizer(cfg, on_card)
-    run = Settings(cfg)
-    shapes = Shapes()
+    make, scratch = _optimizer(cfg, on_card)
+    run, shapes = Settings(cfg), Shapes()
     with (
         _quietly(),
         FakeTensorMode(),
@@ -123,45 +127,69 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         card.kernels(on_card),
         tempfile.TemporaryDirectory() as folder,
     ):
-        with patch.object(PreTrainedModel, "initialize_weights", lambda model: None):  # there are no numbers to draw
-            module = build.causal_lm(cfg, spec, config)
-        module.make_optimizer = make
-        module.to = module.cpu = lambda *_, **__: module  # a fake tensor cannot be moved, and is nowhere
+        module = _module(cfg, config, make)
         recorder = Recorder(Path(folder) / "memory.csv")
-        recorder.mark(module.model)
+        recorder.mark_blocks(module.model)
         plugins = list(instantiate(cfg.trainer.plugins).values())
-        callbacks = [recorder, *instantiate(cfg.callbacks).values(), Steady(shapes, run.accumulates, run.early)]
-        trainer = Trainer(
-            accelerator="cpu",
-            max_steps=1,
-            max_epochs=-1,
-            val_check_interval=1,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            plugins=plugins,
-            callbacks=callbacks,
-            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-        )
+        steady = Steady(shapes, run.accumulates, run.early)
+        trainer = _trainer(plugins, [recorder, *instantiate(cfg.callbacks).values(), steady])
         micro_batch = _micro_batch(cfg)
         trainer.fit(module, Windows(micro_batch), Evaluation(micro_batch))
         recorder.close()
-        every, stack = list(module.model.parameters()), stack_of(module.model)
-        found = Trace(
-            parameters=sum(p.numel() for p in every),
-            largest=max(p.numel() for p in every),
-            weights=recorder.weights,
-            gradients=sum(p.nbytes for p in every if p.requires_grad),
-            steps_on_host=plugins[0].optimizer_side == "host",
-            unseen=round(in_operators * max(p.numel() for p in every)),
-            generated=run.optim.generates_code,
-            blocks=(len(stack), max((sum(p.nbytes for p in block.parameters()) for block in stack), default=0)),
-            work=shapes.work,
-        )
-    for points, _, _ in recorder.recorded:
-        found.phases |= highest_of_phases(points, on_card)
-    points, found.events, found.pinned = recorder.recorded[0]  # the window; the evaluation comes after it
-    found.places = places(points, recorder.marks)
-    return found
+    parameters, window = list(module.model.parameters()), recorder.recordings[0]
+    largest = max(p.numel() for p in parameters)
+    return Trace(
+        parameters=sum(p.numel() for p in parameters),
+        largest=largest,
+        weights=recorder.weights,
+        gradients=sum(p.nbytes for p in parameters if p.requires_grad),
+        steps_on_host=trainer.precision_plugin.optimizer_side == "host",
+        unseen=round(scratch * largest),
+        generated=run.optim.generates_code,
+        blocks=_blocks(module.model),
+        phases=_phases(recorder, on_card),
+        events=window.events,
+        work=shapes.work,
+        pinned=window.pinned,
+        places=places(window.points, recorder.marks),
+    )
+
+
+def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> CausalLM:
+    """The run's own, of tensors without memory: there are no numbers to draw, and nothing that could be moved."""
+    spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
+    with patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
+        module = build.causal_lm(cfg, spec, config)
+    module.make_optimizer = make
+    module.to = module.cpu = lambda *_, **__: module
+    return module
+
+
+def _trainer(plugins: list, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        max_epochs=-1,
+        val_check_interval=1,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        plugins=plugins,
+        callbacks=callbacks,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+
+
+def _blocks(model: nn.Module) -> tuple[int, int]:
+    """How many, and the bytes of the largest."""
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in stack_of(model)]
+    return len(sizes), max(sizes, default=0)
+
+
+def _phases(recorder: Recorder, on_card: bool) -> dict[str, Point]:
+    phases = {}
+    for recording in recorder.recordings:
+        phases |= highest_of_phases(recording.points, on_card)
+    return phases
 
 
 def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
@@ -173,10 +201,10 @@ def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 
 def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
-    """(one that steps on shapes, bytes per element that the real one takes unseen)."""
+    """(an optimizer that needs no numbers to step; bytes of scratch per element inside the real one's operators)."""
     make, compiled, scratch = build.optimizer(cfg), Settings(cfg).optim.generates_code, 0.0
     if not Settings(cfg).optim.steps_on_shapes:
-        # of a card's own kernels only generated ones have scratch: that of the same graph, generated for a CPU
+        # A card's own kernels need no scratch. Generated ones do, taken to be what the same code needs on a CPU.
         if compiled or Settings(cfg).masters or not on_card:
             scratch = unseen(make)
         make = stand_in(make, one_kernel=on_card or compiled)
@@ -185,8 +213,8 @@ def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A precision's remarks are for the run, and warnings come from questions that were answered here."""
-    logging.disable(logging.CRITICAL)  # torch's own tracebacks of what a fake tensor cannot answer, too
+    """Without logs and warnings: a run says its own when it runs, and others come from tensors without numbers."""
+    logging.disable(logging.CRITICAL)  # torch logs a traceback for each question that a fake tensor cannot answer
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -225,13 +253,24 @@ def _yes(dtype: torch.dtype) -> bool | float | int:
 
 
 class Steady(Callback):
-    """Last of the callbacks: leaves what earlier windows and micro-batches would have, and counts from there on."""
+    """Makes the traced window one of many: what earlier windows and micro-batches leave in memory is there before it.
+
+    It comes last of the callbacks. From then on it tells `shapes` the phase, so that only this window's work counts.
+    """
 
     def __init__(self, shapes: Shapes, accumulates: bool, early: bool) -> None:
         self.shapes, self.accumulates, self.early = shapes, accumulates, early
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
+        plugin = trainer.precision_plugin
+        self._step_all(trainer.optimizers[0], plugin, module)
+        if self.accumulates or plugin.keeps_buffers:
+            self._make_gradients(module)
+        if not self.accumulates:
+            plugin.mark_used(self.early)  # by the step of the window before
+
+    def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
+        """The optimizer's state of every parameter exists from the first step on."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for p in module.parameters():
             stepped = plugin.master(p)
@@ -239,14 +278,12 @@ class Steady(Callback):
                 stepped.grad = torch.empty_like(stepped)
                 (plugin.update if stepped is p else step_one)(optimizer, groups[id(stepped)], stepped)
                 stepped.grad = None
-        held = getattr(plugin, "masters", {})
-        for p in module.parameters() if self.accumulates or held else ():
+
+    def _make_gradients(self, module: LightningModule) -> None:
+        for p in module.parameters():
             if p.requires_grad:
-                for _ in range(2 if self.accumulates else 1):  # masters widen their sums at the second
-                    p.backward(torch.empty_like(p))  # of a leaf: its gradient is there, and its hooks are called
-        for master in held.values() if not self.accumulates else ():
-            if master.complete:
-                master.used(self.early)  # by the step of the window before
+                for _ in range(2 if self.accumulates else 1):  # the second micro-batch's widens what masters sum up
+                    p.backward(torch.empty_like(p))  # of a leaf: sets its gradient, and calls its hooks
 
     def on_train_batch_start(self, *_) -> None:
         self.shapes.phase = "forward"

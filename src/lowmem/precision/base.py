@@ -38,8 +38,9 @@ class BasePrecision(Precision):
 
     dtype: torch.dtype  # of the matrix products
     scales_loss = False  # gradients mean nothing until the whole window's are unscaled
-    gradient_scale = 1.0  # what a gradient of true size 1 is stored as, after `unscale`
+    gradient_scale = 1.0  # after `unscale`, a gradient is stored as its true size times this
     optimizer_side: Side = "device"  # where the optimizer's state lies
+    keeps_buffers = False  # whether the memory of a window's gradients is held for the next window's
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -114,19 +115,23 @@ class BasePrecision(Precision):
             nn.utils.clip_grad_value_(parameters, value * self.gradient_scale)
         if largest is None:
             return None
-        found = norm([p.grad for p in parameters]) / self.gradient_scale
-        nn.utils.clip_grads_with_norm_(parameters, largest, found)
-        return found
+        total_norm = norm([p.grad for p in parameters]) / self.gradient_scale
+        nn.utils.clip_grads_with_norm_(parameters, largest, total_norm)
+        return total_norm
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
-        """Called in the place of the optimizer's `step` by whoever steps inside backward: step a single parameter, with
-        the options of `group`, and use its gradient up."""
+        """Called in the place of the optimizer's `step` by whoever steps inside backward: step a single parameter with
+        the options of `group`, and drop its gradient."""
         step_one(optimizer, group, p)
         p.grad = None
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
         """The module calls this after each step, and after each that was skipped."""
         optimizer.zero_grad(set_to_none=True)
+
+    def mark_used(self, early: bool) -> None:
+        """The planner calls this where a step would have used the gradients that backward made: what is kept of their
+        memory is what a step keeps. Args: early: each was stepped inside backward."""
 
     # --- after steps ----------------------------------------------------------------------------------------------
 
@@ -148,11 +153,11 @@ class BasePrecision(Precision):
 
 
 def with_step(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> Optimizer:
-    """From now on its `step` is this one. So Lightning, the schedule and whoever else calls an optimizer's step, or
-    watches for it, need not know that a precision steps otherwise."""
+    """Replace an optimizer's `step`. Lightning, the schedule and whoever else calls or watches it need not know that a
+    precision steps in its own way."""
 
     def called(optimizer: Optimizer, closure: Callable = lambda: None) -> None:
-        closure()  # Lightning's: the callbacks look at the gradients, and clipping
+        closure()  # Lightning's: callbacks look at the gradients, then they are clipped
         step(optimizer)
 
     optimizer.step = MethodType(called, optimizer)
@@ -171,8 +176,8 @@ def with_gradient(optimizer: Optimizer) -> Iterator[tuple[dict, nn.Parameter]]:
 def step_one(optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
     """Any optimizer's step on one parameter: its state is kept by parameter, so a group of one is enough.
 
-    The step is that of a second optimizer which shares the state, so that the groups of the first stay as they are for
-    whoever reads or schedules them meanwhile.
+    A second optimizer that shares the state does it: the first one's groups stay whole for whoever reads or schedules
+    them meanwhile.
     """
     alone = object.__new__(type(optimizer))
     alone.__dict__ |= {key: value for key, value in optimizer.__dict__.items() if key != "step"}

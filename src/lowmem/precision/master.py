@@ -53,7 +53,7 @@ class Master:
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
-        """`add` for a whole gradient that is stepped at once: it need not be copied."""
+        """`add` for a gradient that is stepped at once: the only one of its window need not be copied."""
         if self.sum is None:
             self.sum, self.complete = piece, True
         else:
@@ -64,7 +64,8 @@ class Master:
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """The buffer is kept for the next window; not the gradient of a single micro-batch that was stepped at once."""
+        """After a step. The buffer stays for the next window's gradients, except one in 16 bits that was stepped inside
+        backward: it was the window's only gradient, and no buffer is needed for the next."""
         self.complete = False
         if early and self.sum.dtype != torch.float32:
             self.sum = None
@@ -75,6 +76,7 @@ class HostMasters(BasePrecision):
     `collect_and_step` from backward, and waits on `link` before each layer."""
 
     optimizer_side: Side = "host"
+    keeps_buffers = True
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
@@ -140,11 +142,16 @@ class HostMasters(BasePrecision):
         return finite
 
     def _collected(self) -> list[Master]:
-        """Those whose gradient is there, in the order in which the next forward pass reads their weights."""
+        """Masters with a gradient of this window, in the order in which the next forward pass reads their weights."""
         return [master for master in self.masters.values() if master.complete]
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """The host drops each when it has been used, perhaps later than this; and those of a skipped step above."""
+        """Nothing: the host drops each gradient once it is used, perhaps later than this, and `unscale` those of a step
+        that is skipped."""
+
+    def mark_used(self, early: bool) -> None:
+        for master in self._collected():
+            master.used(early)
 
     def clip(self, model: nn.Module, value: float | None, largest: float | None) -> Tensor | None:
         collected = self._collected()
@@ -156,10 +163,10 @@ class HostMasters(BasePrecision):
         with host_side():
             if value is not None:
                 self._norms = [norm_of(self.reading(master.sum)) for master in collected]
-            found = torch.linalg.vector_norm(torch.stack(self._norms))
-            factor = torch.clamp(largest / (found + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+            total_norm = torch.linalg.vector_norm(torch.stack(self._norms))
+            factor = torch.clamp(largest / (total_norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
         self.reading = self.reading._replace(clip=factor.item())
-        return found
+        return total_norm
 
     # --- the step -------------------------------------------------------------------------------------------------
 

@@ -70,11 +70,11 @@ def _wide(product: OpOverload, dtype: torch.dtype) -> Callable:
     def kernel(keys: torch.DispatchKeySet, *args, **kwargs):
         if args[0].dtype != dtype:
             return native(keys, *args, **kwargs)
-        found = native(keys, *map(wide, args), **{key: wide(value) for key, value in kwargs.items()})
+        result = native(keys, *map(wide, args), **{key: wide(value) for key, value in kwargs.items()})
         if "out" in kwargs:
-            return kwargs["out"].resize_(found.shape).copy_(found)
-        if isinstance(found, Tensor):
-            return found.to(dtype)
-        return tuple(t.to(dtype) if i < PRODUCTS[product] else t for i, t in enumerate(found))
+            return kwargs["out"].resize_(result.shape).copy_(result)
+        if isinstance(result, Tensor):
+            return result.to(dtype)
+        return tuple(t.to(dtype) if i < PRODUCTS[product] else t for i, t in enumerate(result))
 
     return kernel

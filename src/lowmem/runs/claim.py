@@ -33,8 +33,8 @@ OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has mad
 
 @dataclass
 class Claimed:
-    """lock: open for as long as it is held; made: whether this command made the folder; before: what Hydra will write
-    over; rest: everything else with its time, None: of a sweep's job, whose folder tells in any case what came of it."""
+    """lock: open as long as it is held; made: whether this command made the folder; before: what Hydra will write over;
+    rest: everything else with its time, None: of a sweep's job, whose folder tells in any case what came of it."""
 
     folder: Path
     lock: int

@@ -5,7 +5,6 @@ signal ends with its weights, bit for bit.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -25,14 +24,6 @@ RUN = ("val_every=2", "save_every=2", "val_sequences=64", "sample_tokens=64", "s
 KEEPS = ("step", "evaluation", "save", "sampling")  # phases that end with a checkpoint and the summary
 SECONDS = {"load": 2.0, "step": 4.0, "evaluation": 2.0, "save": 4.0, "sampling": 4.0, "export": 2.0}
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Forked from a process that has imported everything and computed nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "told"])
-    return context
 
 
 @pytest.fixture

@@ -10,26 +10,26 @@ from conftest import ROOT
 from lowmem.runs import folders
 from lowmem.runs.claim import HYDRAS, LEFT
 
-COUNT = 8
+EIGHT = 8
 
 
 @pytest.fixture
 def race(processes, tmp_path):
-    """(arguments) -> (exit codes, what was said) of eight commands that start at once, in the same second."""
+    """(arguments) -> (exit codes, what was said) of commands that start at once, in the same second."""
 
-    def run(*arguments, claims=True):
-        together = processes.Barrier(COUNT)
+    def run(*arguments, count=EIGHT, claims=True):
+        together = processes.Barrier(count)
         every = [
             processes.Process(
                 target=claiming.live, args=(str(ROOT), str(tmp_path), [*arguments], together, number, claims)
             )
-            for number in range(COUNT)
+            for number in range(count)
         ]
         for process in every:
             process.start()
         for process in every:
             process.join(120)
-        said = [(tmp_path / f"said-{number}.txt").read_text() for number in range(COUNT)]
+        said = [(tmp_path / f"said-{number}.txt").read_text() for number in range(count)]
         return [process.exitcode for process in every], said
 
     return run
@@ -40,39 +40,38 @@ def alone(folder: Path) -> dict[str, str]:
     return {str(file.parent.relative_to(folder)): file.read_text() for file in folder.rglob("summary.json")}
 
 
-def have_their_own(race, folder, *arguments, claims=True):
-    codes, said = race(*arguments, claims=claims)
-    assert codes == [0] * COUNT, said
+def have_their_own(race, folder, *arguments, count=EIGHT, claims=True):
+    codes, said = race(*arguments, count=count, claims=claims)
+    assert codes == [0] * count, said
     found = alone(folder)
-    assert sorted(found.values()) == [f"{number}\n" for number in range(COUNT)], found
+    assert sorted(found.values()) == [f"{number}\n" for number in range(count)], found
     return sorted(found)
 
 
 def test_eight_runs_of_one_second_have_eight_folders(race, tmp_path):
     first = "outputs/2026-01-31/12-00-00"
-    assert have_their_own(race, tmp_path) == [first, *(f"{first}-{n}" for n in range(2, COUNT + 1))]
+    assert have_their_own(race, tmp_path) == [first, *(f"{first}-{n}" for n in range(2, EIGHT + 1))]
 
 
-def test_eight_sweeps_of_one_second_have_eight_folders(race, tmp_path):
-    found = have_their_own(race, tmp_path, "-m", "seed=1")
-    assert found == sorted(f"multirun/2026-01-31/12-00-00{n}/0" for n in ("", *(f"-{n}" for n in range(2, COUNT + 1))))
+def test_three_sweeps_of_one_second_have_three_folders(race, tmp_path):
+    found = have_their_own(race, tmp_path, "-m", "seed=1", count=3)
+    assert found == sorted(f"multirun/2026-01-31/12-00-00{end}/0" for end in ("", "-2", "-3"))
 
 
 def test_without_a_claim_they_share_one_and_are_caught(race, tmp_path):
     with pytest.raises(AssertionError):
-        have_their_own(race, tmp_path, claims=False)
+        have_their_own(race, tmp_path, count=2, claims=False)
 
 
-@pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("more", [(), ("resume=auto",)])
+@pytest.mark.parametrize(("exists", "more"), [(False, ()), (True, ("resume=auto",))])
 def test_of_eight_that_want_the_same_folder_one_gets_it(race, tmp_path, more, exists):
     if exists:
         (tmp_path / "mine").mkdir()
     codes, said = race(f"hydra.run.dir={tmp_path}/mine", *more)
-    assert sorted(codes) == [0] + [1] * (COUNT - 1), said
+    assert sorted(codes) == [0] + [1] * (EIGHT - 1), said
     winner = codes.index(0)
     assert alone(tmp_path) == {"mine": f"{winner}\n"}
-    for number in set(range(COUNT)) - {winner}:
+    for number in set(range(EIGHT)) - {winner}:
         assert said[number].startswith(f"hydra.run.dir={tmp_path}/mine: another run is ")
         assert "Type " in said[number] and f"resume={tmp_path}/mine" in said[number]
 

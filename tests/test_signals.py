@@ -78,20 +78,28 @@ def drafts(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if "writing" in path.name]
 
 
-def goes_on(start, run, folder) -> None:
+@pytest.fixture(scope="module")
+def whole() -> dict:
+    """The weights of the run that nobody disturbed, once there are some."""
+    return {}
+
+
+def goes_on(start, run, folder, whole) -> None:
     """From its last checkpoint to the weights of the run that nobody disturbed."""
-    start(None, f"hydra.run.dir={folder}/whole")
+    if not whole:
+        start(None, f"hydra.run.dir={folder}/whole")
+        whole |= weights(folder / "whole")
     if complete(run / "checkpoints")[-1].name == "step-00000004.ckpt":  # it was done
         again = run
     else:
         again = folder / "again"
         start(None, f"resume={run}", f"hydra.run.dir={again}")
         assert json.loads((again / "summary.json").read_text())["steps"] == 4
-    whole, other = weights(folder / "whole"), weights(again)
+    other = weights(again)
     assert whole.keys() == other.keys() and all(torch.equal(whole[name], other[name]) for name in whole)
 
 
-def ends_well(start, folder, phase, name, deaf=False):
+def ends_well(start, whole, folder, phase, name, deaf=False):
     """The table's row, printed (`pytest -s` shows it)."""
     cache, run = folder / "cache", folder / "run"
     lines = [f"hydra.run.dir={run}", *([f"cache_dir={cache}"] if phase == "load" else [])]
@@ -115,7 +123,7 @@ def ends_well(start, folder, phase, name, deaf=False):
         assert (run / "failed.txt").read_text() == f"{name}: ended at once.\n"
         assert complete(run / "checkpoints")[-1].name == "step-00000004.ckpt" and "model" not in left
     if phase != "load":
-        goes_on(start, run, folder)
+        goes_on(start, run, folder, whole)
 
 
 @pytest.mark.parametrize(
@@ -127,21 +135,21 @@ def ends_well(start, folder, phase, name, deaf=False):
         ("export", "SIGINT"),
     ],
 )
-def test_a_signal_ends_a_run_and_nothing_is_lost(start, tmp_path, phase, name):
-    ends_well(start, tmp_path, phase, name)
+def test_a_signal_ends_a_run_and_nothing_is_lost(start, whole, tmp_path, phase, name):
+    ends_well(start, whole, tmp_path, phase, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("phase", told.PHASES)
-def test_every_signal_in_every_phase(start, tmp_path, phase, name):
-    ends_well(start, tmp_path, phase, name)
+def test_every_signal_in_every_phase(start, whole, tmp_path, phase, name):
+    ends_well(start, whole, tmp_path, phase, name)
 
 
-@pytest.mark.parametrize("phase", ["load", "step"])
-def test_a_handler_that_is_not_installed_is_caught(start, tmp_path, phase):
+@pytest.mark.parametrize("phase", [pytest.param("load", marks=pytest.mark.slow), "step"])
+def test_a_handler_that_is_not_installed_is_caught(start, whole, tmp_path, phase):
     with pytest.raises(AssertionError):
-        ends_well(start, tmp_path, phase, "SIGTERM", deaf=True)
+        ends_well(start, whole, tmp_path, phase, "SIGTERM", deaf=True)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +169,7 @@ def test_a_second_signal_ends_at_once_and_the_folder_says_so(start, tmp_path, ph
     assert drafts(tmp_path) == [] and "Traceback" not in process.said.read_text()
 
 
+@pytest.mark.slow
 def test_one_signal_that_arrives_twice_is_one(start, tmp_path):
     """As `timeout` sends it, to the process and to its group."""
     process = start("step", f"hydra.run.dir={tmp_path}/run")

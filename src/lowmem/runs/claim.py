@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from lowmem.errors import Refused
 from lowmem.runs.folders import FAILED
@@ -80,7 +80,7 @@ class Claim(Callback):
     def on_multirun_start(self, config: DictConfig, **_) -> None:
         folder = Path(config.hydra.sweep.dir)
         if _is_typed("hydra.sweep.dir", config):
-            again = _typed_before(folder) == list(config.hydra.overrides.task)
+            again = _typed_before(folder) == OmegaConf.to_container(config.hydra.overrides.task)
             Claim.now = _or_leave("hydra.sweep.dir", lambda: _this(folder, "hydra.sweep.dir", again))
             return
         Claim.now = _or_leave("hydra.sweep.dir", lambda: _new(folder))

@@ -9,9 +9,8 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -66,27 +65,20 @@ class Claim(Callback):
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         folder = Path(config.hydra.run.dir)
-        if _is_typed("hydra.run.dir", config):
-            of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
-            goes_on = of_sweep or _goes_on(config, folder)
-            Claim.now = _or_leave("hydra.run.dir", lambda: _this(folder, "hydra.run.dir", goes_on))
-            if of_sweep:
-                Claim.now.rest = None
-            return
-        Claim.now = _or_leave("hydra.run.dir", lambda: _new(folder))
+        of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
+        claimed = _claimed(config, "hydra.run.dir", folder, of_sweep or _goes_on(config, folder))
+        Claim.now = replace(claimed, rest=None) if of_sweep else claimed
         with read_write(config):
-            config.hydra.run.dir = str(Claim.now.folder)
+            config.hydra.run.dir = str(claimed.folder)
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
         folder = Path(config.hydra.sweep.dir)
-        if _is_typed("hydra.sweep.dir", config):
-            again = _typed_before(folder) == OmegaConf.to_container(config.hydra.overrides.task)
-            Claim.now = _or_leave("hydra.sweep.dir", lambda: _this(folder, "hydra.sweep.dir", again))
-            return
-        Claim.now = _or_leave("hydra.sweep.dir", lambda: _new(folder))
-        with read_write(config):
-            config.hydra.sweep.dir = str(Claim.now.folder)
-            config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{Claim.now.folder}'")  # its jobs are composed anew
+        again = _typed_before(folder) == OmegaConf.to_container(config.hydra.overrides.task)
+        Claim.now = _claimed(config, "hydra.sweep.dir", folder, again)
+        if Claim.now.folder != folder:
+            with read_write(config):
+                config.hydra.sweep.dir = str(Claim.now.folder)
+                config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{Claim.now.folder}'")  # jobs are composed anew
 
 
 def release() -> None:
@@ -100,9 +92,10 @@ def untouched() -> bool:
     return Claim.now is not None and Claim.now.untouched()
 
 
-def _or_leave(key: str, claim: Callable[[], Claimed]) -> Claimed:
+def _claimed(config: DictConfig, key: str, folder: Path, goes_on: bool) -> Claimed:
+    typed = any(line.lstrip("+").startswith(f"{key}=") for line in config.hydra.overrides.hydra)
     try:
-        return claim()
+        return _this(folder, key, goes_on) if typed else _new(folder)
     except Refused as error:
         sys.exit(str(error))
     except OSError as error:
@@ -164,10 +157,6 @@ def _goes_on(config: DictConfig, folder: Path) -> bool:
     return resume == "auto" or folder.resolve() in (named, *named.parents)
 
 
-def _is_typed(key: str, config: DictConfig) -> bool:
-    return any(line.lstrip("+").startswith(f"{key}=") for line in config.hydra.overrides.hydra)
-
-
 def _typed_before(sweep: Path) -> list[str] | None:
     file = sweep / "multirun.yaml"
     return yaml.safe_load(file.read_text())["hydra"]["overrides"]["task"] if file.is_file() else None
@@ -178,7 +167,7 @@ def _hydras(folder: Path) -> list[Path]:
 
 
 def _rest(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name not in HYDRAS}
+    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir() if path.name not in HYDRAS}
 
 
 def _remove(folder: Path) -> None:

@@ -150,6 +150,8 @@ def _locked(folder: Path, made: bool) -> Claimed | None:
 
 def _goes_on(config: DictConfig, folder: Path) -> bool:
     """Whether the run that is here is the one that `resume=` names: the folder, or a checkpoint in it."""
+    if (folder / "plan.json").exists():  # no run: to make it once more loses nothing
+        return config.hydra.job.name == "plan"
     resume = config.get("resume")
     if resume is None:
         return False

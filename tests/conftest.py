@@ -1,5 +1,6 @@
 """A corpus of a few files, a model of a few thousand parameters, and two ways to run: as a function and as typed."""
 
+import multiprocessing
 import os
 import random
 import sys
@@ -115,6 +116,14 @@ def command(small, tmp_path, monkeypatch, capsys):
         return code, out.out + out.err + said
 
     return run
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Forked from a process that has imported everything and computed nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "dying", "told", "claiming"])
+    return context
 
 
 @pytest.fixture

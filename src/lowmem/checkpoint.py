@@ -36,13 +36,14 @@ class AtomicCheckpointIO(CheckpointIO):
                 torch.save(checkpoint, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
+            os.replace(draft, path)
         except (OSError, RuntimeError) as error:
-            draft.unlink(missing_ok=True)  # it may hold all the room that there was
             cause = error if isinstance(error, OSError) else error.__context__  # torch's writer hides why it stopped
             if isinstance(cause, OSError) and cause.errno:
                 raise OSError(cause.errno, cause.strerror, str(path)) from error
             raise
-        os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)  # what was cut short may hold all the room that there was
         _sync_folder(path.parent)
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
@@ -81,7 +82,11 @@ class Checkpoints(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
         due = outputs["stepped"] and trainer.global_step % self.every == 0
-        if due or trainer.should_stop:  # at the end, and after Ctrl-C, before the last evaluation
+        if due or trainer.should_stop:  # at the end, and after a signal, before the last evaluation
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self._file(trainer).exists():  # a signal between two windows, or in an evaluation
             self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
@@ -95,9 +100,12 @@ class Checkpoints(Callback):
                 "precision=bf16 or 32; resume= goes on from the last checkpoint."
             )
         with self.paused(), self.metered(trainer):
-            trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt")
+            trainer.save_checkpoint(self._file(trainer))
         for old in complete(self.folder)[:-2]:
             old.unlink()
+
+    def _file(self, trainer: Trainer) -> Path:
+        return self.folder / f"step-{trainer.global_step:08d}.ckpt"
 
 
 def _all_finite(module: torch.nn.Module) -> bool:

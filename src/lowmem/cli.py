@@ -4,7 +4,7 @@ Nothing heavy is imported at module level: `--help` answers in well under a seco
 """
 
 import os
-import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import help
+from lowmem import help, signals
 from lowmem.check import check_values
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, key, quoted, unquoted, without
-from lowmem.runs import folders, sweep
+from lowmem.runs import claim, folders, sweep
 from lowmem.starting import undisturbed
 
 _failures: list[str] = []  # of this command
@@ -36,9 +36,10 @@ def start(main: Callable[[], None]) -> None:
     sweep.Report.failed = ()
     OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
     try:
-        sys.argv[1:] = prepare(sys.argv[1:])
-        main()
-        sys.stdout.flush()
+        with signals.handled(signals.at_once):
+            sys.argv[1:] = prepare(sys.argv[1:])
+            main()
+            sys.stdout.flush()
     except BrokenPipeError:  # python train.py --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException) as error:
@@ -50,6 +51,8 @@ def start(main: Callable[[], None]) -> None:
         sys.exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        claim.release()
     if failures := [*_failures, *sweep.Report.failed]:
         sys.exit("\n".join(failures))
 
@@ -119,7 +122,7 @@ def run(cfg: DictConfig) -> float:
     if summary is None:
         return float("nan")
     if summary["interrupted"]:
-        raise KeyboardInterrupt
+        raise signals.Ended(signal.Signals[summary["signal"]])
     return summary["val_loss"]
 
 
@@ -140,8 +143,14 @@ def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debu
     hydra = HydraConfig.get()
     output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
-        return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
-    except Exception as error:
+        done = job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
+        (output_dir / folders.FAILED).unlink(missing_ok=True)  # of the life that it goes on from
+        return done
+    except (Exception, signals.Ended) as error:
+        if ended := signals.ending(error):
+            _leave(output_dir, ended.said)
+            print(ended.said, file=sys.stderr)
+            raise ended from None
         message = _message(error, debug)
         _failures.append(message)
         _leave(output_dir, message)
@@ -158,9 +167,8 @@ def _message(error: Exception, debug: bool) -> str:
 
 
 def _leave(output_dir: Path, message: str) -> None:
-    """The reason in the folder of a failed run; one that was refused before it wrote anything leaves no folder."""
-    if {path.name for path in output_dir.iterdir()} <= {".hydra", "train.log", "plan.log"}:
-        shutil.rmtree(output_dir)
+    """The reason in the folder of a failed run; one that was refused before it wrote anything leaves it as it was."""
+    if claim.untouched():
         return
     with suppress(OSError):  # a full disk may be what it failed of
         (output_dir / folders.FAILED).write_text(message + "\n")

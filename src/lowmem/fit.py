@@ -94,6 +94,7 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "optimizer": report.stepped_by(training.trainer.optimizers[0]),
         "parameters": sum(p.numel() for p in module.model.parameters()),
         "interrupted": training.stop.interrupted,
+        "signal": training.stop.signal.name if training.stop.signal else None,
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
         "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",
         "versions": report.versions(),
@@ -108,8 +109,10 @@ def _report(
 
     for logger in training.loggers:
         logger.log_metrics(report.plan_ratios(summary), step=summary["steps"])
-    with training.trainer.precision_plugin.widest(training.module):
-        model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
+    training.stop.waits_no_longer(summary["interrupted"])
+    if not summary["interrupted"]:  # its checkpoint is what goes on
+        with training.trainer.precision_plugin.widest(training.module):
+            model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
     title = " ".join(ran.chosen(choices)) or cfg.model.name
     typed = " ".join(ran.besides(choices, summary["overrides"]))
     card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None

@@ -211,11 +211,14 @@ def export(
         dtype: of the written weights, such as bfloat16; None: as they are.
     """
     draft = folder.with_name(f".{folder.name}.writing")
-    with folded(network), _held_in(network, dtype):
-        network.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(draft, folder)
+    try:
+        with folded(network), _held_in(network, dtype):
+            network.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # of an export that was cut short
 
 
 @contextmanager

@@ -117,15 +117,17 @@ class CausalLM(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self._val_loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)  # a sum over the whole split
-        self._val_tokens = 0
+        self._val_tokens = self._val_micro_batches = 0
         self.val_loss: float | None = None
 
     def validation_step(self, micro_batch: MicroBatch, _: int) -> None:
         self._val_loss_sum += self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
         self._val_tokens += micro_batch.tokens
+        self._val_micro_batches += 1
 
     def on_validation_epoch_end(self) -> None:
-        self.val_loss = (self._val_loss_sum / max(1, self._val_tokens)).item()
+        if self._val_micro_batches == sum(self.trainer.num_val_batches):  # of one that was cut nothing is known
+            self.val_loss = (self._val_loss_sum / max(1, self._val_tokens)).item()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -1,42 +1,73 @@
-"""When training ends: at `max_steps`, or after the window during which Ctrl-C was pressed."""
+"""When training ends: at `max_steps`, or at a signal, after the window under way."""
 
 import logging
 import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lowmem import signals
 
 log = logging.getLogger(__name__)
 
 
 class Stop(Callback):
-    """Ends training between windows; Lightning then evaluates once more. A second Ctrl-C ends the program at once."""
+    """Ends training between windows and an evaluation between micro-batches. A second signal ends the program at once.
 
-    def __init__(self) -> None:
-        self.interrupted = False
+    First among the callbacks: an evaluation that it cuts begins for no other.
+
+    Args:
+        keeps: whether there are checkpoints; without them a signal has nothing to wait for.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self.signal: signal.Signals | None = None
+        self._keeps, self._trainer = keeps, None
+        self._take: Callable[[], None] = lambda: None
+
+    @property
+    def interrupted(self) -> bool:
+        return self.signal is not None
+
+    def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._take()  # Lightning has put a handler of its own before ours, which calls a collective
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._take()
+        self._trainer = trainer if self._keeps else None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
-        if self.interrupted or trainer.global_step >= trainer.max_steps:
+        if trainer.global_step >= trainer.max_steps:
             trainer.should_stop = True
+
+    def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
+        if self.interrupted:
+            raise StopIteration  # ends the loop over micro-batches, as a loader does that has no more
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around the whole of `Trainer.fit`: Lightning puts back, at its very end, the handlers that it found.
+        """Around `Trainer.fit`, which puts back, at its very end, the handlers that it found, and around the summary.
 
-        A handler left behind would swallow the next Ctrl-C and keep this callback, and through it the model, for ever.
+        A handler left behind would swallow the next signal and keep this callback, and through it the model, for ever.
         """
-        if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
-            yield
-            return
-        previous = signal.signal(signal.SIGINT, self._interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
+        with signals.handled(self._stop) as self._take:
+            try:
+                yield
+            finally:
+                self._trainer = None
 
-    def _interrupt(self, *_) -> None:
-        self.interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        log.info("Stopping after this step, with a checkpoint. Ctrl-C again stops at once, without one.")
+    def waits_no_longer(self, known: bool) -> None:
+        """For what can be done again: a signal now ends it at once. known: whether the summary says `interrupted`."""
+        self._trainer = None
+        if self.interrupted and not known:
+            raise signals.Ended(self.signal)
+
+    def _stop(self, sent: signal.Signals) -> None:
+        if self.interrupted:
+            raise signals.Ended(self.signal, " and a second signal")
+        if self._trainer is None:
+            raise signals.Ended(sent)
+        self.signal = sent
+        self._trainer.should_stop = True  # here, so that no moment is too late for this window
+        log.info(f"{sent.name}: stopping after this step, with a checkpoint. Once more stops at once, without one.")

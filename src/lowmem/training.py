@@ -79,13 +79,13 @@ def trained(cfg: DictConfig, output_dir: Path, keeps: bool = True) -> Iterator[T
         output_dir.mkdir(parents=True, exist_ok=True)
         training = _assembled(cfg, output_dir, data, module, keeps)
         training.rss_before_model, training.resumed_from = before, start
-        with (
-            training.stop.listening(),
-            capped(Settings(cfg).limit, cfg.device),
-            recorded(output_dir, cfg.memory.snapshot, cfg.device),
-        ):
-            training.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
-        yield training
+        with training.stop.listening():
+            with (
+                capped(Settings(cfg).limit, cfg.device),
+                recorded(output_dir, cfg.memory.snapshot, cfg.device),
+            ):
+                training.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
+            yield training
     except (RuntimeError, MemoryError) as error:
         if network is not None and mixes_dtypes(error, network):
             raise Refused(
@@ -105,10 +105,11 @@ def _assembled(cfg: DictConfig, output_dir: Path, data: build.Data, module: Caus
     meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit)
     bits_per_byte = data.tokens.bits_per_byte(data.val.predicted)
     metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), bits_per_byte)
-    sample, stop = Sample(data.tokens.tokenizer, cfg.sample_tokens, cfg.seed), Stop()
+    stop = Stop(keeps)
+    sample = Sample(data.tokens.tokenizer, cfg.sample_tokens, cfg.seed, lambda: stop.interrupted)
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)
     plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
-    callbacks = [meter, metrics, *instantiate(cfg.callbacks).values(), Verified(), stop]
+    callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified()]
     callbacks += [saves, sample] if keeps else [sample]
     loggers = [logger for logger in instantiate(cfg.logger).values() if logger is not None]
     for logger in loggers:  # before training starts, so that a run that dies still says what it was

@@ -2,10 +2,12 @@
 
 import json
 import resource
+import signal
 from pathlib import Path
 
 import pytest
 
+from lowmem import signals
 from lowmem.runs import folders, sweep
 
 FAILING = """
@@ -122,6 +124,62 @@ def test_ctrl_c_waits_for_the_job_and_ends_the_sweep(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         sweep.job(tmp_path / "job", 0, [str(tmp_path / "written")])
     assert (tmp_path / "written").read_text() == "checkpoint"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """(what a train.py in its place does) -> how the sweep takes it; `summarised` stands for a summary."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.setattr(sweep, "TRAIN", tmp_path / "train.py")
+    summary = json.dumps({"interrupted": True, "overrides": ["lr=1"]})
+    written = f"pathlib.Path('{tmp_path}/job/summary.json').write_text('''{summary}''')"
+
+    def run(does: str) -> folders.Run:
+        lines = ("import os, pathlib, signal, sys, time", does.replace("summarised", written))
+        (tmp_path / "train.py").write_text("\n".join(lines))
+        return sweep.job(tmp_path / "job", 7, ["lr=1"])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        ("summarised; sys.exit(143)", "ended by SIGTERM"),
+        ("sys.exit(143)", "ended by SIGTERM"),
+        ("summarised; sys.exit(129)", "ended by SIGHUP"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
+        ("sys.exit(0)", "ended with exit code 0 and without a summary"),
+    ],
+)
+def test_a_job_that_was_told_to_end_or_left_no_summary_has_failed(job, tmp_path, capsys, does, reason):
+    ended = job(does)
+    assert (ended.status, ended.reason) == ("failed", reason)
+    assert (tmp_path / "job" / folders.FAILED).read_text() == reason
+    assert f"job 7 failed: {reason}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_path, capsys, name):
+    with signals.handled(signals.at_once), pytest.raises(signals.Ended) as ended:
+        job(
+            f"told = []; signal.signal(signal.{name}, lambda *_: told.append(1))\n"
+            f"os.kill(os.getppid(), signal.{name})\n"
+            "while not told: time.sleep(0.01)\n"
+            f"summarised; sys.exit({128 + signal.Signals[name]})"
+        )
+    assert ended.value.code == 128 + signal.Signals[name]
+    assert folders.load(tmp_path / "job").status == "interrupted"
+    assert f"sweep.resume={tmp_path} goes on" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_sweep_survives_a_signal_to_one_of_its_jobs_and_tells_of_it(command, failing, tmp_path):
+    code, said = command("-m", "seed=0,1", *failing(s0="SIGTERM"))
+    assert code == 1 and "job 0 failed: ended by SIGTERM" in said and "job 1 done: " in said
+    summary = summaries(tmp_path / "sweep")["0"]
+    assert summary["signal"] == "SIGTERM" and summary["steps"] == 1
+    assert (tmp_path / "sweep" / "0" / "checkpoints" / "step-00000001.ckpt").exists()
 
 
 def test_only_a_sweep_can_be_resumed_and_as_it_was(tmp_path, command):

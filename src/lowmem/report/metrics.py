@@ -122,7 +122,9 @@ class Metrics(Callback):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        self.val_loss = module.val_loss
+        self.val_loss = float("nan") if module.val_loss is None else module.val_loss
+        if module.val_loss is None:  # it was cut
+            return
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
         self._write(trainer, module, "val", metrics)
         tqdm.write(

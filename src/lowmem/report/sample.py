@@ -1,5 +1,7 @@
 """A continuation drawn from the model at the end of the run: one look says whether it learnt anything."""
 
+from collections.abc import Callable
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
@@ -10,15 +12,21 @@ PROMPT = "def "
 
 
 class Sample(Callback):
-    """Draws `tokens` tokens after "def " where the model stands, before Lightning moves it to the host."""
+    """Draws `tokens` tokens after "def " where the model stands, before Lightning moves it to the host.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int) -> None:
-        self.tokenizer, self.tokens, self.seed = tokenizer, tokens, seed
+    Args:
+        stopped: asked before each token; then there is no sample.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.tokenizer, self.tokens, self.seed, self.stopped = tokenizer, tokens, seed, stopped
         self.text: str | None = None
 
     @torch.no_grad()
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if not self.tokens:
+        if not self.tokens or self.stopped():
             return
         prompt = self.tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(module.device)  # (1, T)
         module.model.eval()
@@ -32,6 +40,8 @@ class Sample(Callback):
                 do_sample=True,
                 temperature=0.8,
                 pad_token_id=self.tokenizer.eos_token_id,
+                stopping_criteria=[lambda *_, **__: self.stopped()],
             )
         module.model.train()
-        self.text = self.tokenizer.decode(ids[0], skip_special_tokens=True)
+        if not self.stopped():
+            self.text = self.tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -52,7 +52,8 @@ def load(folder: Path) -> Run:
             overrides = [str(line) for line in summary["overrides"]]
         except (ValueError, KeyError, TypeError) as error:
             return Run(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
-        return Run(folder, overrides, summary, *(("done",) if done else ("interrupted", "ended by hand")))
+        by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem knew Ctrl-C alone
+        return Run(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
     last = max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
     if time.time() - last < QUIET:
         return Run(folder, overrides, None, "running", "no summary yet")

@@ -21,6 +21,8 @@ from omegaconf import DictConfig
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, unquoted
 from lowmem.runs import folders
+from lowmem.runs.claim import OF_SWEEP
+from lowmem.signals import Ended
 
 TRAIN = CONF.parent / "train.py"
 LOG = "output.log"  # of a job: what it printed
@@ -34,6 +36,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, when the job has written its checkpoint.
+        Ended: after another signal to the sweep, likewise.
     """
     plain = list(map(unquoted, typed))
     before = folders.load(folder)
@@ -42,34 +45,41 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
         return before
     for left in (folders.FAILED, "summary.json"):
         (folder / left).unlink(missing_ok=True)
-    code, said = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder / LOG)
+    code, said, told = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder)
     if code == 130:
-        print(f"job {number} was interrupted; sweep.resume={folder.parent} goes on", flush=True)
-        raise KeyboardInterrupt
-    if code and not (folder / folders.FAILED).exists():
+        told = told or signal.SIGINT
+    summarised = (folder / "summary.json").exists()
+    failed = not summarised or (code != 0 and not told)
+    if failed and not (folder / folders.FAILED).exists():
         _write(folder / folders.FAILED, _reason(code, said))
+    if told:
+        print(f"job {number} was interrupted; sweep.resume={folder.parent} goes on", flush=True)
+        raise KeyboardInterrupt if told == signal.SIGINT else Ended(told)
     ended = folders.load(folder)
-    if code and ended.status != "failed":  # the disk is full
+    if failed and ended.status != "failed":  # the disk is full
         ended = folders.Run(folder, plain, None, "failed", _reason(code, said))
     print(f"job {number} {_line(ended)}", flush=True)  # Hydra has said what it is
     return ended
 
 
-def _run(command: list[str], log: Path) -> tuple[int, str]:
-    """Returns: the exit code, minus a signal's number; what it said on stderr."""
+def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | None]:
+    """Returns: the exit code, minus a signal's number; what it said on stderr; the signal that came meanwhile."""
+    log, told = folder / LOG, None
     _write(log, "")
+    streams = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with (
         (log if log.exists() else Path(os.devnull)).open("a") as out,
-        subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace") as process,
+        subprocess.Popen(command, stdout=out, **streams, env=os.environ | {OF_SWEEP: str(folder)}) as process,
     ):
         while True:
             try:
                 said = process.communicate()[1]
                 break
-            except KeyboardInterrupt:  # the job got it too: it ends after its step
-                continue
+            except (KeyboardInterrupt, Ended) as sent:  # the job ends after its step; a second one ends it at once
+                told = sent.signal if isinstance(sent, Ended) else signal.SIGINT
+                process.send_signal(told)  # from a terminal it has it already, and takes both for one
     _write(log, said, "a")
-    return process.returncode, said
+    return process.returncode, said, told
 
 
 def _write(file: Path, text: str, mode: str = "w") -> None:
@@ -80,6 +90,10 @@ def _write(file: Path, text: str, mode: str = "w") -> None:
 
 
 def _reason(code: int, said: str) -> str:
+    if code > 128:
+        return f"ended by {signal.Signals(code - 128).name}"
+    if code == 0:
+        return "ended with exit code 0 and without a summary"
     if code < 0:
         name = signal.Signals(-code).name
         why = " (memory of the host ran out, or someone did it by hand)" if name == "SIGKILL" else ""

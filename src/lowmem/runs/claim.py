@@ -1,0 +1,179 @@
+"""A run's folder is its own: claimed before anything is written into it, and given back as it was by a run that was
+refused.
+
+Hydra writes `.hydra/` and a log before the job starts, so the claim is one of its callbacks. A new folder belongs to
+whoever made it; every folder is locked as long as its command lives, so that nobody goes on with a run that still runs.
+"""
+
+import fcntl
+import os
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from lowmem.errors import Refused
+from lowmem.runs.folders import FAILED
+
+HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # written before a job, whatever comes of it
+# What else a command leaves: where one of these lies, another run was.
+LEFT = (
+    *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
+    *("plan.json", "output.log"),
+)
+OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has made for this job
+
+
+@dataclass
+class Claimed:
+    """lock: open as long as it is held; made: whether this command made the folder; before: what Hydra will write over;
+    rest: everything else with its time, None: of a sweep's job, whose folder tells in any case what came of it."""
+
+    folder: Path
+    lock: int
+    made: bool
+    before: dict[Path, bytes]
+    rest: dict[str, int] | None
+
+    def untouched(self) -> bool:
+        """Whether nothing was written but what Hydra writes."""
+        return self.rest is not None and self.folder.is_dir() and _rest(self.folder) == self.rest
+
+    def give_back(self) -> None:
+        """The folder as it was, if nothing was written but what Hydra writes."""
+        if self.untouched():
+            _remove(self.folder)
+            for file, content in self.before.items():
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(content)
+            if self.made:
+                with suppress(OSError):  # somebody has put something there
+                    self.folder.rmdir()
+        os.close(self.lock)
+
+
+class Claim(Callback):
+    """Hydra's hooks before it writes. What they raise it would take for a warning, so they leave at once."""
+
+    now: Claimed | None = None  # by this process
+
+    def on_run_start(self, config: DictConfig, **_) -> None:
+        folder = Path(config.hydra.run.dir)
+        of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
+        claimed = _claimed(config, "hydra.run.dir", folder, of_sweep or _goes_on(config, folder))
+        Claim.now = replace(claimed, rest=None) if of_sweep else claimed
+        with read_write(config):
+            config.hydra.run.dir = str(claimed.folder)
+
+    def on_multirun_start(self, config: DictConfig, **_) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        again = _typed_before(folder) == OmegaConf.to_container(config.hydra.overrides.task)
+        Claim.now = _claimed(config, "hydra.sweep.dir", folder, again)
+        if Claim.now.folder != folder:
+            with read_write(config):
+                config.hydra.sweep.dir = str(Claim.now.folder)
+                config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{Claim.now.folder}'")  # jobs are composed anew
+
+
+def release() -> None:
+    """At the end of a command."""
+    if Claim.now is not None:
+        Claim.now.give_back()
+        Claim.now = None
+
+
+def untouched() -> bool:
+    return Claim.now is not None and Claim.now.untouched()
+
+
+def _claimed(config: DictConfig, key: str, folder: Path, goes_on: bool) -> Claimed:
+    typed = any(line.lstrip("+").startswith(f"{key}=") for line in config.hydra.overrides.hydra)
+    try:
+        return _this(folder, key, goes_on) if typed else _new(folder)
+    except Refused as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"The output folder cannot be written ({error}). Type {key}=<a folder that can>.")
+
+
+def _new(folder: Path) -> Claimed:
+    """A folder that nobody has: this one, or the first of its name with -2, -3, ... behind it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        with suppress(FileExistsError):
+            own.mkdir()
+            if (claimed := _locked(own, made=True)) is not None:  # None: someone was faster who typed this name
+                return claimed
+
+
+def _this(folder: Path, key: str, goes_on: bool) -> Claimed:
+    """Raises:
+    Refused: it holds another run, or one that still runs.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    claimed = _locked(folder, made)
+    if claimed is None:
+        raise Refused(
+            f"{key}={folder}: another run is writing here. Type another folder, or, when it has ended, resume={folder}."
+        )
+    found = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
+    if found and not goes_on:
+        os.close(claimed.lock)
+        instead = f"sweep.resume={folder}" if (folder / "multirun.yaml").exists() else f"resume={folder}"
+        raise Refused(
+            f"{key}={folder}: another run is here ({found[0]}). Type {instead} to go on with it, or another folder."
+        )
+    return claimed
+
+
+def _locked(folder: Path, made: bool) -> Claimed | None:
+    """None: another process has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    before = {file: file.read_bytes() for file in _hydras(folder) if file.is_file()}
+    return Claimed(folder, handle, made, before, _rest(folder))
+
+
+def _goes_on(config: DictConfig, folder: Path) -> bool:
+    """Whether the run that is here is the one that `resume=` names: the folder, or a checkpoint in it."""
+    if (folder / "plan.json").exists():  # no run: to make it once more loses nothing
+        return config.hydra.job.name == "plan"
+    resume = config.get("resume")
+    if resume is None:
+        return False
+    named = Path(str(resume)).expanduser().resolve()
+    return resume == "auto" or folder.resolve() in (named, *named.parents)
+
+
+def _typed_before(sweep: Path) -> list[str] | None:
+    file = sweep / "multirun.yaml"
+    return yaml.safe_load(file.read_text())["hydra"]["overrides"]["task"] if file.is_file() else None
+
+
+def _hydras(folder: Path) -> list[Path]:
+    return [*(folder / ".hydra").glob("*"), *(folder / name for name in HYDRAS)]
+
+
+def _rest(folder: Path) -> dict[str, int]:
+    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir() if path.name not in HYDRAS}
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder / ".hydra", ignore_errors=True)
+    for name in HYDRAS:
+        with suppress(OSError):
+            (folder / name).unlink(missing_ok=True)

@@ -34,7 +34,7 @@ def _in_place(self, content: dict, path, storage_options=None) -> None:
 
 
 def _arrange(where: str, passes: int) -> None:
-    from lowmem import checkpoint
+    from lowmem import aside, checkpoint
     from lowmem.precision import master
 
     left = [passes]
@@ -43,7 +43,7 @@ def _arrange(where: str, passes: int) -> None:
         left[0] -= 1
         return left[0] < 0
 
-    save, replace, sync, step = torch.save, os.replace, checkpoint._sync_folder, master._step
+    save, replace, sync, step = torch.save, os.replace, aside._sync, master._step
 
     def half_a_file(content, to):
         if not due():
@@ -59,10 +59,10 @@ def _arrange(where: str, passes: int) -> None:
             die()
         replace(source, to)
 
-    def after_the_rename(folder):
-        if due():
+    def after_the_rename(path):
+        if path.name == "checkpoints" and due():
             die()
-        sync(folder)
+        sync(path)
 
     def in_a_step(*arguments):
         if due():
@@ -72,8 +72,8 @@ def _arrange(where: str, passes: int) -> None:
     if where == "half a file":
         checkpoint.torch.save = half_a_file
     elif where == "before the rename":
-        checkpoint.os.replace = before_the_rename
+        aside.os.replace = before_the_rename
     elif where == "after the rename":
-        checkpoint._sync_folder = after_the_rename
+        aside._sync = after_the_rename
     else:
         master._step = in_a_step

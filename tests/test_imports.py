@@ -9,7 +9,19 @@ from conftest import ROOT
 
 # From the ground up: a part may import from its own storey and those below it, files of its own folder included.
 STOREYS = (
-    ("errors", "units", "overrides", "techniques", "starting", "help", "quiet", "instantiate", "internals"),
+    (
+        "errors",
+        "units",
+        "aside",
+        "curves",
+        "overrides",
+        "techniques",
+        "starting",
+        "help",
+        "quiet",
+        "instantiate",
+        "internals",
+    ),
     (
         "data",
         "memory",
@@ -34,7 +46,7 @@ STOREYS = (
         "model",
     ),
     ("module", "checkpoint", "report", "runs"),
-    ("build", "training", "plan"),
+    ("build", "training", "asked", "plan"),
     ("batch_size",),
     ("fit",),
     ("cli",),

@@ -46,7 +46,7 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     spec = of.spec | ({"pretrained": False} if saved else {})  # the checkpoint brings the weights
     made = causal_lm(cfg, spec, of.config)
     if saved:
-        saved.check(made, of.train)
+        saved.check(made, of.tokens.tokenizer)
     return made
 
 

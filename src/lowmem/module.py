@@ -49,6 +49,7 @@ class CausalLM(LightningModule):
         self.tokens = 0  # seen, those of skipped steps included
         self.skipped_steps = 0
         self.gradient_norm: Tensor | None = None  # before clipping
+        self.identity: dict[str, str] = {}  # of what belongs to these weights, by name: into every checkpoint
         self.last_micro_batch = False  # whether the one under way is its window's last
         self._random_states: dict[str, Tensor] | None = None
 
@@ -122,6 +123,7 @@ class CausalLM(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.val_loss = (self._val_loss_sum / max(1, self._val_tokens)).item()
+        self.log("val_loss", self.val_loss, logger=False)  # for callbacks that watch it
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class CausalLM(LightningModule):
         random_states = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random_states["cuda"] = torch.cuda.get_rng_state(self.device)
-        checkpoint["lowmem"] = {
+        checkpoint["lowmem"] = self.identity | {
             "position": self.position._asdict(),
             "order": self.trainer.train_dataloader.order,
             "tokens": self.tokens,

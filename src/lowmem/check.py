@@ -29,7 +29,7 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Args: choices: group -> chosen yaml, to name the file an error comes from."""
     check_values(cfg)
     errors = [*_keys(cfg, choices)]
-    errors = errors or [*refused(cfg)]
+    errors = errors or [*refused(cfg), *_savers(cfg)]
     if errors:
         raise Refused("\n".join(errors))
     _device(cfg.device, cfg.memory.snapshot)
@@ -128,6 +128,19 @@ def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
             ours = OPTIM_KEYS if group == "optim" else ("declares",)
             if not key.startswith("_") and key not in names and key not in ours:
                 yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names)}."
+
+
+def _savers(cfg: DictConfig) -> Iterator[str]:
+    """Callbacks that would save checkpoints of their own: inside windows, unverified, and never deleted."""
+    from lightning.pytorch.callbacks import Checkpoint
+
+    for path, node in targets(cfg.callbacks, ("callbacks",)):
+        one = get_object(node["_target_"])
+        if isinstance(one, type) and issubclass(one, Checkpoint):
+            yield (
+                f"{'.'.join(path)}: {one.__name__} saves inside accumulation windows, which no run can go on from. "
+                "Leave it out: save_every=30min and checkpoint.keep=best do what it is for."
+            )
 
 
 def targets(cfg: DictConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], DictConfig]]:

@@ -131,6 +131,7 @@ def _work(training: Training, data: build.Data, asked: Asked) -> None:
     if asked.work == "evaluate":
         trainer.validate(module, data.val, verbose=False, **start)
         return
+    trainer.strategy.connect(module)  # whose steps they are
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
     module.on_load_checkpoint(content)
     module.load_state_dict(content["state_dict"])

@@ -154,7 +154,14 @@ def going_on(folder: Path) -> str:
 
 def complete(folder: Path) -> list[Path]:
     """Checkpoints of a folder that were not cut short, oldest first."""
-    return [path for path in _named(folder) if zipfile.is_zipfile(path)]
+    return [path for path in _named(folder) if _has_its_end(path)]
+
+
+def _has_its_end(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of what stands there it can make no sense
+        return False
 
 
 def _named(folder: Path) -> list[Path]:
@@ -204,7 +211,7 @@ def find(named: str, key: str = "resume") -> Path:
         path = whole[-1]
     if not path.exists():
         raise Refused(f"{asked}: there is no such run folder or checkpoint. Runs are under outputs/.")
-    if not zipfile.is_zipfile(path):
+    if not _has_its_end(path):
         raise Refused(f"{asked}: this checkpoint is incomplete; its end is missing. {_instead(key, path)}")
     if not intact(path):
         raise Refused(f"{asked}: {path.name} is damaged: it is not what was written. {_instead(key, path)}")

@@ -45,7 +45,7 @@ STOREYS = (
         "check",
         "model",
     ),
-    ("module", "checkpoint", "report", "runs"),
+    ("faults", "module", "checkpoint", "report", "runs"),
     ("build", "training", "asked", "plan"),
     ("batch_size",),
     ("fit",),

@@ -103,7 +103,7 @@ def trained(cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool
             _work(training, data, asked)
         yield training
     except NotFinite as error:
-        raise Refused(_after_a_fault(error, training, output_dir)) from error
+        raise Refused(_after_a_fault(error, training, cfg, output_dir)) from error
     except MisconfigurationException as error:
         raise Refused(f"trainer, callbacks: Lightning says: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -137,12 +137,16 @@ def _work(training: Training, data: build.Data, asked: Asked) -> None:
     module.load_state_dict(content["state_dict"])
 
 
-def _after_a_fault(error: NotFinite, training: Training, output_dir: Path) -> str:
-    """What to do about it in this run: nobody is told to take the precision or the checkpoint that he has not."""
-    lr = training.trainer.optimizers[0].param_groups[0]["lr"]
-    narrow = training.trainer.precision_plugin.dtype == torch.float16
-    wider = ", or precision=bf16, which has fp32's range" if narrow else ""
-    return f"{error} Type a smaller lr (it is {float(lr):g}){wider}. {checkpoint.going_on(output_dir / 'checkpoints')}"
+def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output_dir: Path) -> str:
+    """What to do about it in this run: nobody is told to take the precision, setting or checkpoint that he has not."""
+    run, last = Settings(cfg), checkpoint.complete(output_dir / "checkpoints") or [training.resumed_from]
+    instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
+    if run.scales_loss:
+        instead.append("precision=bf16, which has fp32's range")
+    if not (cfg.on_nonfinite == "skip" or run.in_backward or run.early):
+        instead.append("on_nonfinite=skip")
+    there = f"resume={last[-1]} goes on from the last checkpoint." if last[-1] else "There is no checkpoint yet."
+    return f"{error} Type {', or '.join(instead)}. {there}"
 
 
 def _assembled(

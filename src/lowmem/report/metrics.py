@@ -118,6 +118,7 @@ class Metrics(Callback):
         if trainer.sanity_checking:
             return
         self.val_loss = module.val_loss
+        trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks watch it there
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
         self._write(trainer, module, "val", metrics)
         tqdm.write(

@@ -100,7 +100,7 @@ def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
 
 def _steps(summary: Mapping) -> str:
     skipped = summary["skipped_steps"]
-    return f"{summary['steps']:,}" + (f" (and {skipped} skipped by the loss scaler)" if skipped else "")
+    return f"{summary['steps']:,}" + (f" (and {skipped} skipped: not finite, or not in fp16)" if skipped else "")
 
 
 def _gib(size: int | None) -> str:

@@ -35,6 +35,7 @@ def _in_place(self, content: dict, path, storage_options=None) -> None:
 
 def _arrange(where: str, passes: int) -> None:
     from lowmem import aside, checkpoint
+    from lowmem.module import CausalLM
     from lowmem.precision import master
 
     left = [passes]
@@ -44,6 +45,7 @@ def _arrange(where: str, passes: int) -> None:
         return left[0] < 0
 
     save, replace, sync, step = torch.save, os.replace, aside._sync, master._step
+    evaluate = CausalLM.validation_step
 
     def half_a_file(content, to):
         if not due():
@@ -69,11 +71,26 @@ def _arrange(where: str, passes: int) -> None:
             die()
         step(*arguments)
 
+    def in_the_last_evaluation(self, *arguments):
+        if not self.trainer.sanity_checking:
+            die()
+        return evaluate(self, *arguments)
+
+    def before_the_model_is_in_place(source, to):
+        if str(to).endswith("model"):
+            die()
+        replace(source, to)
+
     if where == "half a file":
         checkpoint.torch.save = half_a_file
     elif where == "before the rename":
         aside.os.replace = before_the_rename
     elif where == "after the rename":
         aside._sync = after_the_rename
-    else:
+    elif where == "in a step":
         master._step = in_a_step
+    elif where == "in the last evaluation":
+        CausalLM.validation_step = in_the_last_evaluation
+    else:
+        assert where == "in the export"
+        aside.os.replace = before_the_model_is_in_place

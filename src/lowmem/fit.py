@@ -25,6 +25,7 @@ from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
 from lowmem.report import ran, step
 from lowmem.report import summary as report
+from lowmem.runs import folders
 from lowmem.settings import Settings
 from lowmem.training import DidNotFit, Training, trained
 
@@ -67,6 +68,7 @@ def fit(
             _report(training, output_dir, summary)
             if wanted.exports:
                 _export(training, cfg, output_dir)
+            (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
             print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
             return summary
     except DidNotFit as error:

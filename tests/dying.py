@@ -34,7 +34,8 @@ def _in_place(self, content: dict, path, storage_options=None) -> None:
 
 
 def _arrange(where: str, passes: int) -> None:
-    from lowmem import checkpoint
+    from lowmem import aside, checkpoint
+    from lowmem.module import CausalLM
     from lowmem.precision import master
 
     left = [passes]
@@ -43,7 +44,8 @@ def _arrange(where: str, passes: int) -> None:
         left[0] -= 1
         return left[0] < 0
 
-    save, replace, sync, step = torch.save, os.replace, checkpoint._sync_folder, master._step
+    save, replace, sync, step = torch.save, os.replace, aside._sync, master._step
+    evaluate = CausalLM.validation_step
 
     def half_a_file(content, to):
         if not due():
@@ -59,21 +61,36 @@ def _arrange(where: str, passes: int) -> None:
             die()
         replace(source, to)
 
-    def after_the_rename(folder):
-        if due():
+    def after_the_rename(path):
+        if path.name == "checkpoints" and due():
             die()
-        sync(folder)
+        sync(path)
 
     def in_a_step(*arguments):
         if due():
             die()
         step(*arguments)
 
+    def in_the_last_evaluation(self, *arguments):
+        if not self.trainer.sanity_checking:
+            die()
+        return evaluate(self, *arguments)
+
+    def before_the_model_is_in_place(source, to):
+        if str(to).endswith("model"):
+            die()
+        replace(source, to)
+
     if where == "half a file":
         checkpoint.torch.save = half_a_file
     elif where == "before the rename":
-        checkpoint.os.replace = before_the_rename
+        aside.os.replace = before_the_rename
     elif where == "after the rename":
-        checkpoint._sync_folder = after_the_rename
-    else:
+        aside._sync = after_the_rename
+    elif where == "in a step":
         master._step = in_a_step
+    elif where == "in the last evaluation":
+        CausalLM.validation_step = in_the_last_evaluation
+    else:
+        assert where == "in the export"
+        aside.os.replace = before_the_model_is_in_place

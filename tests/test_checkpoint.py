@@ -2,13 +2,16 @@
 
 import io
 import json
+import os
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from lowmem import checkpoint
+from lowmem import aside, checkpoint
 from lowmem.errors import Refused
 from lowmem.memory.process import page_out
 from same import same
@@ -104,7 +107,7 @@ def test_an_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monke
     def full_disk(_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full_disk)
+    monkeypatch.setattr(aside.os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
         writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000002.ckpt")
     assert checkpoint.find(str(tmp_path)).name == "step-00000001.ckpt"
@@ -195,3 +198,62 @@ def test_letting_go_of_what_is_no_file_loses_nothing():
     tensor = torch.arange(EACH)
     page_out([tensor])
     assert torch.equal(tensor, torch.arange(EACH))
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_flipped_bit_is_found_wherever_it_is_or_changes_nothing(tmp_path, compares):
+    """One in every eleventh byte of a file. Not to compare the digests is the deliberately wrong variant."""
+    content, path = {"x": torch.arange(300), "steps": 7, "name": "a"}, tmp_path / "step-00000001.ckpt"
+    writer = checkpoint.AtomicCheckpointIO()
+    writer.save_checkpoint(content, path)
+    written, missed = path.read_bytes(), 0
+    for at in range(0, len(written), 11):
+        flipped = bytearray(written)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        if not compares or checkpoint.intact(path):
+            with suppress(Exception):  # what cannot be loaded does no harm either
+                missed += not same(writer.load_checkpoint(path), content)
+    assert (missed == 0) == compares
+
+
+def test_a_page_of_zeros_is_found_and_looking_for_it_takes_less_than_two_seconds_per_gb(tmp_path):
+    path = tmp_path / "step-00000001.ckpt"
+    checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
+    start = time.perf_counter()
+    assert checkpoint.intact(path)
+    assert (time.perf_counter() - start) / (path.stat().st_size / 1e9) < 2.0
+    with path.open("r+b") as stream:
+        stream.seek(path.stat().st_size // 3)
+        stream.write(bytes(4096))
+    assert not checkpoint.intact(path)
+
+
+class Bomb:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("trusting", [False, True])
+def test_a_pickle_that_runs_code_is_refused(fit, tmp_path, monkeypatch, trusting):
+    """Trusting: the deliberately wrong variant."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    torch.save({"lowmem": Bomb(tmp_path / "went off")}, run / "checkpoints" / "step-00000001.ckpt")
+    if trusting:
+        load = torch.load
+        monkeypatch.setattr(checkpoint.torch, "load", lambda path, **how: load(path, **how | {"weights_only": False}))
+    for line in (f"resume={run}", "resume=auto", f"evaluate={run}", f"export={run}"):
+        with pytest.raises(Refused, match="no checkpoint of lowmem"):
+            fit(line)
+        assert (tmp_path / "went off").exists() == trusting
+        if trusting:
+            break

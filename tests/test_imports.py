@@ -9,7 +9,20 @@ from conftest import ROOT
 
 # From the ground up: a part may import from its own storey and those below it, files of its own folder included.
 STOREYS = (
-    ("errors", "units", "overrides", "techniques", "starting", "help", "quiet", "instantiate", "internals", "signals"),
+    (
+        "errors",
+        "units",
+        "aside",
+        "curves",
+        "overrides",
+        "signals",
+        "techniques",
+        "starting",
+        "help",
+        "quiet",
+        "instantiate",
+        "internals",
+    ),
     (
         "data",
         "memory",
@@ -33,8 +46,8 @@ STOREYS = (
         "check",
         "model",
     ),
-    ("module", "checkpoint", "report", "runs"),
-    ("build", "training", "plan"),
+    ("faults", "module", "checkpoint", "report", "runs"),
+    ("build", "training", "asked", "plan"),
     ("batch_size",),
     ("fit",),
     ("cli",),

@@ -1,4 +1,4 @@
-"""Killed by SIGKILL in a step or in a save: the last complete checkpoint loads, and the bits are right."""
+"""Killed by SIGKILL in a step, a save or after the last step: the same command goes on, and the bits are right."""
 
 import multiprocessing
 import random
@@ -6,16 +6,16 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dying
 from conftest import ROOT
 from lowmem.checkpoint import complete
 from lowmem.overrides import key, quoted
 
-STEPS = 12
 PARAMETERS = 28  # of the small model: steps of its masters per optimizer step
 SAVES = ("half a file", "before the rename", "after the rename")
-RUN = ("precision=bf16-master", "optim=adamw8bit", f"max_steps={STEPS}", "save_every=1", "model.architecture.n_embd=64")
+RUN = ("precision=bf16-master", "optim=adamw8bit", "save_every=1", "model.architecture.n_embd=64")
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +28,13 @@ def processes():
 
 @pytest.fixture
 def life(processes, small, tmp_path):
-    """(folder, moment) -> exit code of a run that goes on from the folder's last complete checkpoint."""
+    """The folder, and (moment, steps) -> exit code of a life of the run in it: the same command line every time."""
     folder, lives = tmp_path / "run", [0]
 
-    def live(moment, renames=True):
+    def live(moment, steps=12, renames=True):
         lives[0] += 1
         base = [o for o in small if key(o) not in {key(line) for line in RUN}]
-        lines = [*base, *RUN, "logger=none"]
-        if complete(folder / "checkpoints"):
-            lines.append(f"resume={folder}")
+        lines = [*base, *RUN, f"max_steps={steps}", "logger=none", "resume=auto"]
         process = processes.Process(
             target=dying.live, args=(str(ROOT), [quoted(o) for o in lines], str(folder), moment, renames)
         )
@@ -63,34 +61,40 @@ def names_tell_the_truth(folder):
 
 
 def moments(count, in_saves, seed=0):
+    """The last two come after the last step, the others before."""
     draw = random.Random(seed)
-    steps = [("in a step", draw.randrange(2 * PARAMETERS)) for _ in range(count - in_saves)]
-    found = [*steps, *((SAVES[i % len(SAVES)], draw.randrange(2)) for i in range(in_saves))]
+    found = [("in a step", draw.randrange(2 * PARAMETERS)) for _ in range(count - in_saves - 2)]
+    found += [(SAVES[i % len(SAVES)], draw.randrange(2)) for i in range(in_saves)]
     draw.shuffle(found)
-    return found
+    return [*found, ("in the last evaluation", 0), ("in the export", 0)]
 
 
-def dies_and_goes_on(folder, live, deaths):
-    for moment in deaths:
-        assert live(moment) == -signal.SIGKILL, moment
+def dies_and_goes_on(folder, live, deaths, steps):
+    for number, moment in enumerate(deaths, start=1):
+        assert live(moment, steps) == -signal.SIGKILL, moment
         assert names_tell_the_truth(folder), moment
-    assert live(None) == 0
-    return saved(complete(folder / "checkpoints")[-1])
+        newest = max((path.name for path in (folder / "checkpoints").glob("step-*.ckpt")), default="no checkpoint")
+        print(f"kill {number:2}: {' '.join(map(str, moment)):<24} left {newest}")
+    assert live(None, steps) == 0
+    assert not list(folder.rglob("*.writing"))
+    return everything(folder)
 
 
-@pytest.fixture
-def unbroken(fit):
-    _, run = fit(*RUN, "logger=none", folder="unbroken")
-    return saved(complete(run / "checkpoints")[-1])
+def everything(run):
+    """Of the last checkpoint, and the exported weights."""
+    return saved(complete(run / "checkpoints")[-1]) | load_file(run / "model" / "model.safetensors")
 
 
-def test_killed_twice_a_run_is_the_unbroken_run(life, unbroken):
-    found = dies_and_goes_on(*life, [("half a file", 2), ("in a step", PARAMETERS + 5)])
-    assert found.keys() == unbroken.keys() and all(torch.equal(found[key], unbroken[key]) for key in found)
-
-
-def test_killed_ten_times_four_of_them_in_a_save_a_run_is_the_unbroken_run(life, unbroken):
-    found = dies_and_goes_on(*life, moments(10, in_saves=4))
+@pytest.mark.parametrize(
+    ("steps", "deaths"),
+    [
+        pytest.param(6, [("half a file", 1), ("in a step", PARAMETERS + 5), ("in the export", 0)], id="3 times"),
+        pytest.param(40, moments(20, in_saves=8), id="20 times", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deaths):
+    _, run = fit(*RUN, f"max_steps={steps}", "logger=none", folder="unbroken")
+    unbroken, found = everything(run), dies_and_goes_on(*life, deaths, steps)
     assert found.keys() == unbroken.keys() and all(torch.equal(found[key], unbroken[key]) for key in found)
 
 

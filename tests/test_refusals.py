@@ -8,6 +8,7 @@ from lowmem import build, check, refusals
 from lowmem.build import optimizer
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
+from lowmem.precision import master
 from lowmem.precision.sixteen import Float16Weights
 
 # One command line per refusal, in the order of the list.
@@ -15,6 +16,7 @@ TYPED = (
     ["optim.in_backward=true"],
     ["optim.in_backward=true", "clip=null", "precision=16"],
     ["optim.in_backward=true", "clip=null", "accumulation=fixed"],
+    ["precision=bf16-master", "clip=null", "on_nonfinite=skip"],
     ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
     ["precision=bf16-master", "optim=paged_adamw8bit"],
     ["precision=16-master", "+trainer.strategy=ddp"],
@@ -82,7 +84,8 @@ def test_proof_loss_scaling_in_backward_lets_an_overflow_through(config, monkeyp
         update(self, optimizer, group, p)
 
     monkeypatch.setattr(Float16Weights, "update", overflowing)
-    weights = trained(config, "optim.in_backward=true", "clip=null", "precision=16-true", "optim=sgd")  # skips nothing
+    lines = ("optim.in_backward=true", "clip=null", "precision=16-true", "optim=sgd", "max_steps=1")
+    weights = trained(config, *lines)  # skips nothing
     assert not any(p.isfinite().all() for p in weights.values())
 
 
@@ -98,6 +101,26 @@ def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monke
     monkeypatch.setattr(torch.optim.AdamW, "step", counting)
     trained(config, "optim.in_backward=true", "clip=null", "accumulation=fixed", "batch_size=4", "max_steps=1")
     assert steps.count(steps[0]) == 3  # the micro-batches of one window of 9 sequences
+
+
+def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
+    fetch, step, stepped = master.HostMasters._fetch, master._step, []
+
+    def broken(self, p, take):
+        if self.masters[id(p)].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
+            p.grad.fill_(float("inf"))
+        fetch(self, p, take)
+
+    def recording(optimizer, group, one, *how):
+        step(optimizer, group, one, *how)
+        stepped.append(one.name)
+
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    monkeypatch.setattr(master.HostMasters, "_fetch", broken)
+    monkeypatch.setattr(master, "_step", recording)
+    with pytest.raises(Refused, match=r"layers\.0\.input_layernorm\.weight is not finite"):
+        trained(config, "precision=bf16-master", "clip=null", "on_nonfinite=skip")
+    assert stepped and not any("layers.0.input_layernorm.weight" in name for name in stepped)
 
 
 def test_proof_masters_take_no_part_in_backward(config, monkeypatch):

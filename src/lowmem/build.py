@@ -46,7 +46,7 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     spec = of.spec | ({"pretrained": False} if saved else {})  # the checkpoint brings the weights
     made = causal_lm(cfg, spec, of.config)
     if saved:
-        saved.check(made, of.train)
+        saved.check(made, of.tokens.tokenizer)
     return made
 
 
@@ -65,9 +65,8 @@ def causal_lm(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> CausalLM
     """Args: spec: cfg.model as a plain dict; config: its architecture."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     instantiate(cfg.gradient_checkpointing)(network)
-    return CausalLM(
-        network, instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value
-    )
+    schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
+    return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips)
 
 
 def optimizer(cfg: DictConfig) -> MakeOptimizer:

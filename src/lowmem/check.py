@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from lowmem.errors import Refused
 from lowmem.memory import limit
 from lowmem.refusals import refused
+from lowmem.units import steps_or_seconds
 
-COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "save_every", "log_every")
+COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "log_every")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 # Under which name a model's config has the length of the longest sequence, if it has one.
@@ -28,7 +29,7 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Args: choices: group -> chosen yaml, to name the file an error comes from."""
     check_values(cfg)
     errors = [*_keys(cfg, choices)]
-    errors = errors or [*refused(cfg)]
+    errors = errors or [*refused(cfg), *_savers(cfg)]
     if errors:
         raise Refused("\n".join(errors))
     _device(cfg.device, cfg.memory.snapshot)
@@ -52,6 +53,19 @@ def _numbers(cfg: DictConfig) -> Iterator[str]:
             continue
         if not _is_int(cfg[key]) or cfg[key] < 1:
             yield f"{key}={cfg[key]}: give a whole number of at least 1."
+    try:
+        steps_or_seconds(cfg.save_every)
+    except ValueError:
+        yield f"save_every={cfg.save_every}: give a whole number of steps of at least 1, or minutes, as in 30min."
+    if cfg.checkpoint.keep not in ("last", "best") and not _is_count(cfg.checkpoint.keep):
+        yield f"checkpoint.keep={cfg.checkpoint.keep}: give last, best, or how many of the newest are kept."
+    if cfg.early_stop.patience is not None and not _is_count(cfg.early_stop.patience):
+        yield f"early_stop.patience={cfg.early_stop.patience}: give a whole number of at least 1, or null: off."
+    if cfg.on_nonfinite not in ("stop", "skip"):
+        yield f"on_nonfinite={cfg.on_nonfinite}: give stop or skip."
+    named = [key for key in ("resume", "evaluate", "export") if cfg[key] is not None]
+    if len(named) > 1:
+        yield f"{' and '.join(named)}: one command does one of them. Leave the others out."
     for key in ("seed", "sample_tokens"):
         if not _is_int(cfg[key]) or cfg[key] < 0:
             yield f"{key}={cfg[key]}: give a whole number of at least 0."
@@ -114,6 +128,19 @@ def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
             ours = OPTIM_KEYS if group == "optim" else ("declares",)
             if not key.startswith("_") and key not in names and key not in ours:
                 yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names)}."
+
+
+def _savers(cfg: DictConfig) -> Iterator[str]:
+    """Callbacks that would save checkpoints of their own: inside windows, unverified, and never deleted."""
+    from lightning.pytorch.callbacks import Checkpoint
+
+    for path, node in targets(cfg.callbacks, ("callbacks",)):
+        one = get_object(node["_target_"])
+        if isinstance(one, type) and issubclass(one, Checkpoint):
+            yield (
+                f"{'.'.join(path)}: {one.__name__} saves inside accumulation windows, which no run can go on from. "
+                "Leave it out: save_every=30min and checkpoint.keep=best do what it is for."
+            )
 
 
 def targets(cfg: DictConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], DictConfig]]:

@@ -1,11 +1,14 @@
-"""Checkpoints: always between windows, written aside, synced, then renamed.
+"""Checkpoints: always between windows, written aside, synced, then renamed; verified before they are used.
 
-A file under its final name is therefore complete; one that was cut short elsewhere (a full disk, a copy that broke off)
-is recognised by its missing zip directory before anything heavy is built.
+A file under its final name is therefore complete, when it was written. What happened to it since is told by the CRC-32
+that torch writes beside every tensor into the zip archive that a checkpoint is, and that torch itself never looks at.
 """
 
-import os
+import hashlib
+import logging
+import math
 import re
+import time
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,12 +17,17 @@ from pathlib import Path
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from transformers import PreTrainedTokenizerBase
 
+from lowmem.aside import aside
 from lowmem.data.loader import Position, WindowLoader
-from lowmem.errors import Refused
+from lowmem.errors import NotFinite, Refused
 from lowmem.gradients import finite
 from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
+from lowmem.units import steps_or_seconds
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -28,23 +36,8 @@ class AtomicCheckpointIO(CheckpointIO):
     """Lightning's own builds the file in memory first and does not sync it."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.writing")
-        try:
-            with draft.open("wb") as stream:
-                torch.save(checkpoint, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(draft, path)
-        except (OSError, RuntimeError) as error:
-            cause = error if isinstance(error, OSError) else error.__context__  # torch's writer hides why it stopped
-            if isinstance(cause, OSError) and cause.errno:
-                raise OSError(cause.errno, cause.strerror, str(path)) from error
-            raise
-        finally:
-            draft.unlink(missing_ok=True)  # what was cut short may hold all the room that there was
-        _sync_folder(path.parent)
+        with aside(Path(path)) as draft, draft.open("wb") as stream:
+            torch.save(checkpoint, stream)
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         # mmap: tensors are read when they are copied into the model, never all at once beside it.
@@ -54,19 +47,13 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable (POSIX)."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class Checkpoints(Callback):
-    """Saves every `every` optimizer steps and keeps the last two.
+    """Saves every so many optimizer steps or minutes, and in the end; keeps some.
 
     Args:
+        every: `save_every`: optimizer steps, or minutes as in 30min.
+        keep: last: the newest two, in case that one is damaged; best: the one with the lowest validation loss, saved
+            after its evaluation, and the newest; or how many of the newest.
         metered: the meter's context around a save.
         paused: the clock's: a save is not part of a step.
     """
@@ -74,112 +61,224 @@ class Checkpoints(Callback):
     def __init__(
         self,
         folder: Path,
-        every: int,
+        every: int | str,
+        keep: int | str = "last",
         metered: Callable[[Trainer], AbstractContextManager] = lambda _: nullcontext(),
         paused: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.folder, self.every, self.metered, self.paused = folder, every, metered, paused
+        self.folder, self.keep, self.metered, self.paused = folder, keep, metered, paused
+        self.steps, self.seconds = steps_or_seconds(every)
+        self.best_step, self.best_loss = -1, math.inf
+        self.saved_step = -1
+        self.failures = 0  # in a row
+        self._since = 0.0  # when the last one was saved or tried
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._since = time.monotonic()
+        for draft in self.folder.glob(".step-*.ckpt.writing"):  # of a life of this run that was killed in a save
+            draft.unlink()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
-        due = outputs["stepped"] and trainer.global_step % self.every == 0
+        step = trainer.global_step
+        due = outputs["stepped"] and (step % self.steps == 0 or time.monotonic() - self._since >= self.seconds)
         if due or trainer.should_stop:  # at the end, and after a signal, before the last evaluation
             self.save(trainer)
 
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        measured = not trainer.sanity_checking and module.val_loss is not None
+        if self.keep == "best" and measured and module.val_loss < self.best_loss:
+            self.best_step, self.best_loss = trainer.global_step, module.val_loss
+            self.save(trainer)
+
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if not self._file(trainer).exists():  # a signal between two windows, or in an evaluation
+        if self.saved_step != trainer.global_step:  # something else ended training, or it could not be written
             self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         page_out(checkpoint["state_dict"].values())  # the model has its copies by now
+        self.saved_step = checkpoint["global_step"]
+
+    def state_dict(self) -> dict:
+        return {"best_step": self.best_step, "best_loss": self.best_loss}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        if self._path(state_dict["best_step"]).exists():  # a resume may go on in another folder
+            self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
 
     def save(self, trainer: Trainer) -> None:
+        """Raises:
+        NotFinite: a weight.
+        Refused: this file and the one before could not be written.
+        """
         trainer.precision_plugin.arrived()
         if not _all_finite(trainer.lightning_module):
-            raise Refused(
-                f"A weight is no longer finite at step {trainer.global_step}; nothing was saved. Type a smaller lr, or "
-                "precision=bf16 or 32; resume= goes on from the last checkpoint."
-            )
-        with self.paused(), self.metered(trainer):
-            trainer.save_checkpoint(self._file(trainer))
-        for old in complete(self.folder)[:-2]:
-            old.unlink()
+            raise NotFinite(f"A weight is no longer finite at step {trainer.global_step}; nothing was saved.")
+        self._since = time.monotonic()
+        try:
+            with self.paused(), self.metered(trainer):
+                trainer.save_checkpoint(self._path(trainer.global_step))
+        except OSError as error:
+            return self._could_not(error)
+        self.saved_step, self.failures = trainer.global_step, 0
+        self._prune()
 
-    def _file(self, trainer: Trainer) -> Path:
-        return self.folder / f"step-{trainer.global_step:08d}.ckpt"
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.ckpt"
+
+    def _could_not(self, error: OSError) -> None:
+        self.failures += 1
+        said = f"{error.filename} cannot be written: {error.strerror}."
+        if self.failures == 2:
+            raise Refused(
+                f"{said} Nor could the one before it be, so the run ends here. Make room. {going_on(self.folder)}"
+            ) from error
+        log.warning(f"{said} The run goes on, and ends if the next checkpoint cannot be written either.")
+
+    def _prune(self) -> None:
+        newest = {"last": 2, "best": 1}.get(self.keep, self.keep)
+        # Later ones than this are another life's, which went on from an older one than its newest.
+        until_now = [path for path in complete(self.folder) if _step(path) <= self.saved_step]
+        for old in until_now[:-newest]:
+            if self.keep != "best" or _step(old) != self.best_step:
+                old.unlink()
 
 
 def _all_finite(module: torch.nn.Module) -> bool:
     return all(finite(p.detach()) for p in module.parameters())
 
 
+def going_on(folder: Path) -> str:
+    """What to type to go on from the last checkpoint of a folder, if it has any."""
+    saved = complete(folder)
+    return f"resume={saved[-1]} goes on from the last checkpoint." if saved else "There is no checkpoint to go on from."
+
+
 def complete(folder: Path) -> list[Path]:
-    """Checkpoints of a folder that can be read, oldest first."""
-    whole = [path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name) and zipfile.is_zipfile(path)]
-    return sorted(whole, key=_step)
+    """Checkpoints of a folder that were not cut short, oldest first."""
+    return [path for path in _named(folder) if _has_its_end(path)]
+
+
+def _has_its_end(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of what stands there it can make no sense
+        return False
+
+
+def _named(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=_step)
 
 
 def _step(path: Path) -> int:
     return int(_NAME.fullmatch(path.name)[1])
 
 
-def find(resume: str) -> Path:
-    """The checkpoint that `resume=` means: the file itself, or a run folder's newest complete one.
+def intact(path: Path) -> bool:
+    """Whether every tensor of the file, and what else is in it, is what was written.
+
+    A CRC-32 finds any flipped bit and any changed run of up to four bytes, and of every other damage, such as a page
+    of zeros, all but one in 4 billion. It reads 1 GB in a quarter of a second, where a cryptographic digest takes one.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except PermissionError:
+        raise
+    except Exception:  # zipfile has half a dozen names for tables that make no sense
+        return False
+
+
+def newest(folder: Path) -> Path | None:
+    """What `resume=auto` goes on from: the newest checkpoint of the run's own folder that is intact, if any."""
+    for path in reversed(_named(folder / "checkpoints")):
+        if intact(path):
+            return path
+        log.warning(f"{path} is damaged, and passed over.")
+    log.info(f"resume=auto: {folder} has no checkpoint to go on from; the run starts.")
+    return None
+
+
+def find(named: str, key: str = "resume") -> Path:
+    """The checkpoint that is meant by what was typed behind `key=`: the file itself, or a run folder's newest.
 
     Raises:
-        Refused: when there is none, or it is cut short.
+        Refused: when there is none, or it is cut short or damaged.
     """
-    path = Path(resume).expanduser()
+    path, asked = Path(named).expanduser(), f"{key}={named}"
     if path.is_dir():
         whole = complete(path / "checkpoints") or complete(path)
         if not whole:
-            raise Refused(f"resume={resume}: this folder has no complete checkpoint. Start without resume=.")
-        return whole[-1]
+            raise Refused(f"{asked}: this folder has no complete checkpoint. {_instead(key)}")
+        path = whole[-1]
     if not path.exists():
-        raise Refused(f"resume={resume}: there is no such run folder or checkpoint. Runs are under outputs/.")
-    if not zipfile.is_zipfile(path):
-        others = [str(p) for p in complete(path.parent)]
-        instead = f"Type resume={others[-1]}" if others else "Start without resume="
-        raise Refused(f"resume={resume}: this checkpoint is incomplete; its end is missing. {instead}.")
+        raise Refused(f"{asked}: there is no such run folder or checkpoint. Runs are under outputs/.")
+    if not _has_its_end(path):
+        raise Refused(f"{asked}: this checkpoint is incomplete; its end is missing. {_instead(key, path)}")
+    if not intact(path):
+        raise Refused(f"{asked}: {path.name} is damaged: it is not what was written. {_instead(key, path)}")
     return path
+
+
+def _instead(key: str, broken: Path | None = None) -> str:
+    """What to type in the place of a checkpoint that cannot be used."""
+    others = [path for path in complete(broken.parent) if path != broken] if broken else []
+    if good := next(filter(intact, reversed(others)), None):
+        return f"Type {key}={good}."
+    return "Start without resume=." if key == "resume" else "Give another one."
 
 
 class Saved:
     """What a checkpoint holds, read from the mapped file: asked before the model is built, and checked against it.
 
+    Args:
+        key: which setting named it, for messages.
+
     Raises:
-        Refused: a file of something else, a run that is already done, another model, optimizer or order of the data.
+        Refused: a file of something else, another model, optimizer, tokenizer or order of the data.
     """
 
-    def __init__(self, path: Path, max_steps: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, key: str = "resume") -> None:
+        self.path, self.key, self.asked = path, key, f"{key}={path}"
         try:
             content = AtomicCheckpointIO().load_checkpoint(path)
             ours = content["lowmem"]
-            steps = content["global_step"]
+            self.steps, self.progress = content["global_step"], content["loops"]["fit_loop"]
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
+            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # of before there were any: None
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
         except Exception as error:  # torch names a dozen ways in which a file can be another file
-            raise Refused(f"resume={path}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
-        if steps >= max_steps:
+            raise Refused(f"{self.asked}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
+
+    def check(self, module: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+        """That these weights are of this model, and its tokens those that it was trained on."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        for name in [*shapes, *self.shapes]:
+            if self.shapes.get(name) != shapes.get(name):
+                raise Refused(
+                    f"{self.asked}: {name} is {self.shapes.get(name, 'missing')} there and "
+                    f"{shapes.get(name, 'missing')} in this model. Type the model= and model.architecture of that run."
+                )
+        if self.tokenizer not in (None, fingerprint(tokenizer)):
             raise Refused(
-                f"resume={path}: {steps} steps are done and max_steps={max_steps}. Type max_steps={2 * steps}."
+                f"{self.asked}: its tokens are not those that this data= and model= make. Type those of that run, or "
+                f"give its exported model, which has its tokenizer: evaluate={self.path.parents[1]}/model."
             )
 
-    def check(self, module: CausalLM, train: WindowLoader) -> None:
-        for name, tensor in module.state_dict().items():
-            if self.shapes.get(name) != tuple(tensor.shape):
-                raise Refused(
-                    f"resume={self.path}: {name} is {self.shapes.get(name, 'missing')} there and {tuple(tensor.shape)} "
-                    "in this model. Type the model= and model.architecture of that run, or start without resume=."
-                )
+    def check_training(self, module: CausalLM, train: WindowLoader) -> None:
+        """That training goes on where it stopped."""
         if self.order != train.order:
             raise Refused(
-                f"resume={self.path}: that run read its data in another order ({self.order}, here {train.order}), so "
+                f"{self.asked}: that run read its data in another order ({self.order}, here {train.order}), so "
                 "its place cannot be found. Type the data=, seq_len= and seed= of that run."
             )
         if self.optimizer != module.make_optimizer.name:
             raise Refused(
-                f"resume={self.path}: {module.make_optimizer.name} cannot read the state of {self.optimizer}. Type the "
+                f"{self.asked}: {module.make_optimizer.name} cannot read the state of {self.optimizer}. Type the "
                 "optim= of that run, or start from its exported model: model=hf model.name=<run folder>/model."
             )
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that give the same ids to the same tokens."""
+    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

@@ -85,13 +85,29 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
-    """What was typed for the run that `resume=` names, so that it need not be typed again."""
-    named = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
+    """What was typed for the run that `resume=`, `evaluate=` or `export=` names, so that it need not be typed again.
+
+    Raises:
+        Refused: a line of it that can run code, and is not typed again: the folder may be somebody else's.
+    """
+    of_a_run = {"resume", "evaluate", "export"}
+    named = [line.partition("=")[2] for line in arguments if key(line) in of_a_run and line != "resume=auto"]
     for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            return list(map(_renamed, without({"resume"}, yaml.safe_load(file.read_text()))))
+            earlier = list(map(_renamed, without(of_a_run, yaml.safe_load(file.read_text()))))
+            _refuse_code(earlier, arguments, folder)
+            return earlier
     return []
+
+
+def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None:
+    dangerous = [line for line in earlier if "_target_" in line or "trust_remote_code" in line]
+    if missing := without(set(map(key, arguments)), dangerous):
+        raise Refused(
+            f"{folder}: what was typed for this run is repeated, but not what can run code. Type it again, if you "
+            f"trust it: {' '.join(missing)}"
+        )
 
 
 def _renamed(line: str) -> str:
@@ -143,9 +159,7 @@ def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debu
     hydra = HydraConfig.get()
     output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
-        done = job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
-        (output_dir / folders.FAILED).unlink(missing_ok=True)  # of the life that it goes on from
-        return done
+        return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except (Exception, signals.Ended) as error:
         if ended := signals.ending(error):
             _leave(output_dir, ended.said)

@@ -1,4 +1,4 @@
-"""The main job, as a function: check -> plan -> train -> report. The command line and a notebook call the same one.
+"""The main job, as a function: check -> plan -> train -> report -> export. The command line and a notebook call it.
 
 from hydra import compose, initialize
 from lowmem.fit import fit
@@ -7,21 +7,25 @@ with initialize(config_path="conf", version_base=None):
 summary = fit(cfg, Path("outputs/notebook"))
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
-from lowmem import batch_size, checkpoint, model
+from lowmem import batch_size, model
+from lowmem.asked import Asked, asked, summary_of, with_model
 from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
 from lowmem.plan import at_start
+from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
 from lowmem.report import ran, step
 from lowmem.report import summary as report
+from lowmem.runs import folders
 from lowmem.settings import Settings
 from lowmem.training import DidNotFit, Training, trained
 
@@ -47,18 +51,26 @@ def fit(
     """
     choices = choices or {}
     check(cfg, choices)
-    if cfg.resume is not None:
-        checkpoint.find(cfg.resume)  # before anything is planned for it
+    cfg = _placed(cfg, output_dir)
+    wanted = asked(cfg, output_dir)  # before anything is planned for it
+    if wanted.work == "nothing":
+        return summary_of(wanted.saved)
     quiet()
-    model.check_architecture(cfg)
-    cfg = at_start.with_recipe(_placed(cfg, output_dir), overrides)
-    cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
-    prediction = at_start.checked(cfg, overrides)
+    cfg, prediction = _planned(cfg, overrides, wanted)
     try:
-        with trained(cfg, output_dir) as training:
+        with _named(output_dir), trained(cfg, output_dir, wanted) as training:
             summary = _summary(training, cfg) | {"overrides": list(overrides)}
             summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
-            _report(training, cfg, output_dir, summary, choices)
+            if wanted.work == "export":
+                summary |= summary_of(wanted.saved)
+            if wanted.work == "train":
+                _picture(training, cfg, output_dir, summary, choices)
+            _report(training, output_dir, summary)
+            training.stop.waits_no_longer(summary["interrupted"])
+            if wanted.exports and not summary["interrupted"]:  # of an interrupted run its checkpoint is what goes on
+                _export(training, cfg, output_dir)
+            (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
+            print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
             return summary
     except DidNotFit as error:
         planned = at_start.smaller_recipe(cfg, overrides, prediction)
@@ -71,6 +83,30 @@ def _placed(cfg: DictConfig, output_dir: Path) -> DictConfig:
     cfg.output_dir = str(output_dir)
     cfg.device = Settings(cfg).device
     return cfg
+
+
+def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[DictConfig, Prediction | None]:
+    """With the recipe and the batch size that were asked for, as plain values; and what they are predicted to need."""
+    if wanted.work != "train":  # a plan is one of training
+        cfg = cfg if wanted.saved else with_model(cfg, cfg.evaluate)
+        cfg.batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size
+        model.check_architecture(cfg)
+        return plain(cfg), None
+    model.check_architecture(cfg)
+    cfg = at_start.with_recipe(cfg, overrides)
+    cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
+    return cfg, at_start.checked(cfg, overrides)
+
+
+@contextmanager
+def _named(output_dir: Path) -> Iterator[None]:
+    """A full disk does not say whose file it is that it has no room for: it is one of the run's."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename or not error.errno:
+            raise
+        raise OSError(error.errno, error.strerror, str(output_dir)) from error
 
 
 def _summary(training: Training, cfg: DictConfig) -> dict:
@@ -91,28 +127,33 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "peak_bytes_by_phase": meter.by_phase(),
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": cfg.batch_size,
-        "optimizer": report.stepped_by(training.trainer.optimizers[0]),
+        "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": sum(p.numel() for p in module.model.parameters()),
         "interrupted": training.stop.interrupted,
         "signal": training.stop.signal.name if training.stop.signal else None,
+        "stopped_early": training.stopped_early,
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
         "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",
         "versions": report.versions(),
     }
 
 
-def _report(
-    training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
-) -> None:
-    """Everything a run leaves besides its curves and checkpoints, and the table on the terminal."""
-    from lowmem.report import picture  # matplotlib takes half a second
-
+def _report(training: Training, output_dir: Path, summary: Mapping[str, object]) -> None:
+    """The run in numbers: to the loggers, into its folder and on the terminal."""
     for logger in training.loggers:
         logger.log_metrics(report.plan_ratios(summary), step=summary["steps"])
-    training.stop.waits_no_longer(summary["interrupted"])
-    if not summary["interrupted"]:  # its checkpoint is what goes on
-        with training.trainer.precision_plugin.widest(training.module):
-            model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
+    report.write(output_dir / "summary.json", summary)
+    print(f"\n{report.table(summary)}\n")
+    if training.sample.text:
+        print(f"A sample:\n{training.sample.text}\n")
+
+
+def _picture(
+    training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
+) -> None:
+    """Where the bytes were, drawn and as a table."""
+    from lowmem.report import picture  # matplotlib takes half a second
+
     title = " ".join(ran.chosen(choices)) or cfg.model.name
     typed = " ".join(ran.besides(choices, summary["overrides"]))
     card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None
@@ -120,8 +161,19 @@ def _report(
     picture.memory_picture(output_dir / "memory.png", meter.rows(), meter.timeline, title, typed, room)
     step.write(output_dir / "memory_step.csv", meter.timeline)
     picture.send(output_dir / "memory.png", training.loggers, summary["steps"])
-    report.write(output_dir / "summary.json", summary)
-    print(f"\n{report.table(summary)}\n")
-    if training.sample.text:
-        print(f"A sample:\n{training.sample.text}\n")
-    print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
+
+
+def _export(training: Training, cfg: DictConfig, output_dir: Path) -> None:
+    """Last of all: it needs the most room, and what it may lack cannot take anything else along.
+
+    Raises:
+        Refused: what is missing and how to get it, where the folder cannot be written.
+    """
+    try:
+        with training.widest():
+            model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
+    except OSError as error:
+        raise Refused(
+            f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
+            f"Make room, and type export={training.resumed_from if cfg.export else output_dir}."
+        ) from error

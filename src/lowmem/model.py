@@ -6,8 +6,6 @@ that dtype: the same seed is the same start, whatever the precision.
 """
 
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +25,7 @@ from transformers import (
     initialization,
 )
 
+from lowmem.aside import aside
 from lowmem.check import POSITIONS, check_positions
 from lowmem.errors import Refused
 from lowmem.stable_embedding import folded, stabilise
@@ -210,15 +209,9 @@ def export(
     Args:
         dtype: of the written weights, such as bfloat16; None: as they are.
     """
-    draft = folder.with_name(f".{folder.name}.writing")
-    try:
-        with folded(network), _held_in(network, dtype):
-            network.save_pretrained(draft)
+    with aside(folder) as draft, folded(network), _held_in(network, dtype):
+        network.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)  # of an export that was cut short
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
+from lowmem.faults import Faults
 from lowmem.optim.build import MakeOptimizer
 
 
@@ -28,6 +29,7 @@ class CausalLM(LightningModule):
         scheduler: optimizer -> schedule, stepped once per optimizer step.
         clip: largest global gradient norm; None: off.
         clip_value: largest absolute gradient element, applied before the norm; None: off.
+        skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class CausalLM(LightningModule):
         scheduler: Callable[[Optimizer], LRScheduler],
         clip: float | None = None,
         clip_value: float | None = None,
+        skips_faults: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -45,10 +48,12 @@ class CausalLM(LightningModule):
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value
+        self.faults = Faults(skips_faults)
         self.position = Position()  # after the last completed window
         self.tokens = 0  # seen, those of skipped steps included
         self.skipped_steps = 0
         self.gradient_norm: Tensor | None = None  # before clipping
+        self.identity: dict[str, str] = {}  # of what belongs to these weights, by name: into every checkpoint
         self.last_micro_batch = False  # whether the one under way is its window's last
         self._random_states: dict[str, Tensor] | None = None
 
@@ -82,28 +87,41 @@ class CausalLM(LightningModule):
                 auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
                 loss = loss + auxiliary
             self.manual_backward(loss / tokens)
-        stepped = self._step()
+        stepped = self._step(loss_sum / tokens, window)
         self.position = window.end
         self.tokens += window.tokens
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
         mean = loss_sum / tokens
         return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
 
-    def _step(self) -> bool:
-        """One optimizer step, or none where the scaled gradients overflowed."""
+    def _step(self, loss: Tensor, window: Window) -> bool:
+        """One optimizer step, or none where scaled gradients overflowed or something is not finite."""
         optimizer = self.optimizers()
-        finite = self.trainer.precision_plugin.unscale(optimizer.optimizer)
-        if finite:
+        stepped = self._may_step(optimizer.optimizer, loss, window)
+        if stepped:
             optimizer.step()  # calls `on_before_optimizer_step` of the callbacks, then ours
             self.lr_schedulers().step()
         else:
             self.skipped_steps += 1
         self.trainer.precision_plugin.drop_gradients(optimizer.optimizer)
-        return finite
+        return stepped
+
+    def _may_step(self, optimizer: Optimizer, loss: Tensor, window: Window) -> bool:
+        precision = self.trainer.precision_plugin
+        usable = precision.unscale(optimizer)
+        self.gradient_norm = precision.norm(self.model) if usable else None
+        finite = bool((loss if self.gradient_norm is None else loss + self.gradient_norm).isfinite())
+        if finite and usable:
+            self.faults.none()
+        elif not (finite and precision.scales_loss):  # an overflow that the scaler has dealt with is no fault
+            self.faults.meet(self, loss, window)
+            precision.forget()
+        return finite and usable
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip, after every callback has seen the gradients at their true size."""
-        self.gradient_norm = self.trainer.precision_plugin.clip(self.model, self.clip_value, self.clip)
+        precision = self.trainer.precision_plugin
+        self.gradient_norm = precision.clip(self.model, self.clip_value, self.clip, self.gradient_norm)
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin
@@ -135,7 +153,7 @@ class CausalLM(LightningModule):
         random_states = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random_states["cuda"] = torch.cuda.get_rng_state(self.device)
-        checkpoint["lowmem"] = {
+        checkpoint["lowmem"] = self.identity | {
             "position": self.position._asdict(),
             "order": self.trainer.train_dataloader.order,
             "tokens": self.tokens,

@@ -42,6 +42,12 @@ REFUSALS = (
         "accumulation_in_backward_steps_at_every_micro_batch",
     ),
     Refusal(
+        lambda run: run.cfg.on_nonfinite == "skip" and (run.in_backward or run.early),
+        "on_nonfinite=skip: here weights step while gradients are still made, and one that is not finite comes too "
+        "late for those before it. Type on_nonfinite=stop, or clip=1.0 optim.in_backward=false, which wait for all.",
+        "the weights that stepped before the infinite gradient have changed, and the others have not",
+    ),
+    Refusal(
         lambda run: run.masters and run.in_backward,
         "optim.in_backward=true: with this precision the weights on the device have no optimizer; their masters step "
         "on the host, with clip=null and bf16-master as soon as each gradient is there. Type optim.in_backward=false.",

@@ -33,6 +33,9 @@ class Stop(Callback):
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._take()  # Lightning has put a handler of its own before ours, which calls a collective
 
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._take()  # of one that is all there is to do
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._take()
         self._trainer = trainer if self._keeps else None

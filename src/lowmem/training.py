@@ -2,18 +2,21 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem import build, checkpoint
+from lowmem.asked import TRAIN, Asked
 from lowmem.data.tokens import Tokens
-from lowmem.errors import Refused
+from lowmem.errors import NotFinite, Refused
 from lowmem.instantiate import instantiate
 from lowmem.loss import Verified
 from lowmem.memory import process
@@ -50,6 +53,17 @@ class Training:
     rss_before_model: int = 0  # bytes
     resumed_from: Path | None = None
 
+    @property
+    def stopped_early(self) -> bool:
+        """Whether a callback ended training before its last step."""
+        trainer = self.trainer
+        return trainer.should_stop and trainer.global_step < trainer.max_steps and not self.stop.interrupted
+
+    def widest(self) -> AbstractContextManager:
+        """Within it the module's parameters hold the weights at their full precision."""
+        converted = self.trainer.state.finished  # else they are as they were loaded
+        return self.trainer.precision_plugin.widest(self.module) if converted else nullcontext()
+
     def close(self) -> None:
         self.meter.close()
         self.metrics.close()
@@ -60,32 +74,38 @@ class Training:
 
 
 @contextmanager
-def trained(cfg: DictConfig, output_dir: Path, keeps: bool = True) -> Iterator[Training]:
-    """Args: cfg: checked, resolved, with a device and a number for batch_size; keeps: checkpoints, in `output_dir`.
+def trained(cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True) -> Iterator[Training]:
+    """Args: cfg: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where
+    it goes on; keeps: checkpoints, in `output_dir`.
 
     Raises:
         DidNotFit: also from what is done inside the `with`.
         Refused: what only the data, the weights or a checkpoint can tell.
     """
     training = network = None
+    saved = asked.saved
     try:
-        start = checkpoint.find(cfg.resume) if cfg.resume else None
-        saved = checkpoint.Saved(start, cfg.max_steps) if start else None
         data = build.data(cfg, saved)
         before = process.rss_bytes()
         seed_everything(cfg.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
         module = build.module(cfg, data, saved)
+        if saved and asked.work == "train":
+            saved.check_training(module, data.train)
         network = module.model
         output_dir.mkdir(parents=True, exist_ok=True)
-        training = _assembled(cfg, output_dir, data, module, keeps)
-        training.rss_before_model, training.resumed_from = before, start
+        training = _assembled(cfg, output_dir, data, module, asked, keeps)
+        training.rss_before_model = before
         with training.stop.listening():
             with (
                 capped(Settings(cfg).limit, cfg.device),
                 recorded(output_dir, cfg.memory.snapshot, cfg.device),
             ):
-                training.trainer.fit(module, data.train, data.val, ckpt_path=start, weights_only=True)
+                _work(training, data, asked)
             yield training
+    except NotFinite as error:
+        raise Refused(_after_a_fault(error, training, cfg, output_dir)) from error
+    except MisconfigurationException as error:
+        raise Refused(f"trainer, callbacks: Lightning says: {error}") from error
     except (RuntimeError, MemoryError) as error:
         if network is not None and mixes_dtypes(error, network):
             raise Refused(
@@ -100,20 +120,58 @@ def trained(cfg: DictConfig, output_dir: Path, keeps: bool = True) -> Iterator[T
             training.close()
 
 
-def _assembled(cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM, keeps: bool) -> Training:
+def _work(training: Training, data: build.Data, asked: Asked) -> None:
+    trainer, module, saved = training.trainer, training.module, asked.saved
+    start = {"ckpt_path": saved.path if saved else None, "weights_only": True}
+    if asked.work == "train":
+        trainer.fit(module, data.train, data.val, **start)
+        return
+    if saved:
+        trainer.fit_loop.load_state_dict(saved.progress)  # what is written is of that step
+    if asked.work == "evaluate":
+        trainer.validate(module, data.val, verbose=False, **start)
+        return
+    trainer.strategy.connect(module)  # whose steps they are
+    content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
+    module.on_load_checkpoint(content)
+    module.load_state_dict(content["state_dict"])
+
+
+def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output_dir: Path) -> str:
+    """What to do about it in this run: nobody is told to take the precision, setting or checkpoint that he has not."""
+    run, last = Settings(cfg), checkpoint.complete(output_dir / "checkpoints") or [training.resumed_from]
+    instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
+    if run.scales_loss:
+        instead.append("precision=bf16, which has fp32's range")
+    if not (cfg.on_nonfinite == "skip" or run.in_backward or run.early):
+        instead.append("on_nonfinite=skip")
+    there = f"resume={last[-1]} goes on from the last checkpoint." if last[-1] else "There is no checkpoint yet."
+    return f"{error} Type {', or '.join(instead)}. {there}"
+
+
+def _assembled(
+    cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM, asked: Asked, keeps: bool
+) -> Training:
     limit = Settings(cfg).limit if cfg.device == "cpu" else None
-    meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit)
-    bits_per_byte = data.tokens.bits_per_byte(data.val.predicted)
-    metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, lambda: peak_gib(meter.peak_bytes), bits_per_byte)
+    kept = asked.saved.steps if asked.resumes else 0
+    meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit, kept=kept)
+    bits_per_byte, peak = data.tokens.bits_per_byte(data.val.predicted), lambda: peak_gib(meter.peak_bytes)
+    metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, peak, bits_per_byte, kept)
     stop = Stop(keeps)
     sample = Sample(data.tokens.tokenizer, cfg.sample_tokens, cfg.seed, lambda: stop.interrupted)
-    saves = checkpoint.Checkpoints(output_dir / "checkpoints", cfg.save_every, meter.saving, metrics.paused)
+    folder, keep = output_dir / "checkpoints", cfg.checkpoint.keep
+    saves = checkpoint.Checkpoints(folder, cfg.save_every, keep, meter.saving, metrics.paused)
     plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
     callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified()]
+    if cfg.early_stop.patience is not None:
+        callbacks.append(EarlyStopping("val_loss", patience=cfg.early_stop.patience))
     callbacks += [saves, sample] if keeps else [sample]
-    loggers = [logger for logger in instantiate(cfg.logger).values() if logger is not None]
+    loggers = _loggers(cfg, asked)
+    module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+        if isinstance(logger, WandbLogger):
+            module.identity["wandb"] = logger.version  # a resume goes on in the same run
     ours = {
         "accelerator": "gpu" if cfg.device == "cuda" else "cpu",
         "devices": 1,
@@ -128,7 +186,14 @@ def _assembled(cfg: DictConfig, output_dir: Path, data: build.Data, module: Caus
     }
     theirs = {key: value for key, value in cfg.trainer.items() if key not in ("_target_", "plugins")}
     trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | theirs))
-    return Training(module, data.tokens, trainer, loggers, meter, metrics, sample, stop)
+    start = asked.saved.path if asked.saved else None
+    return Training(module, data.tokens, trainer, loggers, meter, metrics, sample, stop, resumed_from=start)
+
+
+def _loggers(cfg: DictConfig, asked: Asked) -> list[Logger]:
+    if asked.resumes and asked.saved.wandb and "wandb" in cfg.logger:
+        cfg = OmegaConf.merge(cfg, {"logger": {"wandb": {"run_id": asked.saved.wandb}}})
+    return [logger for logger in instantiate(cfg.logger).values() if logger is not None]
 
 
 def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:

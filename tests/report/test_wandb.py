@@ -214,3 +214,12 @@ def test_a_search_names_its_jobs_by_what_it_tried_however_long_that_is(tmp_path)
     (sweep / "7" / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(long))
     assert len(reporting.of_sweep(sweep / "7")[1]) <= 128
     assert reporting.of_sweep(tmp_path) == (None, None)
+
+
+def test_a_resume_goes_on_in_the_same_run(fit, tmp_path):
+    _, first = fit("logger=wandb", "logger.wandb.offline=true", "max_steps=2")
+    _, again = fit("logger=wandb", "logger.wandb.offline=true", f"resume={first}", folder="again")
+    ids = [next((run / "wandb").glob("offline-run-*")).name.split("-")[-1] for run in (first, again)]
+    assert ids[0] == ids[1]
+    _, other = fit("logger=wandb", "logger.wandb.offline=true", f"evaluate={first}", folder="other")
+    assert next((other / "wandb").glob("offline-run-*")).name.split("-")[-1] != ids[0]

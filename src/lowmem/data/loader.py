@@ -112,12 +112,19 @@ class WindowLoader:
     def __iter__(self) -> Iterator[Window]:
         position = self.position
         while True:
-            order = np.random.default_rng([self.seed, position.epoch]).permutation(len(self.sequences))
-            epoch = position.epoch
+            order, epoch = self._permutation(position.epoch), position.epoch
             while position.epoch == epoch:
                 window = self._window(order, position)
                 yield window
                 position = window.end
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
+
+    def between(self, start: Position, end: Position) -> list[int]:
+        """The sequences of the window that stands between two positions."""
+        until = end.sequence if end.epoch == start.epoch else len(self.sequences)
+        return self._permutation(start.epoch)[start.sequence : until].tolist()
 
     def _window(self, order: np.ndarray, start: Position) -> Window:
         per_step = self.batch_size * self.world_size

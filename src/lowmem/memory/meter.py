@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lowmem import curves
 from lowmem.internals import compiled_itself
 from lowmem.memory import ledger, process
 from lowmem.memory.ledger import Ledger
@@ -36,10 +37,11 @@ COLUMNS = (
 class MemoryMeter(Callback):
     """Args: every: the live-tensor break-down is taken on steps 1 to `first` and on every `every`-th step.
     limit: bytes of live device tensors that end the run, counted at every step where the device is the CPU.
+    kept: the step until which `file` keeps what it has.
     """
 
     def __init__(
-        self, file: Path, log_every: int = 10, first: int = 3, every: int = 20, limit: int | None = None
+        self, file: Path, log_every: int = 10, first: int = 3, every: int = 20, limit: int | None = None, kept: int = 0
     ) -> None:
         self.log_every, self.first, self.every = log_every, first, 1 if limit else every
         self.limit = limit
@@ -48,9 +50,7 @@ class MemoryMeter(Callback):
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the highest point of all sampled phases
         self.timeline: list[Point] = []  # of the last sampled training step
-        self._out = file.open("w", newline="")
-        self._csv = csv.DictWriter(self._out, COLUMNS)
-        self._csv.writeheader()
+        self._out, self._csv, _ = curves.opened(file, COLUMNS, kept)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
         self._step = 0

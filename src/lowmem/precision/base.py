@@ -26,7 +26,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.gradients import norm
+from lowmem.gradients import finite, norm
 from lowmem.memory.ledger import Side
 from lowmem.precision.widened import NAMES, widened
 
@@ -44,6 +44,7 @@ class BasePrecision(Precision):
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
+        self.used_up: dict[str, Tensor] = {}  # of gradients that stepped in backward: parameter -> norm
         self._run = ExitStack()
 
     # --- before the first step ------------------------------------------------------------------------------------
@@ -100,24 +101,41 @@ class BasePrecision(Precision):
         brought to their true size, or `gradient_scale` tells it. Returns: False: they overflowed, skip this step."""
         return True
 
-    def clip(self, model: nn.Module, value: float | None, largest: float | None) -> Tensor | None:
+    def norm(self, model: nn.Module) -> Tensor | None:
+        """The module calls this after `unscale`. Returns: the global norm of the true gradients, before any limit;
+        None: nothing is known of them any more."""
+        # In the model's order, not the optimizer's groups': a sum in the order of every other loop has the same bits.
+        if found := [p.grad for p in model.parameters() if p.grad is not None]:
+            return norm(found) / self.gradient_scale
+        return torch.linalg.vector_norm(torch.stack([*self.used_up.values()])) if self.used_up else None
+
+    def first_not_finite(self, module: nn.Module) -> str | None:
+        """The module calls this when a loss or a norm is not finite. Returns: the first parameter whose gradient is not
+        either, if any."""
+        read = {name: p.grad for name, p in module.named_parameters()} | self.used_up
+        return next((name for name, tensor in read.items() if tensor is not None and not finite(tensor)), None)
+
+    def forget(self) -> None:
+        """The module calls this in the place of a step that is skipped for such a fault: gradients that are held
+        elsewhere than at the parameters are not of the next window."""
+
+    def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> Tensor | None:
         """The module calls this between the callbacks and the step: limit each element of the true gradients to
-        +-value, then their global norm to `largest`; None: off.
+        +-value, then their global norm to `largest`; None: off. total: what `norm` returned.
 
         Returns:
             The global norm before it was limited, where it was asked for.
         """
-        # In the model's order, not the optimizer's groups': a sum in the order of every other loop has the same bits.
         parameters = [p for p in model.parameters() if p.grad is not None]
-        if not parameters:  # each gradient was used up in backward
+        if not parameters:
             return None
         if value is not None:
             nn.utils.clip_grad_value_(parameters, value * self.gradient_scale)
+            total = self.norm(model)
         if largest is None:
             return None
-        total_norm = norm([p.grad for p in parameters]) / self.gradient_scale
-        nn.utils.clip_grads_with_norm_(parameters, largest, total_norm)
-        return total_norm
+        nn.utils.clip_grads_with_norm_(parameters, largest, total)
+        return total
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
         """Called in the place of the optimizer's `step` by whoever steps inside backward: step a single parameter with
@@ -128,6 +146,7 @@ class BasePrecision(Precision):
     def drop_gradients(self, optimizer: Optimizer) -> None:
         """The module calls this after each step, and after each that was skipped."""
         optimizer.zero_grad(set_to_none=True)
+        self.used_up.clear()
 
     def mark_used(self, early: bool) -> None:
         """The planner calls this where a step would have used the gradients that backward made: what is kept of their

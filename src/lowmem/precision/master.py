@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.errors import Refused
+from lowmem.errors import NotFinite
 from lowmem.gradients import Reading, finite, norm_of
 from lowmem.memory.ledger import Side
 from lowmem.memory.tracker import belongs, host_side
@@ -113,7 +113,7 @@ class HostMasters(BasePrecision):
         """The last gradient of a window steps its master as soon as it is on the host.
 
         Raises:
-            Refused: a gradient that is not finite; masters that were stepped before it cannot be stepped back.
+            NotFinite: a gradient; masters that were stepped before it cannot be stepped back.
         """
         master = self.masters[id(p)]
         self._fetch(p, master.add if self.link.lends else master.use)
@@ -134,9 +134,19 @@ class HostMasters(BasePrecision):
         infinite = (m.name for m, norm in zip(collected, self._norms, strict=True) if not norm.isfinite())
         self.not_finite = next(infinite, None)
         if self.not_finite is not None:
-            for master in collected:
-                master.complete = False
+            self.forget()
         return self._usable(self.not_finite is None)
+
+    def norm(self, model: nn.Module) -> Tensor | None:
+        with host_side():
+            return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else None
+
+    def first_not_finite(self, module: nn.Module) -> str | None:
+        return self.not_finite
+
+    def forget(self) -> None:
+        for master in self._collected():
+            master.complete = False
 
     def _usable(self, finite: bool) -> bool:
         return finite
@@ -153,7 +163,7 @@ class HostMasters(BasePrecision):
         for master in self._collected():
             master.used(early)
 
-    def clip(self, model: nn.Module, value: float | None, largest: float | None) -> Tensor | None:
+    def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> Tensor | None:
         collected = self._collected()
         if not collected:  # each gradient was used up in backward
             return None
@@ -163,10 +173,10 @@ class HostMasters(BasePrecision):
         with host_side():
             if value is not None:
                 self._norms = [norm_of(self.reading(master.sum)) for master in collected]
-            total_norm = torch.linalg.vector_norm(torch.stack(self._norms))
-            factor = torch.clamp(largest / (total_norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+                total = self.norm(model)
+            factor = torch.clamp(largest / (total + 1e-6), max=1.0)  # as torch's clip_grad_norm_
         self.reading = self.reading._replace(clip=factor.item())
-        return total_norm
+        return total
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -225,10 +235,10 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, e
     """On the host: step a master and write its weight, in 16 bits, into `rounded`."""
     gradient = master.gradient()
     if early and not finite(gradient):
-        raise Refused(
+        raise NotFinite(
             f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
-            "nothing is saved: resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which "
-            "every gradient is looked at before any is used and such a step is skipped."
+            "nothing of it is saved. With clip=1.0 every gradient is looked at before any is used, and "
+            "on_nonfinite=skip works."
         )
     with host_side(), torch.no_grad():
         if hasattr(optimizer, "step_from"):  # reads 16 bits and writes 16 bits in its own pass

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lowmem.errors import Refused
+from lowmem.errors import NotFinite, Refused
 from lowmem.settings import steps_early
 
 
@@ -58,10 +58,9 @@ class MasterWeights(Callback):
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         if self.early and not bool(loss.isfinite()):
-            raise Refused(
-                f"The loss became {loss.item():g} in step {trainer.global_step + 1}, before anything of it was used; "
-                "resume= goes on from the last checkpoint. Type a smaller lr, or clip=1.0, with which such a step is "
-                "skipped."
+            raise NotFinite(
+                f"The loss became {loss.item():g} in step {trainer.global_step + 1}; nothing of it was used. With "
+                "clip=1.0 every gradient is looked at before any is used, and on_nonfinite=skip works."
             )
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:

@@ -4,8 +4,6 @@ The x-axis is the optimizer step. Values are read from the device at log points 
 at every step.
 """
 
-import csv
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
-from lowmem.errors import Refused
+from lowmem import curves
 from lowmem.memory.process import seconds_since_start
 from lowmem.units import GIB
 
@@ -38,7 +36,8 @@ WARM_UP_STEPS = 3
 
 
 class Metrics(Callback):
-    """Args: peak_gib: read for the progress bar; bits_per_byte: nats per token -> bits per byte."""
+    """Args: peak_gib: read for the progress bar; bits_per_byte: nats per token -> bits per byte; kept: the step until
+    which `file` keeps what it has."""
 
     def __init__(
         self,
@@ -46,6 +45,7 @@ class Metrics(Callback):
         log_every: int,
         peak_gib: Callable[[], float],
         bits_per_byte: Callable[[float], float],
+        kept: int = 0,
     ) -> None:
         self.log_every, self.peak_gib, self.bits_per_byte = log_every, peak_gib, bits_per_byte
         self.first_step_seconds: float | None = None
@@ -58,16 +58,17 @@ class Metrics(Callback):
         self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 where a model adds nothing
         self._loss_tokens = 0
         self._since = 0.0
-        self._out = file.open("w", newline="")
-        self._csv = csv.DictWriter(self._out, COLUMNS)
-        self._csv.writeheader()
+        self._out, self._csv, earlier = curves.opened(file, COLUMNS, kept)
+        if losses := [row["train_loss"] for row in earlier if row["train_loss"]]:
+            self.train_loss = float(losses[-1])
+        self._start = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
         self._bar: tqdm | None = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         # disable=None: no bar where the output is not a terminal
         steps = {"total": trainer.max_steps, "initial": trainer.global_step}
         self._bar = tqdm(**steps, unit="step", disable=None, dynamic_ncols=True)
-        self._start = self._since = time.perf_counter()
+        self._since = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
         if outputs["stepped"]:  # the loss of a window that overflowed may be infinite, and changed nothing
@@ -98,12 +99,6 @@ class Metrics(Callback):
         if isinstance(self._auxiliary_sum, torch.Tensor):
             self.auxiliary_loss = float(self._auxiliary_sum) / self._loss_tokens
         self._loss_sum, self._auxiliary_sum, self._loss_tokens = 0.0, 0.0, 0
-        if not math.isfinite(self.train_loss):
-            raise Refused(
-                f"The loss became {self.train_loss} before step {trainer.global_step}; what follows would be lost. "
-                f"Type a smaller lr (it is {trainer.optimizers[0].param_groups[0]['lr']:g}), or precision=bf16 or 32; "
-                "resume= goes on from the last checkpoint."
-            )
         metrics = {
             "train_loss": self.train_loss,
             "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),  # torchao keeps a tensor
@@ -123,6 +118,7 @@ class Metrics(Callback):
         if trainer.sanity_checking:
             return
         self.val_loss = float("nan") if module.val_loss is None else module.val_loss
+        trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks watch it there
         if module.val_loss is None:  # it was cut
             return
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.model import positions
@@ -24,8 +25,15 @@ class Sample(Callback):
         self.tokenizer, self.tokens, self.seed, self.stopped = tokenizer, tokens, seed, stopped
         self.text: str | None = None
 
-    @torch.no_grad()
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.draw(trainer, module)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING:  # and nothing else: not one between two steps
+            self.draw(trainer, module)
+
+    @torch.no_grad()
+    def draw(self, trainer: Trainer, module: LightningModule) -> None:
         if not self.tokens or self.stopped():
             return
         prompt = self.tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(module.device)  # (1, T)

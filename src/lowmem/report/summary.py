@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lowmem.aside import aside
 from lowmem.units import GIB
 
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
@@ -23,17 +23,18 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def stepped_by(optimizer: object) -> str:
-    """Which class, and which of the ways that it has."""
+def stepped_by(optimizer: object | None) -> str | None:
+    """Which class, and which of the ways that it has. None: nothing stepped."""
+    if optimizer is None:
+        return None
     how = f" ({optimizer.runs_as()})" if hasattr(optimizer, "runs_as") else ""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"
 
 
 def write(file: Path, summary: Mapping) -> None:
     """Whole or not at all; JSON has no nan, so what was not measured is null."""
-    draft = file.with_name(f".{file.name}.writing")
-    draft.write_text(json.dumps(_plain(summary), indent=2) + "\n")
-    os.replace(draft, file)
+    with aside(file) as draft:
+        draft.write_text(json.dumps(_plain(summary), indent=2) + "\n")
 
 
 def _plain(value: object) -> object:
@@ -50,7 +51,7 @@ def table(summary: Mapping) -> str:
     extra = summary["auxiliary_loss"]
     rows = [
         ("parameters", f"{summary['parameters']:,}"),
-        ("optimizer", summary["optimizer"]),
+        ("optimizer", summary["optimizer"] or "-"),
         ("optimizer steps", _steps(summary)),
         ("tokens", f"{summary['tokens']:,}"),
         ("train loss", _number(summary["train_loss"], ".4f")),
@@ -99,7 +100,7 @@ def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
 
 def _steps(summary: Mapping) -> str:
     skipped = summary["skipped_steps"]
-    return f"{summary['steps']:,}" + (f" (and {skipped} skipped by the loss scaler)" if skipped else "")
+    return f"{summary['steps']:,}" + (f" (and {skipped} skipped: not finite, or not in fp16)" if skipped else "")
 
 
 def _gib(size: int | None) -> str:

@@ -32,6 +32,7 @@ def logger(
     group: str | None = None,
     tags: Sequence[str] | None = None,
     offline: bool | None = None,
+    run_id: str | None = None,
 ) -> Logger | None:
     """A W&B logger, or None where wandb is not installed (metrics.csv is written anyway).
 
@@ -40,6 +41,7 @@ def logger(
         group: None: the sweep's folder.
         tags: None: what was chosen of each group, as it is typed.
         offline: None: online where there is a key and a server that answers within two seconds.
+        run_id: of the run in which this one goes on; None: a new one.
     """
     if find_spec("wandb") is None:
         log.info("wandb is not installed: the curves are in metrics.csv and memory.csv alone.")
@@ -57,6 +59,8 @@ def logger(
         group=group or sweep,
         tags=[tag[:MOST_OF_A_TAG] for tag in (_chosen(folder) if tags is None else tags)],
         dir=folder,
+        id=run_id,
+        resume="allow" if run_id else None,
         # `mode` and not an environment variable, which would outlive this job of a multirun
         mode=mode,
         # Offline there is no address to show, only chatter around the run's own lines.

@@ -1,0 +1,93 @@
+"""What a command is to do: train, or with what a run has left only evaluate or export, or nothing that is not done yet.
+
+resume= of a run that has all its steps does what came after them and is missing: its last evaluation, or its export.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem import checkpoint
+from lowmem.checkpoint import Saved
+from lowmem.errors import Refused
+
+log = logging.getLogger(__name__)
+
+Work = Literal["train", "evaluate", "export", "nothing"]
+
+
+class Asked(NamedTuple):
+    """Which work, and with which checkpoint, if any."""
+
+    work: Work
+    saved: Saved | None = None
+
+    @property
+    def exports(self) -> bool:
+        return self.work in ("train", "export") or self.resumes
+
+    @property
+    def resumes(self) -> bool:
+        return self.saved is not None and self.saved.key == "resume"
+
+
+TRAIN = Asked("train")
+
+
+def asked(cfg: DictConfig, output_dir: Path) -> Asked:
+    """Raises: Refused: a checkpoint that cannot be used; a run that is already done."""
+    if cfg.export is not None:
+        return Asked("export", Saved(checkpoint.find(cfg.export, "export"), "export"))
+    if cfg.evaluate is not None:
+        of_run = None if is_model(cfg.evaluate) else Saved(checkpoint.find(cfg.evaluate, "evaluate"), "evaluate")
+        return Asked("evaluate", of_run)
+    if cfg.resume is None:
+        return TRAIN
+    path = checkpoint.newest(output_dir) if cfg.resume == "auto" else checkpoint.find(cfg.resume)
+    if path is None:
+        return TRAIN
+    saved = Saved(path)
+    return Asked(_left(saved, cfg.max_steps, auto=cfg.resume == "auto"), saved)
+
+
+def is_model(named: str) -> bool:
+    """Whether it is the folder of an exported model."""
+    return (Path(named).expanduser() / "config.json").is_file()
+
+
+def with_model(cfg: DictConfig, folder: str) -> DictConfig:
+    """A copy whose model is the exported one in `folder`."""
+    model = {"name": str(Path(folder).expanduser()), "pretrained": True, "architecture": None}
+    cfg = OmegaConf.merge(cfg, {"model": {"architecture": None}})  # else the keys of two would be merged
+    return OmegaConf.merge(cfg, {"model": model})
+
+
+def summary_of(saved: Saved) -> dict:
+    """Of the run that a checkpoint is of, where it was written after its last evaluation; else empty."""
+    try:
+        summary = json.loads((saved.path.parents[1] / "summary.json").read_text())
+        return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _left(saved: Saved, max_steps: int, auto: bool) -> Work:
+    summary = summary_of(saved)
+    if saved.steps < max_steps and not (auto and summary.get("stopped_early")):
+        return "train"
+    if saved.steps <= max_steps:
+        if not summary:
+            log.info(f"{saved.asked}: its {saved.steps} steps are done, its last evaluation is missing.")
+            return "evaluate"
+        if not (saved.path.parents[1] / "model").is_dir():
+            log.info(f"{saved.asked}: it is trained and evaluated, its export is missing.")
+            return "export"
+        if auto:
+            log.info(f"{saved.asked}: its {saved.steps} steps are done, and nothing is missing.")
+            return "nothing"
+    raise Refused(
+        f"{saved.asked}: {saved.steps} steps are done and max_steps={max_steps}. Type max_steps={2 * saved.steps}."
+    )

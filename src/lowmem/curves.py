@@ -1,0 +1,24 @@
+"""A run's curves: csv files with a column `step`. A run that goes on in its own folder keeps what it had."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+
+def opened(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.DictWriter, list[dict[str, str]]]:
+    """Args: until: the last step of which a row that is there already is kept.
+
+    Returns:
+        The open file, its writer, and the rows that were kept.
+    """
+    kept = []
+    if until and file.is_file():
+        with file.open(newline="") as lines:
+            whole = (row for row in csv.DictReader(lines) if None not in row and None not in row.values())
+            kept = [row for row in whole if row.keys() == set(columns) and int(row["step"]) <= until]
+    out = file.open("w", newline="")
+    writer = csv.DictWriter(out, columns)
+    writer.writeheader()
+    writer.writerows(kept)
+    return out, writer, kept

@@ -39,6 +39,8 @@ def check_values(cfg: DictConfig) -> None:
         Refused: a value of another type or range, a key that nothing reads, an interpolation of what is not there.
     """
     try:
+        for key in cfg:  # an interpolation of what is not there is told of where it was typed, not where it is used
+            OmegaConf.is_missing(cfg, key) or cfg[key]
         missing = [f"{key} has no value: type {key}=<value>." for key in sorted(OmegaConf.missing_keys(cfg))]
         errors = missing or schema.errors(cfg)
     except OmegaConfBaseException as error:

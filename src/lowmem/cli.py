@@ -73,14 +73,16 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
         raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
-    flags, typed = parted(arguments)
+    flags, typed, strays = parted(arguments)
+    if strays:
+        raise Refused(spelling.sets_nothing(strays[0]))
     lines = without(set(map(key, typed)), _resumed_overrides(typed)) + typed
-    if not {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
-        return [*flags, *map(quoted, lines)]
-    spelling.check_lines(lines)
-    if not flags:
-        _check(lines, config)
-    return [*flags, *(quoted(line, sweep=bool(flags)) for line in lines)]
+    sweep = bool({*flags} & {*SWEEP})
+    if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
+        spelling.check_lines(lines)
+        if not sweep:
+            _check(lines, config)
+    return [*flags, *(quoted(line, sweep) for line in lines)]
 
 
 def _check(lines: list[str], config: str) -> None:
@@ -104,7 +106,7 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
     """What was typed for the run that `resume=` names, so that it need not be typed again."""
-    named = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
+    named = [unquoted(line).partition("=")[2] for line in arguments if line.startswith("resume=")]
     for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():

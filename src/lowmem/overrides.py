@@ -23,6 +23,11 @@ WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII 
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # choice(a,b): what a sweep does with values
 
+FLAGS = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-sc")
+FLAGS += ("--shell-completion",)
+VALUED = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd")
+VALUED += ("--config-dir", "--experimental-rerun")
+
 
 def key(line: str) -> str:
     """Of `+key=value`, `~key` and `key=value`."""
@@ -58,10 +63,10 @@ def quoted(line: str, sweep: bool = False) -> str:
         return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
     if not equals or key(line) not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
         return line
-    if key(line).startswith("hydra.") and value.startswith("~"):  # nobody else would look for the home folder
+    if key(line) in FOLDERS + PLACES:
         value = os.path.expanduser(value)
     values = [value]
-    if sweep and key(line) not in FOLDERS and not os.path.exists(os.path.expanduser(value)):
+    if sweep and key(line) not in FOLDERS and not os.path.exists(value):
         if FUNCTION.fullmatch(value):
             return line
         values = [one.strip() for one in value.split(",")]
@@ -93,13 +98,19 @@ def unquoted(line: str) -> str:
     return line
 
 
-def parted(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Hydra's own flags, which may stand anywhere, with their values; what sets a key."""
-    flags, lines = [], []
-    for argument in arguments:
-        sets = not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
-        (lines if sets else flags).append(argument)
-    return flags, lines
+def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+    """Hydra's own flags with their values, which may stand anywhere; what sets a key; what does neither."""
+    flags, lines, strays = [], [], []
+    before = ""
+    for word in arguments:
+        if word.startswith("-"):
+            (flags if word.partition("=")[0] in FLAGS + VALUED else strays).append(word)
+        elif before in VALUED:
+            flags.append(word)
+        else:
+            (lines if key(word) and ("=" in word or word.startswith("~")) else strays).append(word)
+        before = word
+    return flags, lines, strays
 
 
 def composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:

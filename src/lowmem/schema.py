@@ -41,7 +41,7 @@ def _below(pattern: str) -> str:
     return pattern
 
 
-def _never(value: object) -> None:
+def _never(_: object) -> None:
     raise ValueError
 
 
@@ -124,6 +124,7 @@ SET_BY = {
     "precision": "precision",
     "val_check_interval": "val_every",
 }
+Nothing = Annotated[Any, AfterValidator(_never)]
 _Trainer = create_model(
     "_Trainer",
     __base__=Node,
@@ -226,6 +227,8 @@ ARGUMENTS: dict[str, Any] = {
     "clip": Clip,
     "clip_value": Clip,
     "enabled": Switch,
+    "early_step": Switch,
+    "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),
     **dict.fromkeys(("name", "group"), _words("a text, or null", Text | None)),
     "tags": _words("a list such as [a,b], or null", list[str] | None),

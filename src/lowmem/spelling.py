@@ -8,13 +8,14 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, FUNCTION, composed, is_group, key, unquoted
 
-NEAR = 0.7  # of difflib: below it a suggestion is a guess
+NEAR = 0.65  # of difflib: below it a suggestion is a guess
+ARCHITECTURE = "model.architecture."
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
 
@@ -22,17 +23,23 @@ def check_lines(lines: Sequence[str]) -> None:
     """What a line alone can tell.
 
     Raises:
-        Refused: a group that is taken out.
+        Refused: a group that is taken out, or a choice that is not there.
     """
     for line in lines:
-        name, nothing = key(line), "null" in line.partition("=")[2].split(",")
-        if is_group(name) and name in _needed() and (line.startswith("~") or nothing):
-            raise Refused(f"{line}: a run needs one. Type {name}=<one of {', '.join(_choices(name))}>.")
+        group, choices = key(line), _chosen(line)
+        if not is_group(group):
+            continue
+        if group in _needed() and (line.startswith("~") or "null" in choices):
+            raise Refused(f"{line}: a run needs one. Type {group}=<one of {', '.join(_choices(group))}>.")
+        if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
+            like = _choice_like(wrong[0], group)
+            raise Refused(f"{group}={wrong[0]}: there is no {group}/{wrong[0]}. Type {group}={like}.")
 
 
 def sets_nothing(word: str) -> str:
     """A sentence about a word that is neither a line nor a flag of Hydra's."""
     name, _, value = word.lstrip("-").partition("=")
+    name = name.strip("+~") or "<key>"
     return f"{word}: this sets nothing. Type {_in_shell(f'{name}={value}') if value else f'{name}=<value>'}, or --help."
 
 
@@ -44,6 +51,11 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
         pass  # it is something else
     if isinstance(error, OverrideParseException):
         return _unreadable(unquoted(error.override))
+    if isinstance(error, MissingConfigException) and error.options:  # of a group of Hydra's own
+        return f"There is no {error.missing_cfg_file}. Type one of {', '.join(error.options)}."
+    if several := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", str(error)):
+        line = unquoted(several[1] or several[2])
+        return f"{line}: several values make a sweep. Type -m beside them, or {key(line)}='[...]' for a list."
     said = [str(one).strip().partition("\n")[0].rstrip(" .") for one in (error, error.__cause__) if one]
     return ". ".join(filter(None, said)) + "."
 
@@ -51,8 +63,9 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
 def no_such_key(line: str, known: Iterable[str]) -> str:
     """A sentence about a line whose key is none of those `known`."""
     name, _, value = line.lstrip("+").partition("=")
-    groups = [group for group in _groups() if "/" not in group]
-    near = nearest(name, {*known, *groups})
+    if owners := _owners(name):
+        return f"{line}: only some choices have it. Type {' or '.join(owners)} beside it."
+    near = nearest(name, {*known, *_groups()})
     if near is None:
         return f"{line}: nothing reads {name}. Type --help for what there is."
     if is_group(near) and value not in _choices(near):
@@ -82,14 +95,9 @@ def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
-    """A sentence for every choice and key that is not there."""
-    typed = [line for line in map(unquoted, lines) if not line.startswith("-")]
-    chosen = {key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}
-    for group, choices in chosen.items():
-        for choice in choices:
-            if choice != "null" and choice not in _choices(group):
-                yield f"{group}={choice}: there is no {group}/{choice}. Type {group}={_choice_like(choice, group)}."
-    known = _known(chosen, name)
+    """A sentence for every key that is not there."""
+    typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
+    known = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
     for line in typed:
         is_there = key(line) in known or is_group(key(line))
         if line[0] == "+" != line[1] and is_there:
@@ -97,7 +105,7 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
         elif line[0] == "~" and not is_there:
             yield f"{line}: there is no {key(line)} to take out."
         elif line[0] not in "+~" and not is_there:
-            yield _no_such_argument(line) if key(line).startswith("model.architecture.") else no_such_key(line, known)
+            yield _no_such_argument(line, known) if key(line).startswith(ARCHITECTURE) else no_such_key(line, known)
 
 
 def _known(chosen: Mapping[str, Sequence[str]], name: str) -> set[str]:
@@ -110,8 +118,16 @@ def _known(chosen: Mapping[str, Sequence[str]], name: str) -> set[str]:
 
 
 def _chosen(line: str) -> list[str]:
-    value = line.partition("=")[2]
-    return [] if FUNCTION.fullmatch(value) else re.split(r",\s*", value.strip("[]"))
+    """Of a group's line, in a sweep several."""
+    value = unquoted(line).partition("=")[2]
+    return [] if FUNCTION.fullmatch(value) or line.startswith("~") else re.split(r",\s*", value.strip("[]"))
+
+
+def _owners(name: str) -> list[str]:
+    """The choices whose yaml has this key of their group."""
+    group, _, last = name.partition(".")
+    files = sorted((CONF / group).glob("*.yaml")) if last and is_group(group) else []
+    return [f"{group}={file.stem}" for file in files if re.search(rf"^{re.escape(last)}:", file.read_text(), re.M)]
 
 
 def _choice_like(choice: str, group: str) -> str:
@@ -122,15 +138,18 @@ def _choice_like(choice: str, group: str) -> str:
     return f"{near[0]}, or one of {', '.join(one for one in choices if one != near[0])}"
 
 
-def _no_such_argument(line: str) -> str:
+def _no_such_argument(line: str, known: Iterable[str]) -> str:
+    """A yaml need not list all that an architecture has."""
+    beside = [name for name in known if name.startswith(ARCHITECTURE)]
+    if beside and get_close_matches(_last(key(line)), map(_last, beside), 1, NEAR):
+        return no_such_key(line, beside)
     return f"{line}: the yaml of this model does not have it. If its architecture does, type {_in_shell('+' + line)}."
 
 
 def _unreadable(line: str) -> str:
     name, _, value = line.partition("=")
-    text = value.replace("'", "").replace('"', "")
-    like = f"{name}='{text}'"
-    return f"{line}: this cannot be read. Type text with special characters so: {_in_shell(like)}."
+    text = re.sub(r"['\"$`\\]", "", value)
+    return f"{line}: this cannot be read. Type text with special characters so: \"{name}='{text}'\"."
 
 
 def _choices(group: str) -> list[str]:
@@ -138,9 +157,7 @@ def _choices(group: str) -> list[str]:
 
 
 def _groups() -> list[str]:
-    return [
-        folder.relative_to(CONF).as_posix() for folder in (*CONF.glob("*"), *CONF.glob("hydra/*")) if folder.is_dir()
-    ]
+    return [folder.name for folder in CONF.iterdir() if is_group(folder.name)]
 
 
 def _needed() -> set[str]:

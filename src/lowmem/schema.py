@@ -129,7 +129,7 @@ _Trainer = create_model(
     "_Trainer",
     __base__=Node,
     **{
-        name: (_words(f"nothing here: {key} sets it", Annotated[Any, AfterValidator(_never)]), None)
+        name: (_words(f"nothing: {key} sets it", Annotated[Any, AfterValidator(_never)]), None)
         for name, key in SET_BY.items()
     },
 )

@@ -74,14 +74,15 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Of dotted keys: beside it, or with the same end, or with an end that is spelt nearly so."""
+    """Of dotted keys: with the same end elsewhere, or beside it, or one whose end is spelt nearly so."""
     names = sorted(known, key=lambda name: (name.count("."), name))
     parent, _, last = word.rpartition(".")
+    ends = [name for name in names if _last(name) == last]
+    if ends and (not parent or parent not in names):
+        return get_close_matches(word, ends, 1, 0)[0]
     beside = {_last(name): name for name in names if name.rpartition(".")[0] == parent}
     if near := get_close_matches(last, beside, 1, NEAR):
         return beside[near[0]]
-    if ends := [name for name in names if _last(name) == last]:
-        return next(iter(get_close_matches(word, ends, 1, 0)))
     anywhere = {_last(name): name for name in reversed(names)}
     return next((anywhere[name] for name in get_close_matches(last, anywhere, 1, NEAR)), None)
 

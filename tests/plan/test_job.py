@@ -80,7 +80,7 @@ def test_one_run_by_phase(planned):
         (["ram=-3GiB"], "ram=-3GiB: give a size such as 12GiB"),
         (["gpu=0GiB"], "gpu=0GiB: give a size such as 12GiB"),
         (["search=maybe"], "search=maybe: give true or false"),
-        (["model=gpt5"], "there is no model/gpt5. Type model=<one of gpt2, "),
+        (["model=gpt5"], "there is no model/gpt5. Type model=gpt2, or one of "),
         (["model=hf", "model.name=no/such-model"], "its configuration cannot be read"),
         (["gpu=1GiB", "optim.in_backward=true"], "Type clip=null"),
         (["devices=8"], "Type strategy=fsdp to divide it"),

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import reduce
 from unittest.mock import patch
 
 import pytest
@@ -31,7 +32,7 @@ from lowmem.spelling import keys_of
 REFUSED = {
     "precison=16": "nothing reads precison. Type precision=16.",
     "+precison=16": "nothing reads precison. Type precision=16.",
-    "precison=fp16": "Type precision=16, or one of 16-master, ",
+    "precison=fp16": "Type precision=bf16, or one of 16, 16-master, ",
     "precision=bf61": "there is no precision/bf61. Type precision=bf16, or one of 16, ",
     "optim=adam8bits": "Type optim=adam8bit, or one of ",
     "otpim=sgd": "Type optim=sgd.",
@@ -292,14 +293,14 @@ GROUPS = sorted(folder.name for folder in CONF.iterdir() if is_group(folder.name
 CHOICES = {group: sorted(file.stem for file in (CONF / group).glob("*.yaml")) for group in GROUPS}
 
 
-def keys() -> list[str]:
-    """Of every yaml that a run reads."""
-    found = set()
+def keys() -> dict[str, object]:
+    """Key -> value, of every yaml that a run reads."""
+    found = {}
     for file in (CONF / "config.yaml", *(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))):
-        mapping = OmegaConf.to_container(OmegaConf.load(file))
-        everywhere = file.parent == CONF or "@package _global_" in file.read_text()
-        found |= {*keys_of(mapping, "" if everywhere else f"{file.parent.name}.")}
-    return sorted(key for key in found if key.split(".")[0] not in ("hydra", "defaults"))
+        whole = OmegaConf.to_container(OmegaConf.load(file))
+        prefix = "" if file.parent == CONF or "@package _global_" in file.read_text() else f"{file.parent.name}."
+        found |= {prefix + key: reduce(lambda node, part: node[part], key.split("."), whole) for key in keys_of(whole)}
+    return {key: value for key, value in sorted(found.items()) if key.split(".")[0] not in ("hydra", "defaults")}
 
 
 KEYS = keys()
@@ -312,27 +313,30 @@ VALUES = (
 
 @st.composite
 def misspelt(draw, words):
-    word = draw(st.sampled_from(words))
+    word = draw(st.sampled_from(sorted(words)))
     place = draw(st.integers(0, len(word) - 1))
     return word[:place] + draw(st.sampled_from(["", "x", "_", ".", "/"])) + word[place + 1 :]
 
 
 @st.composite
 def lines(draw):
-    """One argument: mostly of a key or a group that there is, with a value that may be anything."""
+    """One argument: of a group or a key that there is or nearly is, with a value as in its yaml or any other."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
-    choice = draw(st.one_of(*[st.sampled_from(CHOICES[group])] * 3, misspelt(CHOICES[group]), st.just(value)))
-    key = draw(st.one_of(*[st.sampled_from(KEYS)] * 4, misspelt(KEYS), text_values()))
-    sign = draw(st.sampled_from(["", "", "", "", "", "+", "++", "~"]))
-    shape = draw(st.sampled_from(["group", "group", "key", "key", "key", "new", "removal"]))
+    choice = draw(st.sampled_from(CHOICES[group]))
+    key = draw(st.sampled_from(sorted(KEYS)))
+    sign = draw(st.sampled_from(["", "", "", "+", "++", "~"]))
     new = draw(st.sampled_from(["trainer.", "callbacks.x.", "optim.", "model.", "logger.", ""])) + "anything"
-    return {
-        "group": f"{sign}{group}={choice}",
-        "key": f"{sign}{key}={value}",
-        "new": f"+{new}={value}",
-        "removal": f"~{draw(st.sampled_from([group, key]))}",
-    }[shape]
+    right = [f"{group}={choice}"] * 3 + [f"{key}={as_typed(KEYS[key])}"] * 2 + ["++trainer.detect_anomaly=true"]
+    wrong = [f"{sign}{group}={draw(st.one_of(misspelt(CHOICES[group]), st.just(value)))}", f"~{group}"]
+    wrong += [f"{sign}{key}={value}"] * 3 + [f"{draw(misspelt(KEYS))}={value}", f"~{key}", f"+{new}={value}"]
+    wrong += [f"{draw(text_values())}={value}"]
+    return draw(st.sampled_from(right * 3 + wrong))
+
+
+def as_typed(value: object) -> str:
+    shown = {None: "null", True: "true", False: "false"}
+    return shown[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def outcome(arguments: list[str]) -> str:

@@ -293,14 +293,25 @@ GROUPS = sorted(folder.name for folder in CONF.iterdir() if is_group(folder.name
 CHOICES = {group: sorted(file.stem for file in (CONF / group).glob("*.yaml")) for group in GROUPS}
 
 
-def keys() -> dict[str, object]:
-    """Key -> value, of every yaml that a run reads."""
-    found = {}
-    for file in (CONF / "config.yaml", *(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))):
-        whole = OmegaConf.to_container(OmegaConf.load(file))
+GIVEN = {  # what a choice leaves to be said
+    "data=text": ["data.path=x"],
+    "model=hf": ["model.name=x"],
+    "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
+    "accumulation=by_step": ["accumulation.sizes={0: 1, 1: 2}"],
+}
+
+
+def keys() -> list[tuple[str, object, list[str]]]:
+    """(key, value, what must be typed beside it) of every yaml that a run reads."""
+    found = []
+    for file in (CONF / "config.yaml", *(file for group in GROUPS for file in sorted((CONF / group).glob("*.yaml")))):
+        whole, choice = OmegaConf.to_container(OmegaConf.load(file)), f"{file.parent.name}={file.stem}"
+        beside = [] if file.parent == CONF else [choice, *GIVEN.get(choice, [])]
         prefix = "" if file.parent == CONF or "@package _global_" in file.read_text() else f"{file.parent.name}."
-        found |= {prefix + key: reduce(lambda node, part: node[part], key.split("."), whole) for key in keys_of(whole)}
-    return {key: value for key, value in sorted(found.items()) if key.split(".")[0] not in ("hydra", "defaults")}
+        for key in keys_of(whole):
+            value = reduce(lambda node, part: node[part], key.split("."), whole)
+            found.append((prefix + key, value, beside))
+    return [one for one in found if one[0].split(".")[0] not in ("hydra", "defaults")]
 
 
 KEYS = keys()
@@ -320,17 +331,18 @@ def misspelt(draw, words):
 
 @st.composite
 def lines(draw):
-    """One argument: of a group or a key that there is or nearly is, with a value as in its yaml or any other."""
+    """Of a group or a key that there is or nearly is, with a value as in its yaml or any other."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
     choice = draw(st.sampled_from(CHOICES[group]))
-    key = draw(st.sampled_from(sorted(KEYS)))
+    key, default, beside = draw(st.sampled_from(KEYS))
     sign = draw(st.sampled_from(["", "", "", "+", "++", "~"]))
     new = draw(st.sampled_from(["trainer.", "callbacks.x.", "optim.", "model.", "logger.", ""])) + "anything"
-    right = [f"{group}={choice}"] * 3 + [f"{key}={as_typed(KEYS[key])}"] * 2 + ["++trainer.detect_anomaly=true"]
-    wrong = [f"{sign}{group}={draw(st.one_of(misspelt(CHOICES[group]), st.just(value)))}", f"~{group}"]
-    wrong += [f"{sign}{key}={value}"] * 3 + [f"{draw(misspelt(KEYS))}={value}", f"~{key}", f"+{new}={value}"]
-    wrong += [f"{draw(text_values())}={value}"]
+    chosen = [f"{group}={choice}", *GIVEN.get(f"{group}={choice}", [])]
+    right = [chosen] * 3 + [[*beside, f"{key}={as_typed(default)}"]] * 2 + [["++trainer.detect_anomaly=true"]]
+    wrong = [[f"{sign}{group}={draw(st.one_of(misspelt(CHOICES[group]), st.just(value)))}"], [f"~{group}"]]
+    wrong += [[*beside, f"{sign}{key}={value}"]] * 5 + [[*beside, f"{draw(misspelt([key]))}={value}"]]
+    wrong += [[*beside, f"~{key}"], [f"+{new}={value}"], [f"{draw(text_values())}={value}"]]
     return draw(st.sampled_from(right * 3 + wrong))
 
 
@@ -375,8 +387,8 @@ def _sentences(said: str, what: str) -> str:
     return what
 
 
-def holds(arguments: list[str]) -> None:
-    event(outcome(arguments))
+def holds(parts: list[list[str]]) -> None:
+    event(outcome([line for part in parts for line in part]))
 
 
 DRAWN = given(st.lists(lines(), min_size=1, max_size=3))

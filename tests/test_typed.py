@@ -82,8 +82,8 @@ REFUSED = {
     "~clip": "clip has no value: type clip=<value>.",
     "~optim.lr": "optim.lr has no value: type optim.lr=<value>.",
     "~callbacks": "callbacks has no value",
-    "callbacks=null": "callbacks=null: give its keys.",
-    "memory=null": "memory=null: give its keys.",
+    "callbacks=null": "callbacks=null: give parts by their names, each with its _target_.",
+    "memory=null": "memory=null: give its keys: limit, snapshot.",
     "'lr=${nope}'": "lr: Interpolation key 'nope' not found. Type a value for it",
     "'lr=${oc.env:NOPE}'": "'NOPE' not found",
     "'model.lr=${lr}'": "Recursive interpolation",
@@ -94,6 +94,10 @@ REFUSED = {
     "\"output_dir='a,b'\"": "give nothing: the run folder is hydra.run.dir.",
     "callbacks.in_backward.enabled={}": "give true or false.",
     "+callbacks.mine.seed=1": "callbacks.mine._target_ has no value",
+    "callbacks.in_backward=null": "callbacks.in_backward=null: give its _target_ and what that takes.",
+    "+trainer.plugins.mine=1": "trainer.plugins.mine=1: give its _target_ and what that takes.",
+    "optim=adam8bit optim.declares.saves.optimizer=x": "give a number.",
+    "model=llama-3.2-1b model.architecture.rope_parameters.rope_theta=abc": "give a number.",
     "debug=1": "give true or false.",
 }
 

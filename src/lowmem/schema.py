@@ -6,7 +6,7 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -80,6 +80,9 @@ class Node(BaseModel):
     target: Text = Field(alias="_target_")
 
 
+Parts = _words("parts by their names, each with its _target_", dict[str, Node])
+
+
 class Model(Section):
     name: Place
     pretrained: Switch
@@ -104,6 +107,7 @@ class Memory(Section):
 class Plugins(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     precision: Node
+    __pydantic_extra__: dict[str, Node]
 
 
 # Arguments of Lightning's Trainer that a key of a run sets.
@@ -161,7 +165,7 @@ class Run(Section):
     accumulation: Node
     gradient_checkpointing: Node
     loss: Node
-    logger: dict[str, Node]
+    logger: Parts
     lr: Lr
     batch_size: BatchSize
     seq_len: Count
@@ -183,9 +187,9 @@ class Run(Section):
     output_dir: _words("nothing: the run folder is hydra.run.dir", None)
     debug: Switch
     weights_dtype: _words(f"one of {', '.join(get_args(Dtype))}", Dtype)
-    trainer: Trainer
+    trainer: _words("its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
     master: Master | None = None
-    callbacks: dict[str, Node]
+    callbacks: Parts
 
 
 class Plan(Run):
@@ -235,10 +239,8 @@ ARGUMENTS: dict[str, Any] = {
     "offline": _words("true, false or null", bool | None),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), Share),
     **dict.fromkeys(("bos_token_id", "eos_token_id"), _words("a whole number of at least 0, or null", Whole | None)),
-    "rope_parameters": Part,
-    "declares": Part,
 }
-OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places, dict: Part}
+OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 
 
 def errors(cfg: DictConfig) -> list[str]:
@@ -260,10 +262,14 @@ def arguments(identity: str) -> type[BaseModel]:
     named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
     values = {key: value for node in reversed(named) for key, value in node.items()}
     needed = set.intersection(*map(set, named)) if named else set()
-    known = {**dict.fromkeys(ARGUMENTS), **values} if named else {}
+    return _schema({**dict.fromkeys(ARGUMENTS), **values} if named else {}, needed)
+
+
+def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[BaseModel]:
+    """Of keys with these values; those `needed` may not be taken out."""
     fields = {  # pydantic's own names do not begin with `_`
         f"argument_{number}": (_kind(key, value), Field(... if key in needed else None, alias=key))
-        for number, (key, value) in enumerate(known.items())
+        for number, (key, value) in enumerate(values.items())
     }
     return create_model("Arguments", __config__=ConfigDict(extra="allow", strict=True), **fields)
 
@@ -274,10 +280,10 @@ def _kind(key: str, default: object) -> Any:
         return ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
         return _words(f"{default}, as its yaml does".lower(), Literal[default])
-    if default == "???":
-        return Any
-    if isinstance(default, str) and (of := re.fullmatch(r"\$\{(\w+)\}", default)):
-        return _words(Run.model_fields[of[1]].description, Run.__annotations__[of[1]])
+    if isinstance(default, str) and (of := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
+        return Run.__annotations__.get(of[1], Any)
+    if isinstance(default, dict):
+        return _words("its keys", _schema(default))
     return OF_VALUES.get(type(default), Any)
 
 
@@ -324,14 +330,19 @@ def _sentence(
 
 def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
     """(path, what to give) of every field; `*` is whatever name a part has."""
+    if "__pydantic_extra__" in schema.__annotations__:
+        yield ("*",), "its _target_ and what that takes"
     for name, field in schema.model_fields.items():
         path, kind = (field.alias or name,), field.annotation
-        yield path, field.description or "its keys"
-        more = ("*",) if get_origin(kind) is dict else ()
-        for part in get_args(kind) or (kind,):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield path + more, field.description or "its keys"
-                yield from ((path + more + below, words) for below, words in _wordings(part))
+        sections = [
+            part for part in get_args(kind) or (kind,) if isinstance(part, type) and issubclass(part, BaseModel)
+        ]
+        names = [of.alias or key for section in sections for key, of in section.model_fields.items()]
+        yield path, field.description or f"its keys: {', '.join(names)}"
+        if get_origin(kind) is dict and sections:
+            path += ("*",)
+            yield path, "its _target_ and what that takes"
+        yield from ((path + below, words) for section in sections for below, words in _wordings(section))
 
 
 def _at(values: Mapping, path: tuple[str, ...]) -> object:

@@ -184,10 +184,12 @@ AWKWARD = [
 
 @pytest.mark.parametrize("value", AWKWARD)
 def test_a_path_needs_no_quotes_inside(value):
-    for key in ("data.path", "data.val_path", "cache_dir", "hydra.run.dir"):
-        lines = cli.prepare(["data=text", "data.path=x", f"{key}={value}"])
-        assert OmegaConf.select(composed(lines, whole=True), key) == value
-        assert unquoted(lines[-1]) == f"{key}={value}"
+    keys = ("data.path", "model.name", "resume", "cache_dir", "hydra.run.dir", "logger.wandb.name")
+    typed = ["data=text", *(f"{key}={value}" for key in keys)]
+    read = cli.prepare(typed)
+    cfg = composed(read, whole=True)
+    assert [OmegaConf.select(cfg, key) for key in keys] == [value] * len(keys)
+    assert [unquoted(line) for line in read] == typed
 
 
 def text_values():

@@ -334,9 +334,8 @@ def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("*",), "its _target_ and what that takes"
     for name, field in schema.model_fields.items():
         path, kind = (field.alias or name,), field.annotation
-        sections = [
-            part for part in get_args(kind) or (kind,) if isinstance(part, type) and issubclass(part, BaseModel)
-        ]
+        kinds = get_args(kind) or (kind,)
+        sections = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
         names = [of.alias or key for section in sections for key, of in section.model_fields.items()]
         yield path, field.description or f"its keys: {', '.join(names)}"
         if get_origin(kind) is dict and sections:

@@ -15,6 +15,7 @@ STOREYS = (
         "aside",
         "curves",
         "overrides",
+        "spelling",
         "signals",
         "techniques",
         "starting",
@@ -38,6 +39,7 @@ STOREYS = (
     ),
     (
         "settings",
+        "schema",
         "precision",
         "kept_results",
         "gradient_checkpointing",

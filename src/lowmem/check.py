@@ -5,20 +5,17 @@ names. What only the data or the weights can tell is refused where they are read
 """
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from lowmem import schema
 from lowmem.errors import Refused
-from lowmem.memory import limit
 from lowmem.refusals import refused
-from lowmem.units import steps_or_seconds
 
-COUNTS = ("batch_size", "seq_len", "max_steps", "val_every", "val_sequences", "log_every")
-DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("float32", "bfloat16", "float16")
 # Under which name a model's config has the length of the longest sequence, if it has one.
 POSITIONS = ("max_position_embeddings", "n_positions")
 # Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
@@ -36,79 +33,38 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
 
 
 def check_values(cfg: DictConfig) -> None:
-    """What the config alone can tell, within milliseconds."""
-    missing = sorted(key for key in OmegaConf.missing_keys(cfg))
-    errors = [f"{key} has no value: type {key}=<value>." for key in missing] or [*_numbers(cfg)]
+    """What the config alone can tell, within milliseconds.
+
+    Raises:
+        Refused: a value of another type or range, a key that nothing reads, an interpolation of what is not there.
+    """
+    try:
+        for key in cfg:  # an interpolation of what is not there is told of where it was typed, not where it is used
+            OmegaConf.is_missing(cfg, key) or cfg[key]
+        missing = [f"{key} has no value: type {key}=<value>." for key in sorted(OmegaConf.missing_keys(cfg))]
+        errors = missing or schema.errors(cfg)
+    except OmegaConfBaseException as error:
+        said = str(error).partition("\n")[0]
+        errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
     if errors:
         raise Refused("\n".join(errors))
-    architecture = cfg.model.get("architecture") or {}
-    if not isinstance(architecture, Mapping):
-        raise Refused(f"model.architecture={architecture}: give its keys, such as model.architecture.n_layer=6.")
+    if len(named := [key for key in ("resume", "evaluate", "export") if cfg[key] is not None]) > 1:
+        raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
+    if "val_path" in cfg.data and cfg.data.val_path is not None and _same(cfg.data.path, cfg.data.val_path):
+        raise Refused(
+            f"data.val_path={cfg.data.val_path}: this is data.path too, and validation would be of what was trained "
+            "on. Type data.val_path=<another>, or null for a share of data.path."
+        )
+    architecture = cfg.model.architecture or {}
     check_positions(cfg, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
 
 
-def _numbers(cfg: DictConfig) -> Iterator[str]:
-    for key in COUNTS:
-        if key == "batch_size" and cfg[key] == "auto":
-            continue
-        if not _is_int(cfg[key]) or cfg[key] < 1:
-            yield f"{key}={cfg[key]}: give a whole number of at least 1."
-    try:
-        steps_or_seconds(cfg.save_every)
-    except ValueError:
-        yield f"save_every={cfg.save_every}: give a whole number of steps of at least 1, or minutes, as in 30min."
-    if cfg.checkpoint.keep not in ("last", "best") and not _is_count(cfg.checkpoint.keep):
-        yield f"checkpoint.keep={cfg.checkpoint.keep}: give last, best, or how many of the newest are kept."
-    if cfg.early_stop.patience is not None and not _is_count(cfg.early_stop.patience):
-        yield f"early_stop.patience={cfg.early_stop.patience}: give a whole number of at least 1, or null: off."
-    if cfg.on_nonfinite not in ("stop", "skip"):
-        yield f"on_nonfinite={cfg.on_nonfinite}: give stop or skip."
-    named = [key for key in ("resume", "evaluate", "export") if cfg[key] is not None]
-    if len(named) > 1:
-        yield f"{' and '.join(named)}: one command does one of them. Leave the others out."
-    for key in ("seed", "sample_tokens"):
-        if not _is_int(cfg[key]) or cfg[key] < 0:
-            yield f"{key}={cfg[key]}: give a whole number of at least 0."
-    if not _is_positive(cfg.lr):
-        yield f"lr={cfg.lr}: give a positive step size, such as 2e-5 for a pretrained model."
-    for key in ("clip", "clip_value"):
-        if cfg[key] is not None and not _is_positive(cfg[key]):
-            yield f"{key}={cfg[key]}: give a positive number, or {key}=null to switch it off."
-    switches = ["optim.in_backward", "model.stable_embedding", "memory.snapshot"]
-    if "master" in cfg:
-        switches += ["master.early_step"] if "early_step" in cfg.master else []
-        if not _is_int(cfg.master.skips_in_a_row) or cfg.master.skips_in_a_row < 1:
-            yield f"master.skips_in_a_row={cfg.master.skips_in_a_row}: give a whole number of at least 1."
-    for key in switches:
-        if not isinstance(OmegaConf.select(cfg, key), bool):
-            yield f"{key}={OmegaConf.select(cfg, key)}: give true or false."
-    if cfg.optim.get("embedding_bits", 8) not in (8, 32):
-        yield f"optim.embedding_bits={cfg.optim.embedding_bits}: the state of embeddings has 8 or 32 bits."
-    try:
-        limit.parse(cfg.memory.limit)
-    except Refused as error:
-        yield str(error)
-    if cfg.plan not in ("check", "off", "auto"):
-        try:
-            limit.parse(cfg.plan, "plan", plain=False)
-        except Refused as error:
-            yield f"{error} Or one of check, auto, off."
-    if cfg.export_dtype not in (None, *DTYPES):
-        yield f"export_dtype={cfg.export_dtype}: give one of {', '.join(DTYPES)}, or null for that of the weights."
-    if cfg.device not in DEVICES:
-        yield f"device={cfg.device}: give one of {', '.join(DEVICES)}."
+def _same(one: str, other: str) -> bool:
+    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
 
 
 def _is_count(value: object) -> bool:
-    return _is_int(value) and value > 0
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
@@ -117,13 +73,16 @@ def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
         group = next((part for part in reversed(path) if part in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
         try:
-            takes = inspect.signature(get_object(node["_target_"])).parameters.values()
+            takes = inspect.signature(get_object(node["_target_"])).parameters
         except Exception as error:  # whatever importing it raises is the user's to know
             yield f"{yaml}: {node['_target_']} cannot be imported ({str(error).splitlines()[-1]})."
             continue
-        if any(p.kind is p.VAR_KEYWORD for p in takes):
+        switches = [name for name, p in takes.items() if name in node and isinstance(p.default, bool)]
+        for key in (key for key in switches if not isinstance(node[key], bool)):
+            yield f"{'.'.join(path)}.{key}={node[key]}: give true or false."
+        if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
             continue
-        names = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names = [p.name for p in takes.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for key in node:
             ours = OPTIM_KEYS if group == "optim" else ("declares",)
             if not key.startswith("_") and key not in names and key not in ours:

@@ -19,12 +19,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import help, signals
+from lowmem import help, signals, spelling
 from lowmem.check import check_values
 from lowmem.errors import Refused
-from lowmem.overrides import CONF, key, quoted, unquoted, without
+from lowmem.overrides import CONF, composed, key, parted, quoted, unquoted, without
 from lowmem.runs import claim, folders, sweep
 from lowmem.starting import undisturbed
+
+SWEEP = ("-m", "--multirun")
 
 _failures: list[str] = []  # of this command
 
@@ -35,16 +37,16 @@ def start(main: Callable[[], None]) -> None:
     _failures.clear()
     sweep.Report.failed = ()
     OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
+    config = Path(sys.argv[0]).stem.replace("train", "config")  # train.py reads config.yaml, plan.py plan.yaml
     try:
         with signals.handled(signals.at_once):
-            sys.argv[1:] = prepare(sys.argv[1:])
+            sys.argv[1:] = prepare(sys.argv[1:], config)
             main()
             sys.stdout.flush()
     except BrokenPipeError:  # python train.py --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException) as error:
-        causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
-        sys.exit("\n".join(map(str, causes)))
+        sys.exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
     except Refused as error:
         sys.exit(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
@@ -57,11 +59,14 @@ def start(main: Callable[[], None]) -> None:
         sys.exit("\n".join(failures))
 
 
-def prepare(arguments: list[str]) -> list[str]:
-    """The arguments Hydra gets: a resumed run's or sweep's own overrides first, and group choices quoted.
+def prepare(arguments: list[str], config: str = "config") -> list[str]:
+    """The arguments Hydra gets: its flags, a resumed run's or sweep's own overrides, what was typed; quoted.
+
+    Args:
+        config: which of conf/ the command reads.
 
     Raises:
-        Refused: a sweep that cannot be resumed, a launcher that is not installed, a key of an earlier lowmem.
+        Refused: whatever the arguments alone can tell, before anything is written or anything heavy imported.
     """
     if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
         *words, last = os.environ["COMP_LINE"].split(" ")
@@ -71,8 +76,26 @@ def prepare(arguments: list[str]) -> list[str]:
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
         raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
-    earlier = without(set(map(key, arguments)), _resumed_overrides(arguments))
-    return list(map(quoted, earlier + arguments))
+    flags, typed, strays = parted(arguments)
+    if strays:
+        raise Refused(spelling.sets_nothing(strays[0]))
+    lines = without(set(map(key, typed)), _resumed_overrides(typed)) + typed
+    sweep = bool({*flags} & {*SWEEP})
+    if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
+        spelling.check_lines(lines)
+        if not sweep:
+            _check(lines, config)
+    return [*flags, *(quoted(line, sweep) for line in lines)]
+
+
+def _check(lines: list[str], config: str) -> None:
+    if any("${hydra:" in line for line in lines):  # known only in the job, which asks again
+        return
+    try:
+        cfg = composed(lines, config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refused(spelling.explained(error, lines, config)) from None
+    check_values(cfg)
 
 
 def _resumed_sweep(arguments: list[str]) -> list[str]:
@@ -91,7 +114,8 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
         Refused: a line of it that can run code, and is not typed again: the folder may be somebody else's.
     """
     of_a_run = {"resume", "evaluate", "export"}
-    named = [line.partition("=")[2] for line in arguments if key(line) in of_a_run and line != "resume=auto"]
+    lines = [unquoted(line) for line in arguments if key(line) in of_a_run]
+    named = [line.partition("=")[2] for line in lines if line != "resume=auto"]
     for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():

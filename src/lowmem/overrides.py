@@ -3,15 +3,30 @@
 Nothing heavy is imported: the command line reads its arguments with it.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+# Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
+PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
+TEXTS = (*FOLDERS, *PLACES, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
+# What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
+WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
+QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # choice(a,b): what a sweep does with values
+
+FLAGS = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-sc")
+FLAGS += ("--shell-completion",)
+VALUED = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd")
+VALUED += ("--config-dir", "--experimental-rerun")
 
 
 def key(line: str) -> str:
@@ -33,23 +48,79 @@ def without(keys: Collection[str], lines: Iterable[str]) -> list[str]:
     return [line for line in lines if key(line) not in keys]
 
 
-def quoted(line: str, conf: Path = CONF) -> str:
-    """Hydra reads `precision=16` as the integer 16 and refuses it as a group's choice: quote it."""
+def is_group(name: str) -> bool:
+    return "." not in name and name not in ("", "hydra") and (CONF / name).is_dir()
+
+
+def quoted(line: str, sweep: bool = False) -> str:
+    """As Hydra must be given it: a group's choice 16 is no integer, and a path no expression.
+
+    Args:
+        sweep: commas stand between values, also between paths; where all of it is a path that is there, it is one.
+    """
     name, equals, value = line.partition("=")
-    if not equals or not (conf / name).is_dir():
+    if equals and is_group(key(line)):
+        return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
+    if not equals or key(line) not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
         return line
-    return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
+    if key(line) in FOLDERS + PLACES:
+        value = os.path.expanduser(value)
+    values = [value]
+    if sweep and key(line) not in FOLDERS and not os.path.exists(value):
+        if FUNCTION.fullmatch(value):
+            return line
+        values = [one.strip() for one in value.split(",")]
+    return name + "=" + ",".join(map(_text, values))
+
+
+def _text(value: str) -> str:
+    if WORD.fullmatch(value) and not _is_number(value):
+        return value
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+def _is_number(value: str) -> bool:
+    try:
+        return bool(float(value)) or True
+    except ValueError:
+        return False
 
 
 def unquoted(line: str) -> str:
     """As it was typed, of a line that Hydra was given."""
-    return line.replace("'", "")
+    name, equals, value = line.partition("=")
+    if is_group(key(line)):
+        return name + equals + value.replace("'", "")
+    if key(line) in TEXTS and re.fullmatch(QUOTED, value):
+        # Hydra escapes a quotation mark, and the backslashes before it or before the end; no other
+        escaped = rf"(\\+)({value[0]}|\Z)"
+        return name + equals + re.sub(escaped, lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])
+    return line
 
 
-def composed(lines: Iterable[str], name: str = "config") -> DictConfig:
-    """The config `name` of conf/ with these lines: in a command of Hydra's, and outside of one."""
+def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+    """Hydra's own flags with their values, which may stand anywhere; what sets a key; what does neither."""
+    flags, lines, strays = [], [], []
+    before = ""
+    for word in arguments:
+        if word.startswith("-"):
+            (flags if word.partition("=")[0] in FLAGS + VALUED else strays).append(word)
+        elif before in VALUED:
+            flags.append(word)
+        else:
+            (lines if key(word) and ("=" in word or word.startswith("~")) else strays).append(word)
+        before = word
+    return flags, lines, strays
+
+
+def composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
+    """The config `name` of conf/ with these lines: in a command of Hydra's, and outside of one.
+
+    Args:
+        whole: with Hydra's own part.
+    """
     read = list(map(quoted, lines))
     if GlobalHydra.instance().is_initialized():
-        return hydra.compose(name, read)
+        return hydra.compose(name, read, return_hydra_config=whole)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose(name, read)
+        return hydra.compose(name, read, return_hydra_config=whole)

@@ -45,7 +45,7 @@ REFUSALS = (
         lambda run: run.cfg.on_nonfinite == "skip" and (run.in_backward or run.early),
         "on_nonfinite=skip: here weights step while gradients are still made, and one that is not finite comes too "
         "late for those before it. Type on_nonfinite=stop, or clip=1.0 optim.in_backward=false, which wait for all.",
-        "the weights that stepped before the infinite gradient have changed, and the others have not",
+        "an_early_step_cannot_be_taken_back",
     ),
     Refusal(
         lambda run: run.masters and run.in_backward,

@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem import model
-from lowmem.check import check
+from lowmem.check import check, check_values
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory import process
@@ -31,9 +31,8 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
         Refused: a size, a run or a model that cannot be planned.
     """
     start = time.perf_counter()
+    check_values(cfg)
     gpu, ram = (parse(cfg[key], key, plain=False) for key in ("gpu", "ram"))
-    if not isinstance(cfg.search, bool):
-        raise Refused(f"search={cfg.search}: give true or false.")
     if cfg.batch_size == "auto" and not cfg.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
     devices = _devices(cfg)
@@ -67,8 +66,6 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
 
 def _devices(cfg: DictConfig) -> int:
     """How many share one model."""
-    if cfg.strategy not in ("single", "fsdp") or not isinstance(cfg.devices, int) or cfg.devices < 1:
-        raise Refused(f"strategy={cfg.strategy} devices={cfg.devices}: give single, or fsdp and a number of devices.")
     if cfg.strategy == "single" and cfg.devices > 1:
         raise Refused(f"devices={cfg.devices}: each would hold all of the model. Type strategy=fsdp to divide it.")
     if cfg.devices > 1 and Settings(cfg).masters:

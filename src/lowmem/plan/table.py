@@ -1,5 +1,6 @@
 """The plan on the terminal."""
 
+import shlex
 from collections.abc import Sequence
 
 from lowmem.plan.prediction import CONTEXT, PHASES, Prediction
@@ -8,7 +9,8 @@ from lowmem.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
-    return " ".join(["python train.py", *typed, *recipe.overrides])
+    """As a shell reads it."""
+    return shlex.join(["python", "train.py", *typed, *recipe.overrides])
 
 
 def of_plan(plan: Plan, typed: Sequence[str], rows: int) -> str:

@@ -1,0 +1,379 @@
+"""Which keys there are, of which type and in which range: each is declared here once, with the words that ask for it.
+
+`Run` is conf/config.yaml. A technique's yaml needs no entry: its own values say of which type its arguments are, and
+`ARGUMENTS` says more of those names that mean the same everywhere. Which names a class takes its signature says
+(lowmem/check.py). Nothing heavy is imported.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from lowmem.errors import Refused
+from lowmem.memory import limit
+from lowmem.overrides import CONF
+from lowmem.spelling import keys_of, no_such_key
+from lowmem.units import steps_or_seconds
+
+
+def _words(said: str, annotation: Any, **bounds: Any) -> Any:
+    """A type and its range, with what to say to whoever typed something else: 'give ...'."""
+    return Annotated[annotation, Field(description=said, **bounds)]
+
+
+def _size(plain: bool) -> AfterValidator:
+    def check(value: int | str) -> int | str:
+        try:
+            limit.parse(value, plain=plain)
+        except Refused as error:
+            raise ValueError from error
+        return value
+
+    return AfterValidator(check)
+
+
+def _below(pattern: str) -> str:
+    if pattern.startswith("/"):
+        raise ValueError
+    return pattern
+
+
+def _never(_: object) -> None:
+    raise ValueError
+
+
+_steps_or_minutes = AfterValidator(lambda value: steps_or_seconds(value) and value)
+SIZE = "a size such as 12GiB or 900MiB (GiB = 2**30 bytes)"
+
+Switch = _words("true or false", bool)
+Text = _words("a text", str, min_length=1)
+Count = _words("a whole number of at least 1", int, ge=1)
+Whole = _words("a whole number of at least 0", int, ge=0)
+Seed = _words("a whole number from 0 to 4294967295", int, ge=0, lt=2**32)
+Number = _words("a number", float, allow_inf_nan=False)
+Positive = _words("a positive number", float, gt=0, allow_inf_nan=False)
+NotNegative = _words("a number of at least 0", float, ge=0, allow_inf_nan=False)
+Share = _words("a number from 0 to 1", float, ge=0, le=1)
+Decay = _words("a number of at least 0 and below 1", float, ge=0, lt=1)
+Part = _words("its keys", dict[str, Any])
+Places = _words("a list such as [a,b]", list)
+Lr = _words("a positive step size, such as 2e-5 for a pretrained model", Positive)
+Clip = _words("a positive number, or null to switch it off", Positive | None)
+BatchSize = _words("a whole number of at least 1, or auto", Count | Literal["auto"])
+Limit = _words(f"{SIZE}, or null for no limit", Annotated[int | str, _size(plain=True)] | None)
+Room = _words(f"{SIZE}, or null for what is there", Annotated[str, _size(plain=False)] | None)
+Every = _words(
+    "a whole number of steps of at least 1, or minutes, as in 30min", Annotated[int | str, _steps_or_minutes]
+)
+Device = _words("one of auto, cpu, cuda", Literal["auto", "cpu", "cuda"])
+Dtype = Literal["float32", "bfloat16", "float16"]
+Place = _words("a file or a folder", str, min_length=1)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Node(BaseModel):
+    """What a `_target_` is called with: `arguments` says of which type they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    target: Text = Field(alias="_target_")
+
+
+Parts = _words("parts by their names, each with its _target_", dict[str, Node])
+
+
+class Model(Section):
+    name: Place
+    pretrained: Switch
+    trust_remote_code: Switch
+    attention: Text
+    lr: Lr
+    seq_len: Count
+    max_steps: Count
+    architecture: _words("its keys, such as model.architecture.n_layer=6", dict[str, Any] | None)
+    stable_embedding: Switch
+
+
+class Optim(Node):
+    in_backward: Switch
+
+
+class Memory(Section):
+    limit: Limit
+    snapshot: Switch
+
+
+class Checkpoint(Section):
+    keep: _words("last, best, or how many of the newest are kept", Literal["last", "best"] | Count)
+
+
+class EarlyStop(Section):
+    patience: _words("a whole number of at least 1, or null: off", Count | None)
+
+
+class Plugins(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    precision: Node
+    __pydantic_extra__: dict[str, Node]
+
+
+# Arguments of Lightning's Trainer that a key of a run sets.
+SET_BY = {
+    "accelerator": "device",
+    "accumulate_grad_batches": "accumulation",
+    "callbacks": "+callbacks.<name>._target_",
+    "check_val_every_n_epoch": "val_every",
+    "default_root_dir": "hydra.run.dir",
+    "enable_checkpointing": "save_every",
+    "gradient_clip_algorithm": "clip or clip_value",
+    "gradient_clip_val": "clip or clip_value",
+    "logger": "logger",
+    "max_epochs": "max_steps",
+    "max_steps": "max_steps",
+    "min_epochs": "max_steps",
+    "min_steps": "max_steps",
+    "precision": "precision",
+    "val_check_interval": "val_every",
+}
+Nothing = Annotated[Any, AfterValidator(_never)]
+_Trainer = create_model(
+    "_Trainer",
+    __base__=Node,
+    **{
+        name: (_words(f"nothing: {key} sets it", Annotated[Any, AfterValidator(_never)]), None)
+        for name, key in SET_BY.items()
+    },
+)
+
+
+class Trainer(_Trainer):
+    plugins: Plugins
+
+
+class Master(Section):
+    """Of the precisions that have master weights."""
+
+    early_step: Switch = False
+    skips_in_a_row: Count
+
+
+class Declared(Section):
+    """Of a precision, whose own keys lie elsewhere."""
+
+    declares: Part
+
+
+class Run(Section):
+    model: Model
+    data: Node
+    precision: Declared | None = None
+    optim: Optim
+    scheduler: Node
+    accumulation: Node
+    gradient_checkpointing: Node
+    loss: Node
+    logger: Parts
+    lr: Lr
+    batch_size: BatchSize
+    seq_len: Count
+    max_steps: Count
+    clip: Clip
+    clip_value: Clip
+    seed: Seed
+    on_nonfinite: _words("stop or skip", Literal["stop", "skip"])
+    resume: _words("a run folder or a checkpoint, auto, or null", Place | None)
+    evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
+    export: _words("a run folder or a checkpoint, or null", Place | None)
+    device: Device
+    memory: Memory
+    plan: _words(f"{SIZE}. Or one of check, auto, off", Literal["check", "auto", "off"] | Room)
+    val_every: Count
+    val_sequences: Count
+    save_every: Every
+    checkpoint: Checkpoint
+    early_stop: EarlyStop
+    log_every: Count
+    sample_tokens: Whole
+    export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
+    cache_dir: Place
+    output_dir: _words("nothing: the run folder is hydra.run.dir", None)
+    debug: Switch
+    weights_dtype: _words(f"one of {', '.join(get_args(Dtype))}", Dtype)
+    trainer: _words("its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
+    master: Master | None = None
+    callbacks: Parts
+
+
+class Plan(Run):
+    """conf/plan.yaml."""
+
+    gpu: Room
+    ram: Room
+    search: Switch
+    strategy: _words("single, or fsdp and a number of devices", Literal["single", "fsdp"])
+    devices: Count
+    rows: Count
+
+
+# What an argument of a `_target_` is by its name, whichever class takes it. One that is not here is of the type of its
+# value in the yaml: a whole number there is a count.
+ARGUMENTS: dict[str, Any] = {
+    "lr": Lr,
+    "betas": _words(
+        "two numbers of at least 0 and below 1, such as [0.9,0.95]",
+        Annotated[list[Decay], Field(min_length=2, max_length=2)],
+    ),
+    "beta1": _words("a number of at least 0 and below 1, or null", Decay | None),
+    "momentum": Decay,
+    "eps": NotNegative,
+    "weight_decay": NotNegative,
+    "clip_threshold": Positive,
+    "embedding_bits": _words("8 or 32, the bits of the state of embeddings", Literal[8, 32]),
+    "relative_step": _words("false: the step size is lr, on scheduler's way", Literal[False]),
+    "warmup_steps": Whole,
+    "total_steps": Count,
+    "batch_size": BatchSize,
+    "sizes": _words("micro-batches from an epoch or a step on, such as {0:1,3:4}", dict[Whole, Count]),
+    "fraction": Share,
+    "path": Place,
+    "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
+    "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
+    "val_path": _words("a file or a folder, or null", Place | None),
+    "init_scale": Positive,
+    "clip": Clip,
+    "clip_value": Clip,
+    "enabled": Switch,
+    "early_step": Switch,
+    "skips_in_a_row": Count,
+    "save_dir": _words("a folder, or null", Place | None),
+    **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),
+    "tags": _words("a list such as [a,b], or null", list[str] | None),
+    "offline": _words("true, false or null", bool | None),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), Share),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), _words("a whole number of at least 0, or null", Whole | None)),
+}
+OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
+
+
+def errors(cfg: DictConfig) -> list[str]:
+    """A sentence for every value that cannot be, and for every key that nothing reads."""
+    values = OmegaConf.to_container(cfg, resolve=True)
+    told = [*_told(Plan if "gpu" in cfg else Run, values)]
+    for path, node in _nodes(values):
+        told += _told(arguments(_identity(node)), node, path)
+    # a value that was only taken over is told of where it was typed
+    typed = [sentence for path, sentence in told if not _is_taken_over(cfg, path)]
+    return list(dict.fromkeys(typed or [sentence for _, sentence in told]))
+
+
+@cache
+def arguments(identity: str) -> type[BaseModel]:
+    """The schema of a node with this `_target_` or, of an architecture, `model_type`; empty if no yaml names it."""
+    files = [file for file in sorted(CONF.rglob("*.yaml")) if identity in file.read_text()]
+    wholes = (OmegaConf.to_container(OmegaConf.load(file)) for file in files)
+    named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
+    values = {key: value for node in reversed(named) for key, value in node.items()}
+    needed = set.intersection(*map(set, named)) if named else set()
+    return _schema({**dict.fromkeys(ARGUMENTS), **values} if named else {}, needed)
+
+
+def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[BaseModel]:
+    """Of keys with these values; those `needed` may not be taken out."""
+    fields = {  # pydantic's own names do not begin with `_`
+        f"argument_{number}": (_kind(key, value), Field(... if key in needed else None, alias=key))
+        for number, (key, value) in enumerate(values.items())
+    }
+    return create_model("Arguments", __config__=ConfigDict(extra="allow", strict=True), **fields)
+
+
+def _kind(key: str, default: object) -> Any:
+    """The type of an argument, as its name or its value in the yaml says; null and ??? say nothing."""
+    if key in ARGUMENTS:
+        return ARGUMENTS[key]
+    if isinstance(default, bool) and key.startswith("_"):
+        return _words(f"{default}, as its yaml does".lower(), Literal[default])
+    if isinstance(default, str) and (of := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
+        return Run.__annotations__.get(of[1], Any)
+    if isinstance(default, dict):
+        return _words("its keys", _schema(default))
+    return OF_VALUES.get(type(default), Any)
+
+
+def _nodes(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:
+    """(path, node) of every node that says what it is for."""
+    if isinstance(_identity(values), str):
+        yield path, values
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _nodes(value, (*path, str(key)))
+
+
+def _identity(node: Mapping) -> object:
+    return node.get("_target_", node.get("model_type"))
+
+
+def _told(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
+    """(path, sentence) for everything in `values` that is not as `schema` says."""
+    try:
+        schema.model_validate(values)
+    except ValidationError as refusal:
+        said = dict(_wordings(schema))
+        for error in refusal.errors(include_url=False, include_context=False, include_input=False):
+            yield _sentence(error["type"], error["loc"], values, said, above)
+
+
+def _sentence(
+    kind: str, place: tuple, values: Mapping, said: Mapping[tuple, str], above: tuple[str, ...]
+) -> tuple[tuple, str]:
+    """Args: place: where pydantic found it, which may end within a union; above: the path of `values`."""
+    if kind == "missing":
+        key = ".".join(map(str, above + place))
+        return above + place, f"{key} has no value: type {key}=<value>."
+    if kind == "extra_forbidden":
+        line = f"{'.'.join(place)}={_shown(_at(values, place))}"
+        others = {key for key in keys_of(values) if not f"{key}.".startswith(f"{'.'.join(place)}.")}
+        return place, no_such_key(line, others)
+    words = path = None
+    for end in range(1, len(place) + 1):
+        if (found := said.get(place[:end], said.get((*place[: end - 1], "*")))) is not None:
+            words, path = found, place[:end]
+    return above + path, f"{'.'.join(above + path)}={_shown(_at(values, path))}: give {words}."
+
+
+def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path, what to give) of every field; `*` is whatever name a part has."""
+    if "__pydantic_extra__" in schema.__annotations__:
+        yield ("*",), "its _target_ and what that takes"
+    for name, field in schema.model_fields.items():
+        path, kind = (field.alias or name,), field.annotation
+        kinds = get_args(kind) or (kind,)
+        sections = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
+        names = [of.alias or key for section in sections for key, of in section.model_fields.items()]
+        yield path, field.description or f"its keys: {', '.join(names)}"
+        if get_origin(kind) is dict and sections:
+            path += ("*",)
+            yield path, "its _target_ and what that takes"
+        yield from ((path + below, words) for section in sections for below, words in _wordings(section))
+
+
+def _at(values: Mapping, path: tuple[str, ...]) -> object:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def _shown(value: object) -> str:
+    """As one would type it."""
+    spelled = {None: "null", True: "true", False: "false"}
+    return spelled[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")
+
+
+def _is_taken_over(cfg: DictConfig, path: tuple[str, ...]) -> bool:
+    parent = OmegaConf.select(cfg, ".".join(path[:-1])) if len(path) > 1 else cfg
+    return isinstance(parent, DictConfig) and path[-1] in parent and OmegaConf.is_interpolation(parent, path[-1])

@@ -1,0 +1,175 @@
+"""What was typed and is not there: one sentence with the nearest right line, in the place of Hydra's page of text.
+
+Nothing heavy is imported.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+
+from lowmem.errors import Refused
+from lowmem.overrides import CONF, FUNCTION, composed, is_group, key, unquoted
+
+NEAR = 0.65  # of difflib: below it a suggestion is a guess
+ARCHITECTURE = "model.architecture."
+IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
+
+
+def check_lines(lines: Sequence[str]) -> None:
+    """What a line alone can tell.
+
+    Raises:
+        Refused: a group that is taken out, or a choice that is not there.
+    """
+    for line in lines:
+        group, choices = key(line), _chosen(line)
+        if not is_group(group):
+            continue
+        if group in _needed() and (line.startswith("~") or "null" in choices):
+            raise Refused(f"{line}: a run needs one. Type {group}=<one of {', '.join(_choices(group))}>.")
+        if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
+            like = _choice_like(wrong[0], group)
+            raise Refused(f"{group}={wrong[0]}: there is no {group}/{wrong[0]}. Type {group}={like}.")
+
+
+def sets_nothing(word: str) -> str:
+    """A sentence about a word that is neither a line nor a flag of Hydra's."""
+    name, _, value = word.lstrip("-").partition("=")
+    name = name.strip("+~") or "<key>"
+    return f"{word}: this sets nothing. Type {_in_shell(f'{name}={value}') if value else f'{name}=<value>'}, or --help."
+
+
+def explained(error: Exception, lines: Sequence[str], name: str = "config") -> str:
+    """Why Hydra cannot make the config `name` with these lines."""
+    try:
+        return next(_unknown(lines, name))
+    except (StopIteration, HydraException):
+        pass  # it is something else
+    if isinstance(error, OverrideParseException):
+        return _unreadable(unquoted(error.override))
+    if isinstance(error, MissingConfigException) and error.options:  # of a group of Hydra's own
+        return f"There is no {error.missing_cfg_file}. Type one of {', '.join(error.options)}."
+    if several := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", str(error)):
+        line = unquoted(several[1] or several[2])
+        return f"{line}: several values make a sweep. Type -m beside them, or {key(line)}='[...]' for a list."
+    said = [str(one).strip().partition("\n")[0].rstrip(" .") for one in (error, error.__cause__) if one]
+    return ". ".join(filter(None, said)) + "."
+
+
+def no_such_key(line: str, known: Iterable[str]) -> str:
+    """A sentence about a line whose key is none of those `known`."""
+    name, _, value = line.lstrip("+").partition("=")
+    if owners := _owners(name):
+        return f"{line}: only some choices have it. Type {' or '.join(owners)} beside it."
+    near = nearest(name, {*known, *_groups()})
+    if near is None:
+        return f"{line}: nothing reads {name}. Type --help for what there is."
+    if is_group(near) and value not in _choices(near):
+        return f"{line}: nothing reads {name}. Type {near}={_choice_like(value, near)}."
+    return f"{line}: nothing reads {name}. Type {_in_shell(f'{near}={value}')}."
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Of dotted keys: with the same end elsewhere, or beside it, or one whose end is spelt nearly so."""
+    names = sorted(known, key=lambda name: (name.count("."), name))
+    parent, _, last = word.rpartition(".")
+    ends = [name for name in names if _last(name) == last]
+    if ends and (not parent or parent not in names):
+        return get_close_matches(word, ends, 1, 0)[0]
+    beside = {_last(name): name for name in names if name.rpartition(".")[0] == parent}
+    if near := get_close_matches(last, beside, 1, NEAR):
+        return beside[near[0]]
+    anywhere = {_last(name): name for name in reversed(names)}
+    return next((anywhere[name] for name in get_close_matches(last, anywhere, 1, NEAR)), None)
+
+
+def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
+    """Dotted, of sections too."""
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from keys_of(value, f"{prefix}{name}.")
+
+
+def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
+    """A sentence for every key that is not there."""
+    typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
+    known = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
+    for line in typed:
+        is_there = key(line) in known or is_group(key(line))
+        if line[0] == "+" != line[1] and is_there:
+            yield f"{line}: this is there already. Type {_in_shell(line[1:])}."
+        elif line[0] == "~" and not is_there:
+            yield f"{line}: there is no {key(line)} to take out."
+        elif line[0] not in "+~" and not is_there:
+            yield _no_such_argument(line, known) if key(line).startswith(ARCHITECTURE) else no_such_key(line, known)
+
+
+def _known(chosen: Mapping[str, Sequence[str]], name: str) -> set[str]:
+    """Keys that there are with these choices; of a sweep's, with any of them."""
+    known: set[str] = set()
+    for i in range(max(map(len, chosen.values()), default=0) or 1):
+        lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]
+        known |= {*keys_of(OmegaConf.to_container(composed(lines, name, whole=True), resolve=False))}
+    return known
+
+
+def _chosen(line: str) -> list[str]:
+    """Of a group's line, in a sweep several."""
+    value = unquoted(line).partition("=")[2]
+    return [] if FUNCTION.fullmatch(value) or line.startswith("~") else re.split(r",\s*", value.strip("[]"))
+
+
+def _owners(name: str) -> list[str]:
+    """The choices whose yaml has this key of their group."""
+    group, _, last = name.partition(".")
+    files = sorted((CONF / group).glob("*.yaml")) if last and is_group(group) else []
+    return [f"{group}={file.stem}" for file in files if re.search(rf"^{re.escape(last)}:", file.read_text(), re.M)]
+
+
+def _choice_like(choice: str, group: str) -> str:
+    choices = _choices(group)
+    near = get_close_matches(choice, choices, 1, NEAR)
+    if not near:
+        return f"<one of {', '.join(choices)}>"
+    return f"{near[0]}, or one of {', '.join(one for one in choices if one != near[0])}"
+
+
+def _no_such_argument(line: str, known: Iterable[str]) -> str:
+    """A yaml need not list all that an architecture has."""
+    beside = [name for name in known if name.startswith(ARCHITECTURE)]
+    if beside and get_close_matches(_last(key(line)), map(_last, beside), 1, NEAR):
+        return no_such_key(line, beside)
+    return f"{line}: the yaml of this model does not have it. If its architecture does, type {_in_shell('+' + line)}."
+
+
+def _unreadable(line: str) -> str:
+    name, _, value = line.partition("=")
+    text = re.sub(r"['\"$`\\]", "", value)
+    return f"{line}: this cannot be read. Type text with special characters so: \"{name}='{text}'\"."
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml")) + IN_HYDRA.get(group, [])
+
+
+def _groups() -> list[str]:
+    return [folder.name for folder in CONF.iterdir() if is_group(folder.name)]
+
+
+def _needed() -> set[str]:
+    """Groups that have a default."""
+    defaults = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").defaults)
+    return {group for one in defaults if isinstance(one, dict) for group, choice in one.items() if choice is not None}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _in_shell(line: str) -> str:
+    return shlex.quote(line)

@@ -34,7 +34,7 @@ def test_a_validation_path_of_its_own(text_folder, caplog):
     with caplog.at_level("INFO"):
         given = corpus.text(str(text_folder), "**/*.txt", 0.2, str(every[0]))
     assert given.val == [every[0]] and given.train == every[1:]  # the same order on every file system
-    assert "1 files of data.path are validation only" in caplog.text
+    assert "of 12 files of data.path 1 are validation only" in caplog.text
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["file", "folder"])

@@ -85,11 +85,11 @@ def text(
     train = [f for f in files if f.resolve() not in held_out]
     if not train:
         raise Refused(
-            f"data.val_path={val_path}: these are the files of data.path, so nothing is left to train on. "
+            f"data.val_path={shown(val_path)}: these are the files of data.path, so nothing is left to train on. "
             "Give other files, or leave val_path out: data.val_fraction of the text is then held out."
         )
     if len(train) < len(files):
-        log.info(f"data.val_path={val_path}: {len(files) - len(train)} files of data.path are validation only.")
+        log.info(f"data.val_path: of {len(files)} files of data.path {len(files) - len(train)} are validation only.")
     return Corpus("text", root, train, val, **how)
 
 
@@ -110,29 +110,30 @@ def _checked_on_error(on_error: str) -> str:
 
 
 def _text_files(path: str, pattern: str, key: str, on_error: str) -> tuple[Path, list[Path]]:
-    if not str(path).strip():
+    given = shown(path)
+    if not given.strip():
         raise Refused(f"{key}=: it is empty. Type {key}=<a file or folder>, and {key}=. for this one.")
     try:
         root = Path(os.path.expanduser(path)).resolve()
         if root.is_file():
             root, files = root.parent, [root]
         elif root.is_dir():
-            files = _matching(root, path, pattern, key)
+            files = _matching(root, f"{key}={given}", pattern)
         else:
-            raise Refused(f"{key}={path}: there is no such file or folder. Give one that exists.")
+            raise Refused(f"{key}={given}: there is no such file or folder. Give one that exists.")
         files = [f for f in files if f.is_file() and f.stat().st_size]
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         where = getattr(error, "filename", None)
-        of = f" ({where})" if where and str(where) != path else ""
-        raise Refused(f"{key}={path}: {reason}{of}. Give files and folders that you can read.") from None
+        of = f" ({shown(where)})" if where and str(where) != path else ""
+        raise Refused(f"{key}={given}: {reason}{of}. Give files and folders that you can read.") from None
     files = _plain(files, key, on_error)
     if not files:
-        raise Refused(f"{key}={path}: there is no text in it. Give files that hold some.")
+        raise Refused(f"{key}={given}: there is no text in it. Give files that hold some.")
     return root, files
 
 
-def _matching(root: Path, path: str, pattern: str, key: str) -> list[Path]:
+def _matching(root: Path, given: str, pattern: str) -> list[Path]:
     """Says how many other files there are: a default pattern that takes a tenth of the text should not pass unseen."""
     everything = _all_files(root)
     try:
@@ -142,13 +143,13 @@ def _matching(root: Path, path: str, pattern: str, key: str) -> list[Path]:
             f"data.pattern={pattern}: {str(error).rstrip('.')}. Type one below the folder, such as '**/*.md'."
         ) from None
     others = Counter(f.suffix for f in everything.difference(files))
-    kinds = ", ".join(f"{count:,} {suffix or 'without an ending'}" for suffix, count in others.most_common(3))
-    likely = next((suffix for suffix, _ in others.most_common() if suffix), ".md")
+    kinds = ", ".join(f"{count:,} {shown(suffix) or 'without an ending'}" for suffix, count in others.most_common(3))
+    likely = next((suffix for suffix, _ in others.most_common() if suffix.isprintable() and suffix), ".md")
     if not files:
         there = f"; there are {kinds}" if others else ""
-        raise Refused(f"{key}={path}: no file there matches {pattern}{there}. Type data.pattern='**/*{likely}', say.")
+        raise Refused(f"{given}: no file there matches {pattern}{there}. Type data.pattern='**/*{likely}', say.")
     if others:
-        log.info(f"{key}={path}: data.pattern={pattern} passes over {others.total():,} other files ({kinds}).")
+        log.info(f"{given}: data.pattern={pattern} passes over {others.total():,} other files ({kinds}).")
     return files
 
 
@@ -173,8 +174,8 @@ def _plain(files: Sequence[Path], key: str, on_error: str) -> list[Path]:
     records = [f for f in files if f.suffix.lower() in RECORDS]
     if records and on_error == "refuse":
         raise Refused(
-            f"{key}: {records[0]} holds records, and data=text reads plain text: the model would learn their braces "
-            "and keys. Write their text into .txt files, or type data.on_error=replace to take them as they are, "
+            f"{key}: {shown(records[0])} holds records, and data=text reads plain text: the model would learn braces "
+            "and keys. Write their text into .txt files, or type data.on_error=replace to take them as they are, or "
             "data.on_error=skip to leave them out."
         )
     return [f for f in files if on_error != "skip" or f not in records]
@@ -198,6 +199,11 @@ def _split(name: str, root: Path, files: list[Path], val_fraction: float, **how:
 def _name(file: Path, root: Path) -> bytes:
     """Below `root`, in the bytes that the disk has: a name need not be UTF-8."""
     return os.fsencode(file.relative_to(root).as_posix())
+
+
+def shown(name: object) -> str:
+    """A file's name in a sentence: it may hold newlines, and bytes that no terminal takes."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
 
 
 def cut(text: str, tail: float) -> tuple[str, str]:

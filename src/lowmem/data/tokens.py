@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowmem.data.corpus import Corpus, cut
+from lowmem.data.corpus import Corpus, cut, shown
 from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedT
     """Fill a folder beside its final name, then rename: a second job or a Ctrl-C never sees half a cache."""
     log.info(
         "Tokenizing %s: %d files for training, %d for validation",
-        corpus.root,
+        shown(corpus.root),
         len(corpus.train),
         len(corpus.val),
     )
@@ -219,7 +219,7 @@ def _decoded(file: Path, encoding: str, on_error: str) -> str | None:
         text = raw.decode(encoding, errors="replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
         return text.encode(errors="replace").decode()
     raise Refused(
-        f"data: {file} is no text in {encoding} ({reason}). {_likely(raw)}"
+        f"data: {shown(file)} is no text in {encoding} ({reason}). {_likely(raw)}"
         "data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
     )
 
@@ -238,7 +238,7 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Refused(
-            f"data: {file} cannot be read ({(error.strerror or str(error)).lower()}). "
+            f"data: {shown(file)} cannot be read ({(error.strerror or str(error)).lower()}). "
             "Make it readable, or type a data.pattern that leaves it out."
         ) from None
 

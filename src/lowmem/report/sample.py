@@ -34,4 +34,8 @@ class Sample(Callback):
                 pad_token_id=self.tokenizer.eos_token_id,
             )
         module.model.train()
-        self.text = self.tokenizer.decode(ids[0], skip_special_tokens=True)
+        text = self.tokenizer.decode(ids[0], skip_special_tokens=True).expandtabs()
+        # what a terminal would obey: of a young model, any byte
+        self.text = "".join(
+            char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
+        )

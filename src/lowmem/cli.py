@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +26,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import CONF, key, quoted, unquoted, without
 from lowmem.runs import folders, sweep
 from lowmem.starting import undisturbed
+from lowmem.terminal import folded
 
 _failures: list[str] = []  # of this command
 
@@ -43,15 +45,19 @@ def start(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException) as error:
         causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
-        sys.exit("\n".join(map(str, causes)))
+        _exit("\n".join(map(str, causes)))
     except Refused as error:
-        sys.exit(str(error))
+        _exit(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
-        sys.exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
+        _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
     if failures := [*_failures, *sweep.Report.failed]:
-        sys.exit("\n".join(failures))
+        _exit("\n".join(failures))
+
+
+def _exit(message: str) -> NoReturn:
+    sys.exit(folded(message, sys.stderr))
 
 
 def prepare(arguments: list[str]) -> list[str]:

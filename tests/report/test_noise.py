@@ -1,11 +1,15 @@
 """A line of noise is a defect: what a default run prints, line by line, and nothing of it wider than a terminal."""
 
+import fcntl
 import os
 import pty
 import re
+import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +37,7 @@ FORMS = [
     BAR,
     rf"evaluating {BAR}",
 ]
-OF_WANDB = [r"W&B: no API key, so this run is recorded offline; `wandb sync <run", r"folder>/wandb/\* uploads it\."]
-OF_WANDB[1] = OF_WANDB[1].replace(r"\*", r"\*`")
+OF_WANDB = [r"W&B: no API key, so this run is recorded offline; `wandb sync <run", r"folder>/wandb/\*` uploads it\."]
 
 
 @pytest.fixture
@@ -49,17 +52,17 @@ def environment(home):
     return mine | {"HOME": str(home), "NETRC": f"{home}/netrc", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"}
 
 
-def line(folder, logger, text_folder):
+def typed(logger):
     """As `python train.py` is typed by somebody without an account, and small."""
-    small = [lines for lines in SMALL if not lines.startswith(("logger", "plan", "sample_tokens", "val_every"))]
-    text = ["data=text", f"data.path={text_folder}", "cache_dir=cache", "hydra.run.dir=run"]
+    small = [line for line in SMALL if not line.startswith(("logger", "plan", "sample_tokens", "val_every"))]
+    text = ["data=text", "data.path=text", "cache_dir=cache", "hydra.run.dir=run"]
     return [sys.executable, f"{ROOT}/train.py", *small, *text, "val_every=2", "sample_tokens=24", *logger]
 
 
 def noise(said, forms):
     """Lines of no allowed form, the sample's own text aside."""
     before, _, after = said.partition("A sample:\n")
-    sample, _, wrote = after.partition("\nwrote ")
+    _, _, wrote = after.partition("\nwrote ")
     lines = [*before.split("\n"), *f"wrote {wrote}".split("\n")]
     return [line for line in lines if not any(re.fullmatch(form, line) for form in forms)]
 
@@ -70,43 +73,36 @@ def wide(said, columns=80):
 
 @pytest.mark.parametrize("logger", [(), ("logger=csv",)], ids=["default", "csv"])
 def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder, logger):
-    (folder / "text").symlink_to(text_folder)
+    shutil.copytree(text_folder, folder / "text")
     done = subprocess.run(
-        line(folder, logger, "text"),
+        typed(logger),
         cwd=folder,
         env=environment(folder) | {"COLUMNS": "80"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0 and done.stderr == ""
-    said = re.sub(rf"{re.escape(str(text_folder))}", "text", done.stdout)
-    said = said.replace("Tokenizing\n", "Tokenizing ")  # a path is not broken, and these are long
+    said = done.stdout
     assert noise(said, FORMS + ([] if logger else OF_WANDB)) == [] and wide(said) == []
     assert "A sample:" in said and "step 4: loss" in said and said.count("wrote run/") > 6
 
 
 def test_on_a_terminal_of_80_columns_both_bars_stand_whole(folder, text_folder):
-    (folder / "text").symlink_to(text_folder)
-    code, said = on_a_terminal(line(folder, ("logger=csv",), "text"), folder)
+    shutil.copytree(text_folder, folder / "text")
+    code, said = on_a_terminal(typed(("logger=csv",)), folder)
     assert code == 0
-    drawn = re.sub(r"Tokenizing\s+\S+:", "Tokenizing text:", said.replace("\r\n", "\n")).replace("\r", "\n")
+    drawn = said.replace("\r\n", "\n").replace("\r", "\n")
     drawn = "\n".join(line.rstrip() if not line.startswith("predicted") else line for line in drawn.split("\n"))
     assert noise(drawn, [*FORMS, r" *"]) == [] and wide(drawn) == []
     assert re.search(rf"^{BAR}$", drawn, re.M) and re.search(rf"^evaluating {BAR}$", drawn, re.M)
-    assert "] left" not in drawn and drawn.count("4/4 [00:00 left, loss") >= 1
-    assert (
-        "evaluating" not in drawn[drawn.index("parameters  ") :] and "left" not in drawn[drawn.index("parameters  ") :]
-    )
+    assert "4/4 [00:00 left, loss" in drawn
+    assert "left" not in drawn[drawn.index("parameters  ") :]  # no bar is drawn again below the table
 
 
 def on_a_terminal(command, folder):
     """(exit code, what it wrote) of a command whose output is a terminal of 80 columns."""
     ours, theirs = pty.openpty()
-    os.set_blocking(ours, True)
-    resize = (
-        f"import fcntl, struct, termios; fcntl.ioctl({theirs}, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))"
-    )
-    exec(resize)
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=theirs, stderr=theirs)
     os.close(theirs)
     said = b""

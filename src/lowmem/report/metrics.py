@@ -129,9 +129,8 @@ class Metrics(Callback):
         if not trainer.sanity_checking:
             micro_batches = sum(trainer.num_val_batches)
             self._bar.clear()
-            self._evaluation = tqdm(
-                total=micro_batches, bar_format=f"evaluating {BAR}", leave=False, position=0, **SHOWN
-            )
+            shown = SHOWN | {"bar_format": f"evaluating {BAR}", "leave": False, "position": 0}
+            self._evaluation = tqdm(total=micro_batches, **shown)
 
     def on_validation_batch_end(self, trainer: Trainer, *_) -> None:
         if not trainer.sanity_checking:

@@ -35,7 +35,5 @@ class Sample(Callback):
             )
         module.model.train()
         text = self.tokenizer.decode(ids[0], skip_special_tokens=True).expandtabs()
-        # what a terminal would obey: of a young model, any byte
-        self.text = "".join(
-            char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
-        )
+        # a young model draws any byte, also those that a terminal obeys
+        self.text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

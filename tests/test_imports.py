@@ -17,6 +17,7 @@ STOREYS = (
         "overrides",
         "spelling",
         "signals",
+        "terminal",
         "techniques",
         "starting",
         "help",

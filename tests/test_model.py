@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lowmem import model
 from lowmem.errors import Refused
@@ -135,3 +135,122 @@ def test_positions_are_those_of_the_text(model_type, longest):
     except Refused:
         pytest.skip(f"this transformers makes no {model_type} of default values")  # musicgen, until 5.18 or later
     assert model.positions(config) == longest
+
+
+# --- only causal models train ----------------------------------------------------------------------------------------
+
+WIDTHS = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+ENCODERS = {
+    "bert": WIDTHS,
+    "rembert": WIDTHS | {"input_embedding_size": 16, "output_embedding_size": 16},  # says nothing of itself
+    "xlm": {"vocab_size": 300, "emb_dim": 32, "n_layers": 2, "n_heads": 2},
+}
+CAUSAL = {
+    "bert": WIDTHS | {"is_decoder": True},
+    "bloom": {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 2},  # says nothing of itself
+    "bart": {"vocab_size": 300, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2},  # its decoder alone
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2},
+}
+
+
+def at_random(model_type, keys, dtype=torch.float32):
+    how = spec("x", pretrained=False, architecture={"model_type": model_type} | keys)
+    torch.manual_seed(0)
+    return built(how, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_an_encoder_is_refused_by_what_it_sees(model_type, dtype):
+    network = at_random(model_type, ENCODERS[model_type], dtype)
+    with pytest.raises(Refused, match=f"{type(network).__name__} is an encoder here.*Choose a causal model"):
+        model.check_causal(network)
+    assert network.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_a_causal_model_is_not_and_draws_no_number_for_it(model_type, dtype):
+    network = at_random(model_type, CAUSAL[model_type], dtype)
+    before = torch.get_rng_state()
+    model.check_causal(network)
+    assert network.training and torch.equal(torch.get_rng_state(), before)
+    assert not model._looks_ahead(network)  # also where its attention has said so
+
+
+def test_a_model_that_says_it_is_causal_costs_no_pass(monkeypatch):
+    monkeypatch.setattr(model, "_looks_ahead", lambda _: pytest.fail("looked"))
+    model.check_causal(at_random("gpt2", CAUSAL["gpt2"]))
+
+
+def test_a_folder_with_an_encoder_does_not_train_and_one_made_a_decoder_does(command, folder, tmp_path):
+    at_random("bert", WIDTHS | {"vocab_size": 400}).save_pretrained(tmp_path / "encoder")
+    PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path / "encoder")
+    lines = ("model=hf", f"model.name={tmp_path}/encoder", "seq_len=16", "lr=1e-3", "max_steps=1")
+    code, said = command(*lines)
+    assert (
+        code == 1
+        and "BertLMHeadModel is an encoder here" in said
+        and "type model.architecture={is_decoder:true}" in said
+    )
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    code, said = command(*lines, "model.architecture={is_decoder:true}")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_encoder_decoder_is_called_that(tmp_path, name, pretrained):
+    widths = {"d_model": 32, "vocab_size": 300}
+    config = AutoConfig.for_model(name, **widths)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    if name == "bart" and not pretrained:  # its decoder alone is a causal model
+        return
+    with pytest.raises(Refused, match=f"{name} cannot be built as a causal model: it is an encoder-decoder"):
+        model.architecture(**spec(tmp_path, pretrained=pretrained))
+
+
+# --- folders -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "~/no such folder", "./x", "a/b/c"])
+def test_a_folder_that_is_not_there_is_called_that(name):
+    for pretrained in (True, False):
+        with pytest.raises(Refused, match="there is no such folder"):
+            model.architecture(**spec(name, pretrained=pretrained))
+    with pytest.raises(Refused, match="there is no such folder"):
+        model.tokenizer(name, False)
+
+
+def test_a_file_a_hub_id_and_a_home_are_told_apart(folder, monkeypatch):
+    with pytest.raises(Refused, match=f"this is a file.*model.name={folder}"):
+        model.architecture(**spec(folder / "model.safetensors"))
+    with pytest.raises(Refused, match="hub id that this machine reaches"):
+        model.architecture(**spec("somebody/something"))
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert built(spec("~/model")).training and len(model.tokenizer("~/model", False))
+
+
+def test_a_folder_that_may_not_be_read_is_called_that(folder, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(model.os, "listdir", denied)  # an administrator may read every folder
+    with pytest.raises(Refused, match=r"permission denied\. Give a folder"):
+        model.architecture(**spec(folder))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_weights_that_were_cut_short_are_a_sentence(folder, kept):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(Refused, match=r"a file of its weights is damaged or not whole.*Fetch it again"):
+        built(spec(folder))

@@ -1,11 +1,12 @@
 """From the config to what is trained: the data first, the weights last."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem import checkpoint, model
 from lowmem.check import OPTIM_KEYS, check_vocabulary
@@ -44,7 +45,7 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
 def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> CausalLM:
     """The heavy part."""
     spec = of.spec | ({"pretrained": False} if saved else {})  # the checkpoint brings the weights
-    made = causal_lm(cfg, spec, of.config)
+    made = causal_lm(cfg, spec, of.config, model.check_causal)
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made
@@ -61,9 +62,13 @@ def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
     return tokens
 
 
-def causal_lm(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> CausalLM:
-    """Args: spec: cfg.model as a plain dict; config: its architecture."""
+def causal_lm(
+    cfg: DictConfig, spec: dict, config: PretrainedConfig, check: Callable[[PreTrainedModel], None] = lambda _: None
+) -> CausalLM:
+    """Args: spec: cfg.model as a plain dict; config: its architecture; check: called with the model as it was loaded,
+    where it holds numbers."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
+    check(network)
     instantiate(cfg.gradient_checkpointing)(network)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
     return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +26,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import CONF, composed, key, parted, quoted, unquoted, without
 from lowmem.runs import claim, folders, sweep
 from lowmem.starting import undisturbed
+from lowmem.terminal import folded
 
 SWEEP = ("-m", "--multirun")
 
@@ -46,17 +48,21 @@ def start(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # python train.py --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
+        _exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
     except Refused as error:
-        sys.exit(str(error))
+        _exit(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
-        sys.exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
+        _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         claim.release()
     if failures := [*_failures, *sweep.Report.failed]:
-        sys.exit("\n".join(failures))
+        _exit("\n".join(failures))
+
+
+def _exit(message: str) -> NoReturn:
+    sys.exit(folded(message, sys.stderr))
 
 
 def prepare(arguments: list[str], config: str = "config") -> list[str]:

@@ -27,6 +27,7 @@ from lowmem.report import ran, step
 from lowmem.report import summary as report
 from lowmem.runs import folders
 from lowmem.settings import Settings
+from lowmem.terminal import folded
 from lowmem.training import DidNotFit, Training, trained
 
 
@@ -70,7 +71,7 @@ def fit(
             if wanted.exports and not summary["interrupted"]:  # of an interrupted run its checkpoint is what goes on
                 _export(training, cfg, output_dir)
             (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
-            print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
+            _tell_files(output_dir)
             return summary
     except DidNotFit as error:
         planned = at_start.smaller_recipe(cfg, overrides, prediction)
@@ -145,7 +146,12 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")
     if training.sample.text:
-        print(f"A sample:\n{training.sample.text}\n")
+        print(folded(f"A sample:\n{training.sample.text}\n"))
+
+
+def _tell_files(output_dir: Path) -> None:
+    shown = output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir
+    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.iterdir()) if path.name[0] != "."))
 
 
 def _picture(

@@ -6,6 +6,7 @@ that dtype: the same seed is the same start, whatever the precision.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,11 @@ from unittest.mock import patch
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -39,8 +42,28 @@ def architecture(
     """The model's configuration: the yaml's own keys, on top of the published ones where weights are loaded.
 
     Raises:
-        Refused: an unreachable model, a folder without weights, a key that the architecture does not have.
+        Refused: an unreachable model, a folder without weights, a key that the architecture does not have, an
+            architecture that no causal model has.
     """
+    config = _configuration(name, pretrained, trust_remote_code, architecture)
+    halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
+    if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in _own_code(config)):
+        kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "no causal language model"
+        raise Refused(
+            f"model.name={name}: {config.model_type} cannot be built as a causal model: it is {kind}, and lowmem "
+            "trains what predicts the next token from those before it. Type model=gpt2, or model.name=<a causal one>."
+        )
+    return config
+
+
+def _own_code(config: PretrainedConfig) -> Mapping:
+    """Which classes of transformers' have one of the model's own, from its repository."""
+    return getattr(config, "auto_map", None) or {}
+
+
+def _configuration(
+    name: str, pretrained: bool, trust_remote_code: bool, architecture: Mapping | None
+) -> PretrainedConfig:
     changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
     if pretrained or architecture is None:
         config = _published(name, pretrained, trust_remote_code)
@@ -56,7 +79,8 @@ def architecture(
 def architecture_of(cfg: DictConfig) -> PretrainedConfig:
     """Of the model that a run would load: the published one only where the yaml does not say all there is to know."""
     spec = OmegaConf.to_container(cfg.model)
-    return architecture(**spec | {"pretrained": spec["architecture"] is None and spec["pretrained"]})
+    says_all = "model_type" in (spec["architecture"] or {})
+    return architecture(**spec | {"pretrained": spec["pretrained"] and not says_all})
 
 
 def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
@@ -80,19 +104,41 @@ def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
 
 
 def _published(name: str, pretrained: bool, trust_remote_code: bool) -> PretrainedConfig:
-    folder = Path(name).expanduser()
-    if folder.is_dir() and pretrained and not any(folder.glob("*.safetensors")):
+    place = _place(name)
+    if Path(place).is_dir() and pretrained and not any(Path(place).glob("*.safetensors")):
         raise Refused(
             f"model.name={name}: this folder holds no *.safetensors weights. "
             "Give one that does, or type model.pretrained=false for a random start."
         )
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise Refused(
             f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a hub id that this "
             "machine reaches or a local folder, or type model.pretrained=false for a random start of one of conf/model."
         ) from None
+
+
+def _place(name: str) -> str:
+    """A hub id as it is, a folder without `~`.
+
+    Raises:
+        Refused: a path at which no folder is, or none that may be read.
+    """
+    folder = Path(os.path.expanduser(name))
+    try:
+        if folder.is_dir():
+            os.listdir(folder)
+            return str(folder)
+    except OSError as error:
+        raise Refused(
+            f"model.name={name}: {(error.strerror or str(error)).lower()}. Give a folder that you can read."
+        ) from None
+    if folder.exists():
+        raise Refused(f"model.name={name}: this is a file. Give the folder that it is in: model.name={folder.parent}.")
+    if name.startswith(("/", "~", ".")) or name.count("/") > 1:
+        raise Refused(f"model.name={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
+    return name
 
 
 def build(
@@ -126,6 +172,43 @@ def build(
         raise Refused(f"model.name={name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")
     # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """That no position sees the tokens behind it, where attention does not say so itself: read off the logits of
+    position 0, which are the same to the bit whatever follows. Costs two passes over three tokens.
+
+    Raises:
+        Refused: a model that was made to fill gaps: its loss would fall to nothing, and it would have learnt to copy.
+    """
+    says = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    if says == {True} or not _looks_ahead(model):
+        return
+    key = next((key for key in ("is_decoder", "causal") if getattr(model.config, key, None) is False), None)
+    instead = f", or type model.architecture={{{key}:true}} to train it as a decoder" if key else ""
+    raise Refused(
+        f"model.name={model.config.name_or_path or model.config.model_type}: {type(model).__name__} is an encoder "
+        "here: every position sees the tokens behind it, so that nothing is left to predict. "
+        f"Choose a causal model, such as model=gpt2{instead}."
+    )
+
+
+@torch.no_grad()
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether the logits of position 0 change by a ten-thousandth with what follows: in untrained encoders they do by
+    some thousandths. A model whose code does not run here says so in training."""
+    training, device = model.training, next(model.parameters()).device
+    vocabulary = model.get_input_embeddings().num_embeddings
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            ids = (torch.tensor([row], device=device) % vocabulary for row in ((0, 1, 2), (0, 3, 4)))  # (1, 3)
+            one, other = (model(input_ids=row).logits[0, 0].float() for row in ids)  # (V,)
+    except (RuntimeError, ValueError):
+        return False
+    finally:
+        model.train(training)
+    return bool((one - other).abs().max() > 1e-4 * one.abs().max())
 
 
 def _with_attention(attention: str, made: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
@@ -180,8 +263,12 @@ def drawn_in_fp32() -> Iterator[None]:
 def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            name, config=config, use_safetensors=True, output_loading_info=True, **how
+            _place(name), config=config, use_safetensors=True, output_loading_info=True, **how
         )
+    except SafetensorError as error:  # cut short by a download or a copy, most often
+        raise Refused(
+            f"model.name={name}: a file of its weights is damaged or not whole ({_first_line(error)}). Fetch it again."
+        ) from None
     except (OSError, RuntimeError) as error:
         raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
     missing = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
@@ -196,7 +283,7 @@ def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
 def tokenizer(name: str, trust_remote_code: bool, **_: object) -> PreTrainedTokenizerBase:
     """The pretrained model's own."""
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(_place(name), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise Refused(f"model.name={name}: its tokenizer cannot be read ({_first_line(error)})") from None
 

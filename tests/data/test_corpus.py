@@ -1,8 +1,13 @@
 """Which files are text, and which are held out."""
 
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 
-from lowmem.data import corpus
+from lowmem.data import corpus, tokens
 from lowmem.errors import Refused
 
 
@@ -24,12 +29,160 @@ def test_the_split_does_not_move_when_a_file_is_added(text_folder, tmp_path):
     assert {f.name for f in before.train} - {f.name for f in after.train} == set()
 
 
-def test_a_validation_path_of_its_own(text_folder):
-    one = sorted(text_folder.iterdir())[0]
-    given = corpus.text(str(text_folder), "**/*.txt", 0.2, str(one))
-    assert given.val == [one] and given.train == sorted(text_folder.iterdir())  # the same order on every file system
+def test_a_validation_path_of_its_own(text_folder, caplog):
+    every = sorted(text_folder.iterdir())
+    with caplog.at_level("INFO"):
+        given = corpus.text(str(text_folder), "**/*.txt", 0.2, str(every[0]))
+    assert given.val == [every[0]] and given.train == every[1:]  # the same order on every file system
+    assert "of 12 files of data.path 1 are validation only" in caplog.text
 
 
-def test_one_file_cannot_be_split(text_folder):
-    with pytest.raises(Refused, match="split by file"):
-        corpus.text(str(next(text_folder.iterdir())), "*", 0.2)
+@pytest.mark.parametrize("alone", [True, False], ids=["file", "folder"])
+def test_a_validation_path_that_is_all_of_the_training_text_is_refused(text_folder, tmp_path, alone):
+    path = next(text_folder.iterdir()) if alone else text_folder
+    (tmp_path / "link").symlink_to(path)
+    for same in (path, tmp_path / "link"):
+        with pytest.raises(Refused, match="nothing is left to train on"):
+            corpus.text(str(path), "**/*.txt", 0.2, str(same))
+
+
+# --- a single file ----------------------------------------------------------------------------------------------------
+
+
+def test_a_single_file_is_validated_on_its_end(text_folder):
+    one = next(text_folder.iterdir())
+    given = corpus.text(str(one), "*", 0.2)
+    assert given.train == given.val == [one] and given.tail == 0.2
+
+
+@pytest.mark.parametrize(
+    ("text", "val"),
+    [
+        ("first line\nof it\n\n" * 10, "first line\nof it\n\n" * 2),  # between paragraphs
+        ("a line of text\n" * 10, "a line of text\n" * 2),
+        ("word " * 20, "word " * 4),
+        ("x" * 100, "x" * 20),  # nowhere to cut but where the share ends
+        ("a\n" + "x" * 98, "x" * 20),  # a boundary that is too far away is none
+        ("ab", "b"),
+    ],
+)
+def test_the_cut_is_where_a_paragraph_a_line_or_a_word_begins(text, val):
+    assert corpus.cut(text, 0.2) == (text.removesuffix(val), val)
+
+
+def test_a_cut_loses_nothing_and_leaves_text_on_both_sides():
+    for length in range(2, 60):
+        text = "".join("ab \n"[i * i % 4] for i in range(length))
+        for tail in (0.001, 0.05, 0.5, 0.95, 0.999):
+            train, val = corpus.cut(text, tail)
+            assert train + val == text and train and val
+            assert len(val) <= 2 * max(1, round(length * tail)) + 1
+
+
+# --- what cannot be read, and what is not --------------------------------------------------------------------------
+
+
+def _files(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"text of {name}")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ({"path": "{}/none"}, "no such file or folder"),
+        ({"path": ""}, "it is empty"),
+        ({"path": "~nobody-of-this-name/x"}, "no such file or folder"),
+        ({"path": "{}/" + "x" * 300}, "file name too long"),
+        ({"path": "{}/circle"}, "symlink loop|symbolic links"),
+        ({"pattern": "/abs/*.txt"}, "Non-relative patterns are unsupported. Type"),
+        ({"pattern": ""}, "Unacceptable pattern"),
+        ({"val_path": "{}/none"}, "data.val_path=.*no such file"),
+        ({"val_fraction": 0}, "between 0 and 1"),
+        ({"encoding": "utf8000"}, "no such encoding"),
+        ({"encoding": "base64"}, "no such encoding"),
+        ({"on_error": "ignore"}, "type refuse, replace or skip"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_sentence(tmp_path, typed, said):
+    _files(tmp_path, "a.txt", "b.txt")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    typed = {"path": "{}", "pattern": "**/*.txt", "val_fraction": 0.5} | typed
+    typed = {
+        key: value.replace("{}", str(tmp_path)) if isinstance(value, str) else value for key, value in typed.items()
+    }
+    with pytest.raises(Refused, match=said):
+        corpus.text(**typed)
+
+
+def test_files_that_the_pattern_passes_over_are_mentioned(tmp_path, caplog):
+    path = _files(tmp_path, "a.txt", "b.txt", "c.md", "below/d.md", "e.rst", "f", ".git/g.md", "h.TXT")
+    with caplog.at_level("INFO"):
+        corpus.text(path, "**/*.txt", 0.5)
+    assert "passes over 5 other files (2 .md, " in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        corpus.text(path, "**/*", 0.5)
+    assert not caplog.text
+
+
+def test_where_nothing_matches_it_says_what_is_there(tmp_path):
+    with pytest.raises(
+        Refused, match=r"no file there matches \*\*/\*.txt; there are 2 .md, 1 .rst. Type .*'\*\*/\*.md'"
+    ):
+        corpus.text(_files(tmp_path, "a.md", "b.md", "c.rst"), "**/*.txt", 0.5)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(Refused, match="there is no text in it"):
+        corpus.text(str(tmp_path), "**/*.txt", 0.5)
+
+
+def test_records_are_no_plain_text_unless_one_says_so(tmp_path):
+    path = _files(tmp_path, "a.jsonl", "b.txt", "c.txt")
+    with pytest.raises(Refused, match=r"a.jsonl holds records.*data.on_error=replace"):
+        corpus.text(f"{path}/a.jsonl", "*", 0.5)
+    with pytest.raises(Refused, match=r"a.jsonl holds records"):
+        corpus.text(path, "*", 0.5)
+    taken, left = (corpus.text(path, "*", 0.5, on_error=how) for how in ("replace", "skip"))
+    assert len(taken.train + taken.val) == 3 and len(left.train + left.val) == 2
+    with pytest.raises(Refused, match="no text in it"):
+        corpus.text(f"{path}/a.jsonl", "*", 0.5, on_error="skip")
+
+
+@pytest.fixture
+def locked():
+    """A folder of text files that another user may not look into; tests of an administrator become nobody for it."""
+    folder = Path(tempfile.mkdtemp(prefix="lowmem-"))  # and not tmp_path, which nobody may enter
+    _files(folder, "a.txt", "b.txt", "below/c.txt")
+    folder.chmod(0o755)
+    administrator = os.geteuid() == 0
+    if administrator:
+        os.seteuid(65534)
+    yield folder
+    if administrator:
+        os.seteuid(0)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def _lock(path, mode=0o000):
+    user = os.geteuid()
+    os.seteuid(os.getuid())
+    path.chmod(mode)
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize("which", [".", "below"], ids=["the folder", "one below it"])
+def test_a_folder_that_may_not_be_read_is_called_that(locked, which):
+    assert corpus.text(str(locked), "**/*.txt", 0.5).root == locked
+    _lock(locked / which)
+    with pytest.raises(Refused, match=f"data.path={locked}: permission denied.*Give files"):
+        corpus.text(str(locked), "**/*.txt", 0.5)
+
+
+def test_a_file_that_may_not_be_read_is_called_that(locked):
+    _lock(locked / "b.txt")
+    with pytest.raises(Refused, match=r"b.txt cannot be read \(permission denied\)"):
+        tokens.tokenize(corpus.text(str(locked), "**/*.txt", 0.5), locked / "cache", 300)

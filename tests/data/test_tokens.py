@@ -1,5 +1,9 @@
 """Tokens on disk: they are the text, they are made once, and nobody sees half of them."""
 
+import random
+import resource
+import time
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -57,11 +61,163 @@ def test_an_interrupted_start_leaves_no_half_cache(texts, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_that_are_no_text_do_not_stop_it(tmp_path):
-    for i in range(3):
-        (tmp_path / f"{i}.txt").write_bytes(b"words \xff\xfe words " * 20)
-    made = tokens.tokenize(corpus.text(str(tmp_path), "**/*.txt", 0.2), tmp_path / "cache", 300)
-    assert "words" in made.tokenizer.decode(made.train)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"words \xff\xfe words " * 20, r"no text in utf-8 \(see byte 6\). Type data.encoding=latin-1, if"),
+        ("Größe".encode("latin-1"), r"see byte 2\). Type data.encoding=latin-1, if"),
+        ("Größe".encode("utf-16"), r"see byte 0\). Type data.encoding=utf-16, as which it begins"),
+        (b"\x7fELF\x00\x00 some binary", r"it has zero bytes, as binary files have\). data.on_error=skip"),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused_with_the_files_name_unless_one_says_so(tmp_path, content, said, caplog):
+    for name, written in (("0.txt", b"words " * 40), ("1.txt", content), ("2.txt", b"words " * 40)):
+        (tmp_path / name).write_bytes(written)
+
+    def made(on_error):
+        read = corpus.text(str(tmp_path), "**/[01].txt", 0.5, str(tmp_path / "2.txt"), on_error=on_error)
+        made = tokens.tokenize(read, tmp_path / "cache", 300)
+        return made.tokenizer.decode(made.train)
+
+    with pytest.raises(Refused, match=rf"data: {tmp_path}/1.txt is .*{said}"):
+        made("refuse")
+    assert not list((tmp_path / "cache").iterdir())
+    assert "\N{REPLACEMENT CHARACTER}" in made("replace") and "\0" not in made("replace")
+    with caplog.at_level("INFO"):
+        assert made("skip") == "words " * 40 + tokens.END_OF_TEXT
+    assert "data.on_error=skip: 1 of 2 train files are left out" in caplog.text
+
+
+def test_another_encoding_is_the_same_text(tmp_path):
+    texts = ("Größe und Maß " * 9, "数据 " * 30, "and words")
+    for encoding in ("utf-8", "utf-16", "gb18030"):
+        (tmp_path / encoding).mkdir()
+        for i, text in enumerate(texts):
+            (tmp_path / encoding / f"{i}.txt").write_bytes(text.encode(encoding))
+
+    def made(encoding):
+        folder = tmp_path / encoding
+        read = corpus.text(str(folder), "*.txt", 0.5, str(folder / "1.txt"), encoding=encoding)
+        return tokens.tokenize(read, tmp_path / "cache", 300)
+
+    ours = made("utf-8")
+    for other in map(made, ("utf-16", "gb18030")):
+        assert np.array_equal(ours.train, other.train) and np.array_equal(ours.val, other.val)
+        assert np.array_equal(ours.val_documents, other.val_documents)  # bytes of the text, not of the file
+    assert ours.val_documents[-1, 1] == len(texts[1].encode())
+
+
+def test_of_a_single_file_the_end_is_validation(tmp_path):
+    text = "\n\n".join(f"Paragraph {i} says Größe.\nAnd more of {i}." for i in range(40))
+    (tmp_path / "one.txt").write_text(text)
+    made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
+    train, val = (made.tokenizer.decode(ids).removesuffix(tokens.END_OF_TEXT) for ids in (made.train, made.val))
+    assert train + val == text and val.startswith("Paragraph ") and 0.1 <= len(val) / len(text) < 0.15
+    assert made.val_documents.tolist() == [[len(made.val), len(val.encode())]]
+    nats = made.bits_per_byte(len(made.val) - 1)(np.log(2))
+    first = len(made.tokenizer.decode(made.val[:1]).encode())
+    assert nats == pytest.approx((len(made.val) - 1) / (len(val.encode()) - first), rel=1e-12)
+
+
+def test_the_share_of_a_single_file_is_part_of_the_key(tmp_path):
+    (tmp_path / "one.txt").write_text("a line of text\n" * 100)
+    sizes = [
+        len(tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", share), tmp_path / "cache", 300).val)
+        for share in (0.1, 0.5, 0.1)
+    ]
+    assert sizes[0] == sizes[2] < sizes[1] and len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_file_of_one_character_cannot_be_both(tmp_path):
+    (tmp_path / "one.txt").write_text("x")
+    with pytest.raises(Refused, match="hold no text"):
+        tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+# --- a word without an end, and a disk without room ------------------------------------------------------------------
+
+
+def _letters(count):
+    draw = random.Random(0)
+    return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=count))
+
+
+def test_a_word_is_seen_in_pieces_by_the_training_of_a_tokenizer_alone(tmp_path, monkeypatch):
+    """A piece is longer than every word of ordinary text, whose tokenizer stays what it was."""
+    word = "ab" * 3 * tokens.LONGEST_WORD
+    for name, text in (("0", f"a word {word}"), ("1", word)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    read = corpus.text(str(tmp_path / "0.txt"), "*", 0.5, str(tmp_path / "1.txt"))
+
+    def longest(folder):
+        made = tokens.tokenize(read, tmp_path / folder, 400)
+        assert made.tokenizer.decode(made.val) == word + tokens.END_OF_TEXT
+        return max(map(len, made.tokenizer.get_vocab()))
+
+    assert longest("in pieces") == tokens.LONGEST_WORD
+    monkeypatch.setattr(tokens, "LONGEST_WORD", 10**6)
+    assert longest("whole") > 256
+
+
+def test_words_of_ordinary_length_make_the_same_tokenizer_in_pieces_or_not(texts, tmp_path, monkeypatch):
+    ours = tokens.tokenize(texts, tmp_path / "a", 300).tokenizer
+    monkeypatch.setattr(tokens, "LONGEST_WORD", 10**6)
+    assert tokens.tokenize(texts, tmp_path / "b", 300).tokenizer.backend_tokenizer.to_str() == (
+        ours.backend_tokenizer.to_str()
+    )
+
+
+@pytest.mark.parametrize("letters", [200_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
+def test_a_word_that_never_ends_does_not_stall_the_tokenizer(tmp_path, letters):
+    """Whole, 200 000 letters take 8 s and 2 000 000 a minute and a half of one core, here half a second and 6 s."""
+    (tmp_path / "one.txt").write_text(f"some words and {_letters(letters)}\n\nthe end of it\n")
+    before = time.process_time()
+    made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.01), tmp_path / "cache", 4096)
+    assert time.process_time() - before < letters / 1e5
+    assert len(made.train) > letters / 4
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond this many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def at_most(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield at_most
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_documents": 1_000}  # bytes that are too few for each
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_is_a_sentence_and_leaves_no_draft(texts, tmp_path, small_files, writer):
+    if writer == "val_documents":  # which are larger than their tokens where they have one token each
+        tokenizer = tokens.tokenize(texts, tmp_path / "made before", 300).tokenizer
+        _write_all(tmp_path / "train", ["some words"])
+        _write_all(tmp_path / "val", ["x"] * 100)
+    else:
+        tokenizer = None
+        _write_all(tmp_path / "train", ["a line of text " * 4000])
+        _write_all(tmp_path / "val", ["x y z" * 9000])
+    read = corpus.text(str(tmp_path / "train"), "*", 0.5, str(tmp_path / "val"))
+    small_files(WRITERS[writer])
+    with pytest.raises(Refused, match=r"cache_dir=.*/cache: .* cannot be written there \(.*\). Make room, or type"):
+        tokens.tokenize(read, tmp_path / "cache", 300, tokenizer)
+    small_files(10**9)
+    assert not list((tmp_path / "cache").iterdir())
+    made = tokens.tokenize(read, tmp_path / "cache", 300, tokenizer)  # with room it goes on
+    sizes = {path.stem: path.stat().st_size for path in (tmp_path / "cache").glob("*/*")}
+    assert next(name for name in WRITERS if sizes.get(name, 0) > WRITERS[writer]) == writer and len(made.val)
+
+
+def _write_all(folder, texts):
+    folder.mkdir()
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text)
 
 
 def test_no_text_is_refused(tmp_path):

@@ -1,25 +1,43 @@
 """Corpora: which files are text, and which of them are held out.
 
 Train and validation are split *by file*: a split inside files would put a function's first half into training and its
-second half into validation. Nothing is read here but names and sizes.
+second half into validation. Only a file that is alone is cut, near its end. Nothing is read here but names and sizes.
 """
 
 import hashlib
+import logging
+import os
 import sysconfig
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowmem.errors import Refused
 
+log = logging.getLogger(__name__)
+
+ON_ERROR = ("refuse", "replace", "skip")
+RECORDS = {".jsonl", ".ndjson"}  # text, but not plain: a model would learn braces, keys and escapes
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of a corpus. `root` is what their names are relative to in keys and messages."""
+    """Files of a corpus. `root` is what their names are relative to in keys and messages.
+
+    Args:
+        encoding, on_error: of the files, and what becomes of one that is no text in it: `refuse`, `replace` what is no
+            character by U+FFFD, or `skip` the file.
+        tail: share of the text that is validation, where `train` and `val` are the same single file.
+    """
 
     name: str
     root: Path
     train: list[Path]
     val: list[Path]
+    encoding: str = "utf-8"
+    on_error: str = "refuse"
+    tail: float | None = None
 
 
 # Not the library itself: its tests, other people's packages, and what is generated: rows of code points, help texts.
@@ -46,41 +64,155 @@ def stdlib(val_fraction: float) -> Corpus:
             f"data=stdlib: there are no .py files under {root}; this Python ships its library without sources. "
             "Type data=text data.path=<your text files>."
         )
-    return _split("stdlib", root, files, val_fraction)
+    return _split("stdlib", root, files, val_fraction, on_error="replace")
 
 
-def text(path: str, pattern: str, val_fraction: float, val_path: str | None = None) -> Corpus:
-    """A file, or the files of a folder that match `pattern`."""
-    root, files = _text_files(path, pattern, "data.path")
-    if val_path is not None:
-        return Corpus("text", root, files, _text_files(val_path, pattern, "data.val_path")[1])
-    return _split("text", root, files, val_fraction)
+def text(
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | None = None,
+    encoding: str = "utf-8",
+    on_error: str = "refuse",
+) -> Corpus:
+    """A file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing else."""
+    how = {"encoding": _checked_encoding(encoding), "on_error": _checked_on_error(on_error)}
+    root, files = _text_files(path, pattern, "data.path", on_error)
+    if val_path is None:
+        return _split("text", root, files, val_fraction, **how)
+    val = _text_files(val_path, pattern, "data.val_path", on_error)[1]
+    held_out = {f.resolve() for f in val}
+    train = [f for f in files if f.resolve() not in held_out]
+    if not train:
+        raise Refused(
+            f"data.val_path={shown(val_path)}: these are the files of data.path, so nothing is left to train on. "
+            "Give other files, or leave val_path out: data.val_fraction of the text is then held out."
+        )
+    if len(train) < len(files):
+        log.info(f"data.val_path: of {len(files)} files of data.path {len(files) - len(train)} are validation only.")
+    return Corpus("text", root, train, val, **how)
 
 
-def _text_files(path: str, pattern: str, key: str) -> tuple[Path, list[Path]]:
-    root = Path(path).expanduser().resolve()
-    if root.is_file():
-        return root.parent, [root]
-    if not root.is_dir():
-        raise Refused(f"{key}={path}: there is no such file or folder. Give one that exists.")
-    files = sorted(f for f in root.glob(pattern) if f.is_file() and f.stat().st_size)
+def _checked_encoding(encoding: str) -> str:
+    try:
+        b"\xff".decode(encoding, errors="replace")  # which codecs that are none of text, such as base64, do not do
+        return encoding
+    except (LookupError, TypeError, ValueError):
+        raise Refused(
+            f"data.encoding={encoding}: Python knows no such encoding of text. Type utf-8, utf-16, latin-1 or cp1252."
+        ) from None
+
+
+def _checked_on_error(on_error: str) -> str:
+    if on_error not in ON_ERROR:
+        raise Refused(f"data.on_error={on_error}: type {', '.join(ON_ERROR[:-1])} or {ON_ERROR[-1]}.")
+    return on_error
+
+
+def _text_files(path: str, pattern: str, key: str, on_error: str) -> tuple[Path, list[Path]]:
+    given = shown(path)
+    if not given.strip():
+        raise Refused(f"{key}=: it is empty. Type {key}=<a file or folder>, and {key}=. for this one.")
+    try:
+        root = Path(os.path.expanduser(path)).resolve()
+        if root.is_file():
+            root, files = root.parent, [root]
+        elif root.is_dir():
+            files = _matching(root, f"{key}={given}", pattern)
+        else:
+            raise Refused(f"{key}={given}: there is no such file or folder. Give one that exists.")
+        files = [f for f in files if f.is_file() and f.stat().st_size]
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        where = getattr(error, "filename", None)
+        of = f" ({shown(where)})" if where and str(where) != path else ""
+        raise Refused(f"{key}={given}: {reason}{of}. Give files and folders that you can read.") from None
+    files = _plain(files, key, on_error)
     if not files:
-        raise Refused(f"{key}={path}: no file there matches {pattern} and has text. Type data.pattern='**/*.md', say.")
+        raise Refused(f"{key}={given}: there is no text in it. Give files that hold some.")
     return root, files
 
 
-def _split(name: str, root: Path, files: list[Path], val_fraction: float) -> Corpus:
-    """Hold out whole files, in the order of a hash of their names, until `val_fraction` of the bytes is reached."""
+def _matching(root: Path, given: str, pattern: str) -> list[Path]:
+    """Says how many other files there are: a default pattern that takes a tenth of the text should not pass unseen."""
+    everything = _all_files(root)
+    try:
+        files = sorted(f for f in root.glob(pattern) if f.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise Refused(
+            f"data.pattern={pattern}: {str(error).rstrip('.')}. Type one below the folder, such as '**/*.md'."
+        ) from None
+    others = Counter(f.suffix for f in everything.difference(files))
+    kinds = ", ".join(f"{count:,} {shown(suffix) or 'without an ending'}" for suffix, count in others.most_common(3))
+    likely = next((suffix for suffix, _ in others.most_common() if suffix.isprintable() and suffix), ".md")
+    if not files:
+        there = f"; there are {kinds}" if others else ""
+        raise Refused(f"{given}: no file there matches {pattern}{there}. Type data.pattern='**/*{likely}', say.")
+    if others:
+        log.info(f"{given}: data.pattern={pattern} passes over {others.total():,} other files ({kinds}).")
+    return files
+
+
+def _all_files(root: Path) -> set[Path]:
+    """Without hidden ones, which nobody means.
+
+    Raises:
+        OSError: a folder that cannot be read, which `glob` passes over without a word.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = set()
+    for folder, below, names in os.walk(root, onerror=refuse):
+        below[:] = [name for name in below if not name.startswith(".")]
+        found |= {Path(folder, name) for name in names if not name.startswith(".")}
+    return found
+
+
+def _plain(files: Sequence[Path], key: str, on_error: str) -> list[Path]:
+    records = [f for f in files if f.suffix.lower() in RECORDS]
+    if records and on_error == "refuse":
+        raise Refused(
+            f"{key}: {shown(records[0])} holds records, and data=text reads plain text: the model would learn braces "
+            "and keys. Write their text into .txt files, or type data.on_error=replace to take them as they are, or "
+            "data.on_error=skip to leave them out."
+        )
+    return [f for f in files if on_error != "skip" or f not in records]
+
+
+def _split(name: str, root: Path, files: list[Path], val_fraction: float, **how: str) -> Corpus:
+    """Hold out whole files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; of a
+    single file its end."""
     if not 0.0 < val_fraction < 1.0:
         raise Refused(f"data.val_fraction={val_fraction}: give a share between 0 and 1, such as 0.05.")
-    if len(files) < 2:
-        raise Refused(
-            f"data={name}: only {files[0]} was found, and train and validation are split by file. "
-            "Cut it into several files, or name another for validation: data.val_path=<file>."
-        )
-    order = sorted(files, key=lambda f: hashlib.sha256(f.relative_to(root).as_posix().encode()).digest())
+    if len(files) == 1:
+        return Corpus(name, root, files, files, tail=val_fraction, **how)
+    order = sorted(files, key=lambda f: hashlib.sha256(_name(f, root)).digest())
     wanted, held_out, val = val_fraction * sum(f.stat().st_size for f in files), 0, []
     while len(val) < len(order) - 1 and (not val or held_out < wanted):
         val.append(order[len(val)])
         held_out += val[-1].stat().st_size
-    return Corpus(name, root, sorted(order[len(val) :]), sorted(val))
+    return Corpus(name, root, sorted(order[len(val) :]), sorted(val), **how)
+
+
+def _name(file: Path, root: Path) -> bytes:
+    """Below `root`, in the bytes that the disk has: a name need not be UTF-8."""
+    return os.fsencode(file.relative_to(root).as_posix())
+
+
+def shown(name: object) -> str:
+    """A file's name in a sentence: it may hold newlines, and bytes that no terminal takes."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
+
+
+def cut(text: str, tail: float) -> tuple[str, str]:
+    """(training, validation): the last `tail` of the characters, and from the paragraph, line or word that begins last
+    before there, if one begins in as many characters again."""
+    at = min(max(1, round(len(text) * (1 - tail))), max(1, len(text) - 1))
+    lowest = max(1, 2 * at - len(text))
+    for boundary in ("\n\n", "\n", " "):
+        before = text.rfind(boundary, lowest, at)
+        if before >= 0:
+            return text[: before + len(boundary)], text[before + len(boundary) :]
+    return text[:at], text[at:]

@@ -4,28 +4,34 @@ The cache is keyed by content: every file's bytes, the split and the tokenizer. 
 and no host memory but the pages that are being read.
 """
 
+import codecs
 import hashlib
+import io
 import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowmem.data.corpus import Corpus
+from lowmem.data.corpus import Corpus, cut, shown
 from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # raise it when what is written changes
+FORMAT = 3  # raise it when what is written changes
 END_OF_TEXT = "<|endoftext|>"
 COUNTED_AT_ONCE = 1 << 20  # tokens: about 100 MB as Python's strings
+# Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB
+# takes minutes, and in pieces of 256 bytes 6 s. The longest of Python's standard library has 80.
+LONGEST_WORD = 256
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,19 @@ def tokenize(
     Args:
         vocab_size: of the byte-level BPE that is trained on the training files when `tokenizer` is None.
         tokenizer: the pretrained model's own.
+
+    Raises:
+        Refused: a file that cannot be read or is no text; no text at all; no room for the tokens.
     """
     folder = cache_dir / _key(corpus, vocab_size, tokenizer)
     if not (folder / "meta.json").exists():
-        _write(folder, corpus, vocab_size, tokenizer)
+        try:
+            _write(folder, corpus, vocab_size, tokenizer)
+        except OSError as error:
+            raise Refused(
+                f"cache_dir={cache_dir}: the tokens of this text cannot be written there "
+                f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
+            ) from error
     meta = json.loads((folder / "meta.json").read_text())
     return Tokens(
         train=np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r"),
@@ -80,10 +95,11 @@ def tokenize(
 
 def _key(corpus: Corpus, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
     what = vocab_size if tokenizer is None else sorted(tokenizer.get_vocab().items())
-    key = hashlib.sha256(json.dumps([FORMAT, what]).encode())
+    how = [corpus.encoding, corpus.on_error, corpus.tail]
+    key = hashlib.sha256(json.dumps([FORMAT, what, how]).encode())
     for split, files in (("train", corpus.train), ("val", corpus.val)):
         for file in files:
-            with file.open("rb") as stream:
+            with _readable(file), file.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             key.update(f"{split} {digest}\n".encode())
     return f"{corpus.name}-{key.hexdigest()[:16]}"
@@ -93,7 +109,7 @@ def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedT
     """Fill a folder beside its final name, then rename: a second job or a Ctrl-C never sees half a cache."""
     log.info(
         "Tokenizing %s: %d files for training, %d for validation",
-        corpus.root,
+        shown(corpus.root),
         len(corpus.train),
         len(corpus.val),
     )
@@ -101,11 +117,11 @@ def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedT
     draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
     try:
         if tokenizer is None:
-            _train_bpe(corpus.train, vocab_size, draft / "tokenizer.json")
+            _train_bpe(_texts(corpus, "train"), vocab_size, draft / "tokenizer.json")
             tokenizer = _load_bpe(draft / "tokenizer.json")
         dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-        _write_split(draft / "train.bin", corpus.train, tokenizer, dtype)
-        np.save(draft / "val_documents.npy", _write_split(draft / "val.bin", corpus.val, tokenizer, dtype))
+        _write_split(draft / "train.bin", corpus, tokenizer, dtype)
+        _save(draft / "val_documents.npy", _write_split(draft / "val.bin", corpus, tokenizer, dtype))
         (draft / "meta.json").write_text(json.dumps({"dtype": dtype}))
         try:
             os.replace(draft, folder)
@@ -116,30 +132,43 @@ def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedT
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _train_bpe(files: list[Path], vocab_size: int, target: Path) -> None:
+def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path) -> None:
+    """Only its training sees long words in pieces; what it encodes it sees whole."""
     bpe = ByteLevelBPETokenizer()
-    texts = (text for _, text in _texts(files))
+    words = bpe.pre_tokenizer
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
     bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
-    bpe.save(str(target))
+    bpe.pre_tokenizer = words
+    target.write_text(bpe.to_str(pretty=True))
 
 
 def _load_bpe(file: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 
-def _write_split(target: Path, files: list[Path], tokenizer: PreTrainedTokenizerBase, dtype: str) -> np.ndarray:
+def _write_split(target: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, dtype: str) -> np.ndarray:
     """Append each file's ids and an end-of-text token. Returns (documents, 2): tokens and bytes up to each end."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = []
     with target.open("wb") as out:
-        for batch in _batches(_texts(files)):
-            ids_of_each = _encode(tokenizer, [text for _, text in batch])
-            for (size, _), ids in zip(batch, ids_of_each, strict=True):
-                np.asarray(ids + end, dtype=dtype).tofile(out)
-                documents.append((len(ids) + len(end), size))
+        for batch in _batches(_texts(corpus, target.stem)):
+            ids_of_each = _encode(tokenizer, batch)
+            for text, ids in zip(batch, ids_of_each, strict=True):
+                out.write(np.asarray(ids + end, dtype=dtype).tobytes())
+                documents.append((len(ids) + len(end), len(text.encode())))
+    files = len(getattr(corpus, target.stem))
     if not any(tokens > len(end) for tokens, _ in documents):
-        raise Refused(f"data: the {target.stem} files hold no text ({len(files)} files). Give files that do.")
+        raise Refused(f"data: the {target.stem} files hold no text ({files} files). Give files that do.")
+    if corpus.on_error == "skip" and len(documents) < files:
+        log.info(f"data.on_error=skip: {files - len(documents)} of {files} {target.stem} files are left out.")
     return np.cumsum(documents, axis=0)
+
+
+def _save(target: Path, array: np.ndarray) -> None:
+    """Where numpy writes to a file itself, what a full disk did not take is missing without a word."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    target.write_bytes(buffer.getvalue())
 
 
 def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
@@ -162,23 +191,64 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[li
     return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
 
 
-def _texts(files: Iterable[Path]) -> Iterator[tuple[int, str]]:
-    """(size in bytes, text) of every file that is not empty."""
-    for raw in _contents(files):
-        if raw:
-            yield len(raw), raw.decode("utf-8", errors="replace")
+def _texts(corpus: Corpus, split: str) -> Iterator[str]:
+    """Of every file of `train` or `val` that is not empty."""
+    for file in getattr(corpus, split):
+        text = _decoded(file, corpus.encoding, corpus.on_error)
+        if text and corpus.tail is not None:
+            text = cut(text, corpus.tail)[("train", "val").index(split)]
+        if text:
+            yield text
 
 
-def _contents(files: Iterable[Path]) -> Iterator[bytes]:
-    return (file.read_bytes() for file in files)
+def _decoded(file: Path, encoding: str, on_error: str) -> str | None:
+    """None: not text, and to be skipped."""
+    with _readable(file):
+        raw = file.read_bytes()
+    try:
+        text = raw.decode(encoding)
+        if "\0" not in text:
+            text.encode()  # which half of a surrogate pair, as some encodings give, does not do
+            return text
+        reason = "it has zero bytes, as binary files have"
+    except UnicodeError as error:
+        reason = f"see byte {getattr(error, 'start', 0):,}"
+    if on_error == "skip":
+        return None
+    if on_error == "replace":
+        text = raw.decode(encoding, errors="replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
+        return text.encode(errors="replace").decode()
+    raise Refused(
+        f"data: {shown(file)} is no text in {encoding} ({reason}). {_likely(raw)}"
+        "data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
+    )
 
 
-def _batches(texts: Iterable[tuple[int, str]], size: int = 4 << 20) -> Iterator[list[tuple[int, str]]]:
-    """Groups of texts of about `size` bytes: enough to keep every core busy, little enough to stay in memory."""
-    batch: list[tuple[int, str]] = []
-    for item in texts:
-        batch.append(item)
-        if sum(n for n, _ in batch) >= size:
+def _likely(raw: bytes) -> str:
+    """What else the bytes of a file may be."""
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "Type data.encoding=utf-16, as which it begins; "
+    return "" if b"\0" in raw else "Type data.encoding=latin-1, if that is what it is; "
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """The text is the user's: that it cannot be read is no fault of the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(
+            f"data: {shown(file)} cannot be read ({(error.strerror or str(error)).lower()}). "
+            "Make it readable, or type a data.pattern that leaves it out."
+        ) from None
+
+
+def _batches(texts: Iterable[str], size: int = 4 << 20) -> Iterator[list[str]]:
+    """Groups of texts of about `size` characters: enough to keep every core busy, little enough to stay in memory."""
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if sum(map(len, batch)) >= size:
             yield batch
             batch = []
     if batch:

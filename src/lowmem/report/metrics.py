@@ -33,6 +33,9 @@ COLUMNS = (
 )
 # The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
 WARM_UP_STEPS = 3
+# Of the progress bars. At 80 columns 10,000 steps of ten hours leave room for the figures, which tqdm's own does not.
+BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the output is not a terminal
 
 
 class Metrics(Callback):
@@ -63,11 +66,10 @@ class Metrics(Callback):
             self.train_loss = float(losses[-1])
         self._start = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
         self._bar: tqdm | None = None
+        self._evaluation: tqdm | None = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        # disable=None: no bar where the output is not a terminal
-        steps = {"total": trainer.max_steps, "initial": trainer.global_step}
-        self._bar = tqdm(**steps, unit="step", disable=None, dynamic_ncols=True)
+        self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, bar_format=BAR, **SHOWN)
         self._since = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
@@ -114,9 +116,26 @@ class Metrics(Callback):
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {self.peak_gib():.2f} GiB"
         )
 
+    def on_train_end(self, *_) -> None:
+        self._bar.close()
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """In the place of the other bar, which stands still."""
+        if not trainer.sanity_checking:
+            micro_batches = sum(trainer.num_val_batches)
+            if self._bar:
+                self._bar.clear()
+            shown = SHOWN | {"bar_format": f"evaluating {BAR}", "leave": False, "position": 0}
+            self._evaluation = tqdm(total=micro_batches, **shown)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_) -> None:
+        if not trainer.sanity_checking:
+            self._evaluation.update()
+
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
+        self._evaluation.close()
         self.val_loss = float("nan") if module.val_loss is None else module.val_loss
         trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks watch it there
         if module.val_loss is None:  # it was cut
@@ -124,7 +143,7 @@ class Metrics(Callback):
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
         self._write(trainer, module, "val", metrics)
         tqdm.write(
-            f"step {trainer.global_step}: train loss {self.train_loss:.3f}, validation loss {self.val_loss:.3f}, "
+            f"step {trainer.global_step}: loss {self.train_loss:.3f}, validation {self.val_loss:.3f}, "
             f"{metrics['bits_per_byte']:.3f} bits per byte, {self.tokens_per_second():,.0f} tokens/s"
         )
         self._since = time.perf_counter()  # an evaluation is not part of the next step
@@ -153,8 +172,8 @@ class Metrics(Callback):
         return median(self.step_seconds) if self.step_seconds else None
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        for bar in filter(None, (self._evaluation, self._bar)):
+            bar.close()
         self._out.close()
 
 

@@ -51,5 +51,8 @@ class Sample(Callback):
                 stopping_criteria=[lambda *_, **__: self.stopped()],
             )
         module.model.train()
-        if not self.stopped():
-            self.text = self.tokenizer.decode(ids[0], skip_special_tokens=True)
+        if self.stopped():
+            return
+        text = self.tokenizer.decode(ids[0], skip_special_tokens=True).expandtabs()
+        # a young model draws any byte, also those that a terminal obeys
+        self.text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

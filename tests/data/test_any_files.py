@@ -1,0 +1,158 @@
+"""Files as people have them: whatever their bytes and names, they end in tokens or in a sentence, and nothing is left.
+
+What the tokens say is held against the bytes, by a reading of their own.
+"""
+
+import os
+import shutil
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
+
+from lowmem.data import corpus, tokens
+from lowmem.errors import Refused
+
+ENCODINGS = ["utf-8"] * 6 + ["utf-16", "latin-1", "utf-7", "unicode_escape", "cp1252", "idna"]
+SENTENCES = (
+    "no text in",
+    "hold no text",
+    "there is no text in it",
+    "no file there matches",
+    "holds records",
+    "no such encoding",
+    "nothing is left to train on",
+)
+
+
+def one_of(*strategies):
+    """Each as often as any other, of whatever kind it is."""
+    return st.sampled_from(strategies).flatmap(lambda strategy: strategy)
+
+
+words = st.text(max_size=300)
+contents = one_of(
+    st.just(b""),
+    words.map(lambda text: text.encode()),
+    st.text("abc \n", min_size=20, max_size=400).map(lambda text: text.encode()),
+    words.map(lambda text: text.encode("utf-16")),
+    st.text(st.characters(max_codepoint=255), max_size=300).map(lambda text: text.encode("latin-1")),
+    st.binary(max_size=300),
+    st.integers(1, 3000).map(lambda lines: b"\n" * lines),
+    st.integers(1, 3000).map(lambda zeros: b"\0" * zeros),
+    st.integers(1000, 30_000).map(lambda letters: b"abcdefg" * (letters // 7)),
+    st.integers(1, 300).map(lambda times: "ein Wort, 数据 und 🙂\r\n\r\n".encode() * times),
+)
+# Any byte but the two that no name may have: a name need not be UTF-8.
+stems = st.binary(min_size=1, max_size=40).map(lambda raw: raw.translate(None, b"/\0") or b"x").map(os.fsdecode)
+stems |= st.sampled_from(["a", "Müller's (old) notes, 2026", "a=b", "#h", "数据", "~", "$x", "-rf", "*", "[ab]"])
+suffixes = st.sampled_from([".txt"] * 8 + [".md", ".jsonl", "", ".TXT"])
+names = st.tuples(st.sampled_from(["", "", "below", "val"]), stems, suffixes)
+files = st.dictionaries(names, contents, max_size=6) | st.dictionaries(names, contents, min_size=30, max_size=60)
+typed = st.fixed_dictionaries(
+    {
+        "alone": st.booleans(),  # one file is given and not the folder
+        "pattern": st.sampled_from(["**/*.txt", "**/*.txt", "**/*", "*"]),
+        "val_fraction": st.floats(0.001, 0.999),
+        "val": st.booleans(),  # a folder of its own for validation, if there is one
+        "encoding": st.sampled_from(ENCODINGS),  # idna: none of text
+        "on_error": st.sampled_from(corpus.ON_ERROR),
+    }
+)
+
+
+def write(folder, files):
+    paths = []
+    for (below, stem, suffix), content in files.items():
+        name = stem + suffix
+        path = folder / below / ("x" if name in (".", "..") else name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        paths.append(path)
+    return paths
+
+
+def outcome(folder, files, typed):
+    """Of tokenising such files: `tokens`, or the words by which a refusal is known. Anything else is raised."""
+    typed, text, cache = dict(typed), folder / "text", folder / "cache"
+    text.mkdir()
+    paths = write(text, files)
+    alone, val = typed.pop("alone"), typed.pop("val")
+    path = paths[0] if alone and paths else text
+    val_path = str(text / "val") if val and (text / "val").is_dir() else None
+    try:
+        read = corpus.text(str(path), val_path=val_path, **typed)
+        made = tokens.tokenize(read, cache, 300)
+    except Refused as error:
+        assert str(error).isprintable() and str(error).endswith(".")
+        assert not cache.exists() or not list(cache.iterdir())
+        (known,) = [words for words in SENTENCES if words in str(error)][:1]
+        return known
+    assert {path.name for path in cache.glob("*/*")} == set(KEPT) and len(list(cache.iterdir())) == 1
+    for split in ("train", "val"):
+        said = made.tokenizer.decode(getattr(made, split))
+        assert said == "".join(f"{text}{tokens.END_OF_TEXT}" for text in read_again(read, split))
+    return "tokens"
+
+
+KEPT = ("meta.json", "tokenizer.json", "train.bin", "val.bin", "val_documents.npy")
+
+
+def read_again(of, split):
+    for path in getattr(of, split):
+        text = path.read_bytes().decode(of.encoding, "replace")
+        plain = text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+        if plain != text or "\ufffd" in text:
+            assert of.on_error != "refuse" or "\ufffd".encode() in path.read_bytes()
+            if of.on_error == "skip":
+                continue
+        if of.tail is not None:
+            at = len(plain) - len(corpus.cut(plain, of.tail)[1])
+            plain = plain[:at] if split == "train" else plain[at:]
+        if plain:
+            yield plain
+
+
+def holds(cases, folder, again):
+    """Every outcome of so many cases, counted."""
+    counted = Counter()
+
+    @settings(
+        max_examples=cases,
+        derandomize=not again,
+        database=None,
+        deadline=timedelta(seconds=30),
+        phases=[Phase.generate],  # to make a failing case smaller takes minutes
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(files, typed)
+    def case(files, typed):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        ended = outcome(folder, files, typed)
+        counted[ended] += 1
+        event(ended)
+
+    case()
+    return counted
+
+
+@pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_any_files_end_in_tokens_or_in_a_sentence(cases, tmp_path):
+    counted = holds(cases, tmp_path / "case", again=cases > 50)
+    print(f"\n{dict(counted.most_common())}")
+    assert counted["tokens"] > cases / 10 and counted["no text in"] > cases / 25 and len(counted) >= 5
+
+
+def test_a_traceback_a_draft_and_tokens_that_say_something_else_are_seen(tmp_path, monkeypatch):
+    """Each fault, planted, ends the property in the error that it is."""
+    for name, fault in (
+        ("_likely", lambda raw: raw[10**9]),  # a bug in what makes a sentence
+        ("shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
+        ("cut", lambda text, tail: (text[:1], text[2:])),  # a character is lost
+    ):
+        with monkeypatch.context() as planted, pytest.raises((AssertionError, IndexError)):
+            planted.setattr(tokens, name, fault)
+            holds(100, tmp_path / name, again=False)

@@ -3,6 +3,7 @@
 Nothing heavy is imported at module level: `--help` answers in well under a second.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -55,6 +56,9 @@ def start(main: Callable[[], None]) -> None:
         _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
+    except signals.Ended:
+        gc.freeze()  # Python's last search for garbage takes two seconds, and what is left goes with the process
+        raise
     finally:
         claim.release()
     if failures := [*_failures, *sweep.Report.failed]:

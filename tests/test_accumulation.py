@@ -195,10 +195,10 @@ def test_a_size_that_does_not_divide_is_refused_as_typed(command, tmp_path):
     assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
 
 
-def test_a_schedule_is_typed_as_the_yaml_says(command):
+def test_a_schedule_is_typed_as_the_yaml_says(command, tmp_path):
     code, said = command("accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}")
     assert code == 0, said
-    code, said = command("accumulation=by_step")
+    code, said = command("accumulation=by_step", f"hydra.run.dir={tmp_path}/second")
     assert code == 1 and "accumulation.sizes" in said
 
 

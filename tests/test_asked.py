@@ -243,6 +243,18 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_after_a_resume(fit, 
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "5.ckpt"]
 
 
+def test_one_that_was_saved_after_an_evaluation_goes_on_as_the_unbroken_run(fit):
+    lines = ("val_every=1", "save_every=100", "checkpoint.keep=best", "model.architecture.resid_pdrop=0.1", "lr=1e-2")
+    _, whole = fit(*lines, "max_steps=5", folder="whole")
+    _, part = fit(*lines, "max_steps=3", "scheduler.total_steps=5", folder="part")
+    saved = torch.load(complete(part / "checkpoints")[-1], weights_only=True)
+    assert saved["callbacks"]["Checkpoints"]["best_step"] == 3  # it was written again, after the evaluation
+    _, run = fit(*lines, "max_steps=5", f"resume={part}", folder="run")
+    assert same(last(run)["state_dict"], last(whole)["state_dict"])
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows if row["val_loss"]] == [4, 5]
+
+
 def test_saving_by_minutes_and_keeping_a_number(fit, monkeypatch):
     from lowmem import checkpoint
 

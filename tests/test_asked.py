@@ -1,8 +1,10 @@
 """What a run has left is gone on from, evaluated and exported, and done to the end where it was cut short."""
 
 import csv
+import errno
 import json
 import logging
+import os
 import resource
 import shutil
 
@@ -16,6 +18,7 @@ from lowmem.errors import Refused
 from lowmem.module import CausalLM
 from lowmem.overrides import composed
 from lowmem.report import summary as report
+from lowmem.report.metrics import Metrics
 from same import last, same
 
 LINES = ("save_every=2", "val_every=2")
@@ -331,6 +334,15 @@ def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(com
     assert summary_of(run)["steps"] == 4 and not drafts(run) and not (run / "model").exists()
     code, said = command(f"export={run}", f"hydra.run.dir={tmp_path}/other", base=())
     assert code == 0 and (tmp_path / "other" / "model" / "model.safetensors").is_file(), said
+
+
+def test_a_curve_without_room_is_a_sentence(command, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream raises it, which does not say whose it is
+
+    monkeypatch.setattr(Metrics, "_write", full)
+    code, said = command()
+    assert code == 1 and "Traceback" not in said and f"{tmp_path}/run: No space left on device" in said
 
 
 def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, full, tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """What a run has left is gone on from, evaluated and exported, and done to the end where it was cut short."""
 
 import csv
+import errno
 import json
 import logging
+import os
 import resource
 import shutil
 
@@ -16,6 +18,7 @@ from lowmem.errors import Refused
 from lowmem.module import CausalLM
 from lowmem.overrides import composed
 from lowmem.report import summary as report
+from lowmem.report.metrics import Metrics
 from same import last, same
 
 LINES = ("save_every=2", "val_every=2")
@@ -243,6 +246,18 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_after_a_resume(fit, 
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "5.ckpt"]
 
 
+def test_one_that_was_saved_after_an_evaluation_goes_on_as_the_unbroken_run(fit):
+    lines = ("val_every=1", "save_every=100", "checkpoint.keep=best", "model.architecture.resid_pdrop=0.1", "lr=1e-2")
+    _, whole = fit(*lines, "max_steps=5", folder="whole")
+    _, part = fit(*lines, "max_steps=3", "scheduler.total_steps=5", folder="part")
+    saved = torch.load(complete(part / "checkpoints")[-1], weights_only=True)
+    assert saved["callbacks"]["Checkpoints"]["best_step"] == 3  # it was written again, after the evaluation
+    _, run = fit(*lines, "max_steps=5", f"resume={part}", folder="run")
+    assert same(last(run)["state_dict"], last(whole)["state_dict"])
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows if row["val_loss"]] == [4, 5]
+
+
 def test_saving_by_minutes_and_keeping_a_number(fit, monkeypatch):
     from lowmem import checkpoint
 
@@ -319,6 +334,15 @@ def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(com
     assert summary_of(run)["steps"] == 4 and not drafts(run) and not (run / "model").exists()
     code, said = command(f"export={run}", f"hydra.run.dir={tmp_path}/other", base=())
     assert code == 0 and (tmp_path / "other" / "model" / "model.safetensors").is_file(), said
+
+
+def test_a_curve_without_room_is_a_sentence(command, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream raises it, which does not say whose it is
+
+    monkeypatch.setattr(Metrics, "_write", full)
+    code, said = command()
+    assert code == 1 and "Traceback" not in said and f"{tmp_path}/run: No space left on device" in said
 
 
 def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, full, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from lowmem.module import CausalLM
 from same import last, same
 
 EARLY = ("optim.in_backward=true", "clip=null")
+OTHER = (("clip=null",), ("clip_value=0.1",), ("precision=bf16-true",))
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def broken(monkeypatch):
 GRADIENT = "transformer.h.1.mlp.c_fc.weight"
 
 
-@pytest.mark.parametrize("lines", [(), ("clip=null",), ("clip_value=0.1",), EARLY, ("precision=bf16-true",)])
+@pytest.mark.parametrize("lines", [(), EARLY, *(pytest.param(more, marks=pytest.mark.slow) for more in OTHER)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
 def test_it_is_named_with_its_step_and_is_in_no_checkpoint(fit, broken, tmp_path, lines, what):
     broken(what, {3})
@@ -80,7 +81,7 @@ def test_the_sequences_that_are_named_are_those_of_the_window(fit, broken, monke
     assert any(numbers == [*one, *other] for one, other in pairwise(read))
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16-master", "16"])
+@pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
 def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypatch, precision, what):
     """The weights are those of a run that never saw the window."""

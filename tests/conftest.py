@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # for `import train`
 # No test may find an account, a hub or a prompt.
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true")
 os.environ.pop("WANDB_API_KEY", None)
+os.environ.pop("COLUMNS", None)  # or sentences would be folded, in which tests look for words
 
 SMALL = (
     "model.architecture.n_embd=32",

@@ -95,8 +95,8 @@ def test_every_choice_of_every_group_is_named(typed, group):
         assert file.stem in unwrapped(entry)
 
 
-def test_it_is_a_hundred_columns_wide(typed):
-    wide = [line for line in typed.splitlines() if len(line) > 100]
+def test_it_is_eighty_columns_wide(typed):
+    wide = [line for line in typed.splitlines() if len(line) > 80]
     assert not wide
 
 

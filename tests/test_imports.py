@@ -9,7 +9,7 @@ from conftest import ROOT
 
 # From the ground up: a part may import from its own storey and those below it, files of its own folder included.
 STOREYS = (
-    ("errors", "units", "overrides", "techniques", "starting", "help", "quiet", "instantiate", "internals"),
+    ("errors", "units", "overrides", "techniques", "starting", "help", "quiet", "instantiate", "internals", "terminal"),
     (
         "data",
         "memory",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +26,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import CONF, key, quoted, unquoted, without
 from lowmem.runs import folders, sweep
 from lowmem.starting import undisturbed
+from lowmem.terminal import folded
 
 _failures: list[str] = []  # of this command
 
@@ -43,15 +45,19 @@ def start(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException) as error:
         causes = [error] + ([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])
-        sys.exit("\n".join(map(str, causes)))
+        _exit("\n".join(map(str, causes)))
     except Refused as error:
-        sys.exit(str(error))
+        _exit(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
-        sys.exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
+        _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
     if failures := [*_failures, *sweep.Report.failed]:
-        sys.exit("\n".join(failures))
+        _exit("\n".join(failures))
+
+
+def _exit(message: str) -> NoReturn:
+    sys.exit(folded(message, sys.stderr))
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -115,7 +121,7 @@ def run(cfg: DictConfig) -> float:
 
         return fit(cfg, output_dir, choices, typed)
 
-    summary = _guarded(job, cfg.debug)
+    summary = _guarded(job, cfg)
     if summary is None:
         return float("nan")
     if summary["interrupted"]:
@@ -132,14 +138,17 @@ def plan(cfg: DictConfig) -> None:
 
         plan(cfg, output_dir, choices, typed)
 
-    _guarded(job, cfg.debug)
+    _guarded(job, cfg)
 
 
-def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debug: bool) -> dict | None:
+def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
     """What the job returns; None after a failure, of which `start` tells at the end."""
     hydra = HydraConfig.get()
-    output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    output_dir = Path(hydra.runtime.output_dir)
+    overrides = OmegaConf.to_container(hydra.overrides.task)  # as they are: ${key} is the config's to resolve
+    debug = False
     try:
+        debug = cfg.debug
         return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except Exception as error:
         message = _message(error, debug)
@@ -150,6 +159,8 @@ def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debu
 
 def _message(error: Exception, debug: bool) -> str:
     """A sentence for what the user can mend, a traceback for everything else."""
+    if isinstance(error, OmegaConfBaseException) and not debug:
+        return str(error)
     if isinstance(error, OSError) and error.filename and not debug:
         return f"{error.filename}: {error.strerror}. Give a place that can be read and written, with room left."
     if isinstance(error, Refused) and not debug:

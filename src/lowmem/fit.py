@@ -23,6 +23,7 @@ from lowmem.quiet import quiet
 from lowmem.report import ran, step
 from lowmem.report import summary as report
 from lowmem.settings import Settings
+from lowmem.terminal import folded
 from lowmem.training import DidNotFit, Training, trained
 
 
@@ -120,5 +121,6 @@ def _report(
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")
     if training.sample.text:
-        print(f"A sample:\n{training.sample.text}\n")
-    print("\n".join(f"wrote {path}" for path in sorted(output_dir.iterdir()) if not path.name.startswith(".")))
+        print(folded(f"A sample:\n{training.sample.text}\n"))
+    shown = output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir
+    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.iterdir()) if path.name[0] != "."))

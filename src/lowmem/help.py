@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-WIDTH, COLUMN = 100, 26
+WIDTH, COLUMN = 80, 26
 LINE = re.compile(r"(?P<indent> *)(?:- )?(?P<key>\w[\w.]*):(?P<value>(?: [^#]*)?)(?:# (?P<comment>.*))?")
 
 

@@ -35,6 +35,9 @@ COLUMNS = (
 )
 # The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
 WARM_UP_STEPS = 3
+# Of the progress bars. At 80 columns 10,000 steps of ten hours leave room for the figures, which tqdm's own does not.
+BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the output is not a terminal
 
 
 class Metrics(Callback):
@@ -62,11 +65,10 @@ class Metrics(Callback):
         self._csv = csv.DictWriter(self._out, COLUMNS)
         self._csv.writeheader()
         self._bar: tqdm | None = None
+        self._evaluation: tqdm | None = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        # disable=None: no bar where the output is not a terminal
-        steps = {"total": trainer.max_steps, "initial": trainer.global_step}
-        self._bar = tqdm(**steps, unit="step", disable=None, dynamic_ncols=True)
+        self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, bar_format=BAR, **SHOWN)
         self._start = self._since = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
@@ -119,14 +121,30 @@ class Metrics(Callback):
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {self.peak_gib():.2f} GiB"
         )
 
+    def on_train_end(self, *_) -> None:
+        self._bar.close()
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """In the place of the other bar, which stands still."""
+        if not trainer.sanity_checking:
+            micro_batches = sum(trainer.num_val_batches)
+            self._bar.clear()
+            shown = SHOWN | {"bar_format": f"evaluating {BAR}", "leave": False, "position": 0}
+            self._evaluation = tqdm(total=micro_batches, **shown)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_) -> None:
+        if not trainer.sanity_checking:
+            self._evaluation.update()
+
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
+        self._evaluation.close()
         self.val_loss = module.val_loss
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
         self._write(trainer, module, "val", metrics)
         tqdm.write(
-            f"step {trainer.global_step}: train loss {self.train_loss:.3f}, validation loss {self.val_loss:.3f}, "
+            f"step {trainer.global_step}: loss {self.train_loss:.3f}, validation {self.val_loss:.3f}, "
             f"{metrics['bits_per_byte']:.3f} bits per byte, {self.tokens_per_second():,.0f} tokens/s"
         )
         self._since = time.perf_counter()  # an evaluation is not part of the next step
@@ -155,8 +173,8 @@ class Metrics(Callback):
         return median(self.step_seconds) if self.step_seconds else None
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        for bar in filter(None, (self._evaluation, self._bar)):
+            bar.close()
         self._out.close()
 
 

@@ -34,4 +34,6 @@ class Sample(Callback):
                 pad_token_id=self.tokenizer.eos_token_id,
             )
         module.model.train()
-        self.text = self.tokenizer.decode(ids[0], skip_special_tokens=True)
+        text = self.tokenizer.decode(ids[0], skip_special_tokens=True).expandtabs()
+        # a young model draws any byte, also those that a terminal obeys
+        self.text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

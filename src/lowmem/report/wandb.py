@@ -59,9 +59,10 @@ def logger(
         dir=folder,
         # `mode` and not an environment variable, which would outlive this job of a multirun
         mode=mode,
-        # Offline there is no address to show, only chatter around the run's own lines.
-        settings=wandb.Settings(silent=mode == "offline"),
+        settings=wandb.Settings(silent=True),  # its own lines; the one that matters is below
     )
+    if mode == "online":
+        log.info("W&B: %s", run.url)
     run.define_metric("trainer/global_step")  # Lightning's x-axis
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return WandbLogger(experiment=run, save_dir=folder)

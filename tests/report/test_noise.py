@@ -1,0 +1,158 @@
+"""A line of noise is a defect: what a default run prints, line by line, and nothing of it wider than a terminal."""
+
+import fcntl
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT, SMALL
+from lowmem.terminal import folded
+
+NUMBER, GIB = r"[\d.,]+(e-\d+)?", r"[\d.]+ GiB"
+BAR = r"\|[^|]*\| \d+/\d+ \[(\d\d:\d\d|\?) left(, loss [\d.]+, [\d,]+ tokens/s, peak [\d.]+ GiB)?\]"
+# Every line that a run may print. Whatever else stands there is noise.
+FORMS = [
+    r"",
+    r"Tokenizing \S+: \d+ files for training, \d+ for validation",
+    r"step \d+: loss [\d.]+, validation [\d.]+, [\d.]+ bits per byte, [\d,]+ tokens/s",
+    rf"(parameters|optimizer steps|tokens|train loss|validation loss|bits per byte|tokens/s) +{NUMBER}",
+    r"optimizer                 [\w.]+",
+    rf"(seconds per step) +({NUMBER}|-)",
+    rf"(peak device memory|  weights|  gradients|  optimizer|  activations|  other) +{GIB}",
+    rf"peak host memory +{GIB} \(resident, libraries included\)",
+    r"predicted / measured +",
+    rf"  (load|forward|backward|step|evaluation|save) +((device|host) [\d.]+ / {GIB}(, )?)+",
+    r"A sample:",
+    r"wrote run/[\w.]+",
+    BAR,
+    rf"evaluating {BAR}",
+]
+OF_WANDB = [r"W&B: no API key, so this run is recorded offline; `wandb sync <run", r"folder>/wandb/\*` uploads it\."]
+
+
+@pytest.fixture
+def folder():
+    """A short path: sentences name files, which are not broken."""
+    with tempfile.TemporaryDirectory(prefix="lm") as folder:
+        yield Path(folder)
+
+
+def environment(home):
+    mine = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HF_"))}
+    return mine | {"HOME": str(home), "NETRC": f"{home}/netrc", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"}
+
+
+def typed(logger):
+    """As `python train.py` is typed by somebody without an account, and small."""
+    small = [line for line in SMALL if not line.startswith(("logger", "plan", "sample_tokens", "val_every"))]
+    text = ["data=text", "data.path=text", "cache_dir=cache", "hydra.run.dir=run"]
+    return [sys.executable, f"{ROOT}/train.py", *small, *text, "val_every=2", "sample_tokens=24", *logger]
+
+
+def noise(said, forms):
+    """Lines of no allowed form, the sample's own text aside."""
+    before, _, after = said.partition("A sample:\n")
+    _, _, wrote = after.partition("\nwrote ")
+    lines = [*before.split("\n"), *f"wrote {wrote}".split("\n")]
+    return [line for line in lines if not any(re.fullmatch(form, line) for form in forms)]
+
+
+def wide(said, columns=80):
+    return [line for line in said.split("\n") if len(line) > columns]
+
+
+@pytest.mark.parametrize("logger", [(), ("logger=csv",)], ids=["default", "csv"])
+def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder, logger):
+    shutil.copytree(text_folder, folder / "text")
+    done = subprocess.run(
+        typed(logger),
+        cwd=folder,
+        env=environment(folder) | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    said = done.stdout
+    assert noise(said, FORMS + ([] if logger else OF_WANDB)) == [] and wide(said) == []
+    assert "A sample:" in said and "step 4: loss" in said and said.count("wrote run/") > 6
+
+
+def test_on_a_terminal_of_80_columns_both_bars_stand_whole(folder, text_folder):
+    shutil.copytree(text_folder, folder / "text")
+    code, said = on_a_terminal(typed(("logger=csv",)), folder)
+    assert code == 0
+    drawn = said.replace("\r\n", "\n").replace("\r", "\n")
+    drawn = "\n".join(line.rstrip() if not line.startswith("predicted") else line for line in drawn.split("\n"))
+    assert noise(drawn, [*FORMS, r" *"]) == [] and wide(drawn) == []
+    assert re.search(rf"^{BAR}$", drawn, re.M) and re.search(rf"^evaluating {BAR}$", drawn, re.M)
+    assert "4/4 [00:00 left, loss" in drawn
+    assert "left" not in drawn[drawn.index("parameters  ") :]  # no bar is drawn again below the table
+
+
+def on_a_terminal(command, folder):
+    """(exit code, what it wrote) of a command whose output is a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said = b""
+    with suppress(OSError):  # at the end of a terminal there is an error
+        while piece := os.read(ours, 65536):
+            said += piece
+    os.close(ours)
+    return process.wait(), said.decode()
+
+
+@pytest.mark.parametrize("printed", ["wandb: View project", "x" * 81, "[transformers] LOAD REPORT from: x"])
+def test_noise_is_seen(printed):
+    assert noise(f"\n{printed}\nA sample:\nany text\n\nwrote run/model\n", FORMS) == [printed]
+    assert bool(wide(printed)) == (len(printed) > 80)
+
+
+def test_a_bar_of_ten_thousand_steps_and_ten_hours_fits(monkeypatch):
+    from lowmem.report import metrics
+
+    figures = ", loss 8.184, 123,298 tokens/s, peak 10.16 GiB"
+    for n, total in ((0, 10), (450, 450), (9_999, 10_000)):
+        shown = metrics.tqdm.format_meter(
+            n, total, 36_000.0 * n / total, ncols=79, bar_format=metrics.BAR, postfix=figures[2:]
+        )
+        assert len(shown) <= 79 and shown.endswith(f"left{figures}]")
+
+
+def test_a_refusal_is_folded_between_words(folder):
+    done = subprocess.run(
+        [sys.executable, f"{ROOT}/train.py", "data=text", "data.path=none", "logger=csv", "device=cpu", "plan=off"],
+        cwd=folder,
+        env=environment(folder) | {"COLUMNS": "40"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and wide(done.stderr, 40) == []
+    assert " ".join(done.stderr.split()) == ("data.path=none: there is no such file or folder. Give one that exists.")
+
+
+def test_what_is_folded_loses_no_word_and_keeps_its_indent(monkeypatch):
+    text = "A sentence that is long\n  and one that is indented\n\nshort"
+    assert folded(text) == text  # a pipe: nobody looks
+    monkeypatch.setenv("COLUMNS", "16")
+    assert folded(text) == "A sentence that\nis long\n  and one that\n  is indented\n\nshort"
+    assert folded(f"see {'/a' * 20}") == f"see\n{'/a' * 20}"  # a path is there to be copied
+
+
+def test_an_error_of_the_config_is_its_own_sentence_alone(command):
+    """Hydra would begin with 'Error executing job with overrides'."""
+    for line in ("debug=${nope}", "logger=wandb logger.wandb.project=${nope}", "lr=${nope}"):
+        code, said = command(*line.split(" "))
+        assert code == 1 and "Error executing" not in said and "Traceback" not in said, said
+        assert said.startswith("Interpolation key 'nope' not found")

@@ -121,7 +121,7 @@ REFUSED = {
     ("data.val_fraction=2",): ["val_fraction=2"],
     ("seq_len=200", "data.val_path={tiny}"): ["seq_len=200", "validation"],
     ("data.val_path={empty}",): ["{empty}"],
-    ("data.path={tiny}",): ["split by file", "data.val_path="],
+    ("data.path={tiny}",): ["less than one sequence needs", "give more text"],
     ("model=hf", "model.name={empty}"): ["safetensors", "model.pretrained=false"],
     ("resume={truncated}",): ["incomplete"],
     ("resume={empty}",): ["no complete checkpoint"],

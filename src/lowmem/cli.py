@@ -168,7 +168,7 @@ def run(cfg: DictConfig) -> float:
 
         return fit(cfg, output_dir, choices, typed)
 
-    summary = _guarded(job, cfg.debug)
+    summary = _guarded(job, cfg)
     if summary is None:
         return float("nan")
     if summary["interrupted"]:
@@ -185,14 +185,17 @@ def plan(cfg: DictConfig) -> None:
 
         plan(cfg, output_dir, choices, typed)
 
-    _guarded(job, cfg.debug)
+    _guarded(job, cfg)
 
 
-def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debug: bool) -> dict | None:
+def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
     """What the job returns; None after a failure, of which `start` tells at the end."""
     hydra = HydraConfig.get()
-    output_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    output_dir = Path(hydra.runtime.output_dir)
+    overrides = OmegaConf.to_container(hydra.overrides.task)  # as they are: ${key} is the config's to resolve
+    debug = False
     try:
+        debug = cfg.debug
         return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except (Exception, signals.Ended) as error:
         if ended := signals.ending(error):
@@ -207,6 +210,8 @@ def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], debu
 
 def _message(error: Exception, debug: bool) -> str:
     """A sentence for what the user can mend, a traceback for everything else."""
+    if isinstance(error, OmegaConfBaseException) and not debug:
+        return str(error)
     if isinstance(error, OSError) and error.filename and not debug:
         return f"{error.filename}: {error.strerror}. Give a place that can be read and written, with room left."
     if isinstance(error, Refused) and not debug:

@@ -148,3 +148,11 @@ def test_what_is_folded_loses_no_word_and_keeps_its_indent(monkeypatch):
     monkeypatch.setenv("COLUMNS", "16")
     assert folded(text) == "A sentence that\nis long\n  and one that\n  is indented\n\nshort"
     assert folded(f"see {'/a' * 20}") == f"see\n{'/a' * 20}"  # a path is there to be copied
+
+
+def test_an_error_of_the_config_is_its_own_sentence_alone(command):
+    """Hydra would begin with 'Error executing job with overrides'."""
+    for line in ("debug=${nope}", "logger=wandb logger.wandb.project=${nope}", "lr=${nope}"):
+        code, said = command(*line.split(" "))
+        assert code == 1 and "Error executing" not in said and "Traceback" not in said, said
+        assert "Interpolation key 'nope' not found" in said

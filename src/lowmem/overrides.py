@@ -81,9 +81,10 @@ def _text(value: str) -> str:
 
 def _is_number(value: str) -> bool:
     try:
-        return bool(float(value)) or True
+        float(value)
     except ValueError:
         return False
+    return True
 
 
 def unquoted(line: str) -> str:

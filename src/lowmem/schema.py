@@ -145,10 +145,7 @@ Nothing = Annotated[Any, AfterValidator(_never)]
 _Trainer = create_model(
     "_Trainer",
     __base__=Node,
-    **{
-        name: (_words(f"nothing: {key} sets it", Annotated[Any, AfterValidator(_never)]), None)
-        for name, key in SET_BY.items()
-    },
+    **{name: (_words(f"nothing: {key} sets it", Nothing), None) for name, key in SET_BY.items()},
 )
 
 

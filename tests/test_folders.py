@@ -114,13 +114,13 @@ def test_what_somebody_else_has_in_a_folder_stays(command, tmp_path, name):
     if name is not None:
         (folder / name).write_text("mine")
     before = content(folder)
-    code, said = command("batch_size=0")
-    assert code == 1 and ("batch_size=0" in said) == (name in (None, "notes.txt"))
+    code, said = command("optim.in_backward=true")  # refused when the folder is claimed already
+    assert code == 1 and ("clip=null" in said) == (name in (None, "notes.txt"))
     assert folder.is_dir() and content(folder) == before
 
 
 def test_a_refused_run_leaves_no_folder(command, tmp_path):
-    assert command("lr=-1")[0] == 1 and command("optim.nonsense=1")[0] == 1
+    assert command("lr=-1")[0] == 1 and command("optim.in_backward=true")[0] == 1
     assert not (tmp_path / "run").exists()
 
 

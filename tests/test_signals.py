@@ -89,12 +89,12 @@ def goes_on(start, run, folder, whole) -> None:
     if not whole:
         start(None, f"hydra.run.dir={folder}/whole")
         whole |= weights(folder / "whole")
-    if complete(run / "checkpoints")[-1].name == "step-00000004.ckpt":  # it was done
-        again = run
-    else:
-        again = folder / "again"
-        start(None, f"resume={run}", f"hydra.run.dir={again}")
-        assert json.loads((again / "summary.json").read_text())["steps"] == 4
+    trained = complete(run / "checkpoints")[-1].name == "step-00000004.ckpt"
+    again = run if trained else folder / "again"  # where its evaluation or its export is missing, that alone is done
+    start(None, f"resume={run}", f"hydra.run.dir={again}")
+    summary = json.loads((again / "summary.json").read_text())
+    assert (summary["steps"], summary["interrupted"]) == (4, False) and summary["val_loss"] is not None
+    assert (again / "model" / "config.json").exists() and not (again / "failed.txt").exists()
     other = weights(again)
     assert whole.keys() == other.keys() and all(torch.equal(whole[name], other[name]) for name in whole)
 
@@ -122,6 +122,7 @@ def ends_well(start, whole, folder, phase, name, deaf=False):
     else:
         assert (run / "failed.txt").read_text() == f"{name}: ended at once.\n"
         assert complete(run / "checkpoints")[-1].name == "step-00000004.ckpt" and "model" not in left
+        assert not json.loads((run / "summary.json").read_text())["interrupted"]
     if phase != "load":
         goes_on(start, run, folder, whole)
 

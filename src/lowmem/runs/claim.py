@@ -127,7 +127,8 @@ def _this(folder: Path, key: str, goes_on: bool) -> Claimed:
     found = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
     if found and not goes_on:
         os.close(claimed.lock)
-        instead = f"sweep.resume={folder}" if (folder / "multirun.yaml").exists() else f"resume={folder}"
+        going_on = f"resume={folder}" if any(folder.glob("checkpoints/step-*.ckpt")) else "resume=auto"
+        instead = f"sweep.resume={folder}" if (folder / "multirun.yaml").exists() else going_on
         raise Refused(
             f"{key}={folder}: another run is here ({found[0]}). Type {instead} to go on with it, or another folder."
         )

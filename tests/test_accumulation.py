@@ -35,9 +35,9 @@ def trained(config, monkeypatch):
         gradients = []
         step = CausalLM._step
 
-        def recording(self):
+        def recording(self, *done):
             gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]))
-            return step(self)
+            return step(self, *done)
 
         monkeypatch.setattr(CausalLM, "_step", recording)
         lines = [f"batch_size={batch_size}", "accumulation=fixed", f"accumulation.batches={batches}"]

@@ -19,7 +19,7 @@ def start(fit, monkeypatch):
     """(overrides) -> the weights with which a run would begin."""
     kept = []
 
-    def keep(cfg, output_dir, data, module, keeps):
+    def keep(cfg, output_dir, data, module, *_):
         kept.append([p.detach().clone() for p in module.model.parameters()])
         raise Started
 

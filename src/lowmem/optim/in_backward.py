@@ -9,8 +9,6 @@ step is skipped is known only at the end), and accumulation over micro-batches. 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lowmem.gradients import norm_of
-
 
 class StepInBackward(Callback):
     """Args: enabled: else nothing is done; clip_value: largest absolute gradient element, or None."""
@@ -26,7 +24,7 @@ class StepInBackward(Callback):
         names = {p: name for name, p in module.named_parameters()}
 
         def consume(group_index: int, p: nn.Parameter) -> None:
-            plugin.used_up[names[p]] = norm_of(p.grad)  # looked at when backward is over: nothing waits for it here
+            plugin.use_up(names[p], p.grad)
             if self.clip_value is not None:
                 nn.utils.clip_grad_value_([p], self.clip_value)
             # asked for here: the schedule changes the group, and a resume replaces it

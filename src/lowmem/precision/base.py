@@ -26,7 +26,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.gradients import finite, norm
+from lowmem.gradients import finite, norm, norm_of
 from lowmem.memory.ledger import Side
 from lowmem.precision.widened import NAMES, widened
 
@@ -44,7 +44,7 @@ class BasePrecision(Precision):
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
-        self.used_up: dict[str, Tensor] = {}  # of gradients that stepped in backward: parameter -> norm
+        self._used_up: dict[str, Tensor] = {}  # of gradients that stepped in backward: parameter -> norm
         self._run = ExitStack()
 
     # --- before the first step ------------------------------------------------------------------------------------
@@ -101,18 +101,23 @@ class BasePrecision(Precision):
         brought to their true size, or `gradient_scale` tells it. Returns: False: they overflowed, skip this step."""
         return True
 
+    def use_up(self, name: str, gradient: Tensor) -> None:
+        """Called with a parameter's name and gradient by whoever steps inside backward, before `update`: its norm is
+        kept for `norm` and `first_not_finite`, and nothing waits for it."""
+        self._used_up[name] = norm_of(gradient)
+
     def norm(self, model: nn.Module) -> Tensor | None:
         """The module calls this after `unscale`. Returns: the global norm of the true gradients, before any limit;
         None: nothing is known of them any more."""
         # In the model's order, not the optimizer's groups': a sum in the order of every other loop has the same bits.
         if found := [p.grad for p in model.parameters() if p.grad is not None]:
             return norm(found) / self.gradient_scale
-        return torch.linalg.vector_norm(torch.stack([*self.used_up.values()])) if self.used_up else None
+        return torch.linalg.vector_norm(torch.stack([*self._used_up.values()])) if self._used_up else None
 
     def first_not_finite(self, module: nn.Module) -> str | None:
         """The module calls this when a loss or a norm is not finite. Returns: the first parameter whose gradient is not
         either, if any."""
-        read = {name: p.grad for name, p in module.named_parameters()} | self.used_up
+        read = {name: p.grad for name, p in module.named_parameters()} | self._used_up
         return next((name for name, tensor in read.items() if tensor is not None and not finite(tensor)), None)
 
     def forget(self) -> None:
@@ -146,7 +151,7 @@ class BasePrecision(Precision):
     def drop_gradients(self, optimizer: Optimizer) -> None:
         """The module calls this after each step, and after each that was skipped."""
         optimizer.zero_grad(set_to_none=True)
-        self.used_up.clear()
+        self._used_up.clear()
 
     def mark_used(self, early: bool) -> None:
         """The planner calls this where a step would have used the gradients that backward made: what is kept of their

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shlex
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem import cli, fit, model
-from lowmem.checkpoint import AtomicCheckpointIO, complete
+from lowmem.checkpoint import AtomicCheckpointIO, complete, going_on
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
 from lowmem.overrides import composed
@@ -244,6 +245,47 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_after_a_resume(fit, 
     losses = iter([9.0, 3.0, 2.0])
     _, run = fit(*lines, "max_steps=5")
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "5.ckpt"]
+
+
+def test_a_run_that_keeps_its_best_is_evaluated_and_done_to_the_end(fit, copy, no_training):
+    run = copy()
+    no_training()
+    summary, other = fit(*LINES, "checkpoint.keep=best", f"evaluate={run}", folder="other")
+    assert summary["val_loss"] == summary_of(run)["val_loss"] and not (other / "checkpoints").exists()
+    (run / "summary.json").unlink()  # killed in its last evaluation
+    assert fit(*LINES, "checkpoint.keep=best", "resume=auto")[0]["val_loss"] == summary["val_loss"]
+
+
+def test_a_better_one_that_could_not_be_written_does_not_cost_the_best(fit, full, monkeypatch):
+    losses = iter([9.0, 5.0, 1.0, 0.5, 3.0])  # the first is of the check before step 1
+    evaluated = CausalLM.on_validation_epoch_end
+
+    def given(self):
+        evaluated(self)
+        self.val_loss = next(losses)
+
+    monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
+    full(AtomicCheckpointIO, "save_checkpoint", {3})  # saved at every evaluation that is better, and in the end
+    _, run = fit("val_every=1", "save_every=100", "checkpoint.keep=best")
+    assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "4.ckpt"]
+
+
+def test_a_checkpoint_may_be_named_from_beside_it(fit, whole, monkeypatch):
+    monkeypatch.chdir(whole() / "checkpoints")
+    with pytest.raises(Refused, match="4 steps are done and max_steps=4"):
+        fit(*LINES, "resume=step-00000004.ckpt")
+    assert fit(*LINES, "resume=step-00000004.ckpt", "max_steps=5")[0]["steps"] == 5
+
+
+def test_what_is_printed_for_copying_is_quoted_for_the_shell(fit, copy, tmp_path):
+    run = copy().rename(tmp_path / "Müller's run")
+    broken = run / "checkpoints" / "step-00000004.ckpt"
+    zero_a_page(broken)
+    with pytest.raises(Refused) as refused:
+        fit(f"resume={run}")
+    good = f"resume={run}/checkpoints/step-00000002.ckpt"
+    assert good in shlex.split(str(refused.value).partition("Type ")[2].rstrip("."))
+    assert shlex.split(going_on(run / "checkpoints"))[0] == f"resume={broken}"
 
 
 def test_one_that_was_saved_after_an_evaluation_goes_on_as_the_unbroken_run(fit):

@@ -1,6 +1,7 @@
 """A run has its folder to itself, and one that was refused leaves a folder as it was."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,24 @@ def test_a_sweep_is_not_started_where_another_was_and_the_same_goes_on(command, 
     assert content(tmp_path / "sweep") == before
     code, said = command("-m", "seed=1", "max_steps=1", base=())
     assert code == 0 and "job 0 was done already" in said, said
+
+
+@pytest.mark.parametrize(("left", "typed"), [("train.log", ()), ("multirun.yaml", ("-m",))])
+def test_what_goes_on_with_a_folder_can_be_copied_from_what_is_said(command, tmp_path, left, typed):
+    folder = tmp_path / "Müller's run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000001.ckpt").touch()
+    (folder / left).write_text("hydra: {overrides: {task: []}}" if typed else "")
+    key = "sweep" if typed else "run"
+    code, said = command(*typed, f"hydra.{key}.dir={folder}")
+    told = shlex.split(said.partition("Type ")[2].replace(",", " "))
+    assert code == 1 and (f"sweep.resume={folder}" if typed else f"resume={folder}") in told, said
+
+
+def test_a_plan_is_not_gone_on_with(command, tmp_path):
+    """resume=auto, which would be said of another folder without a checkpoint, is refused here too."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.json").touch()
+    for more in ((), ("resume=auto",)):
+        code, said = command(*more)
+        assert code == 1 and "Type another folder." in said and "Traceback" not in said, said

@@ -68,7 +68,7 @@ def with_model(cfg: DictConfig, folder: str) -> DictConfig:
 def summary_of(saved: Saved) -> dict:
     """Of the run that a checkpoint is of, where it was written after its last evaluation; else empty."""
     try:
-        summary = json.loads((saved.path.parents[1] / "summary.json").read_text())
+        summary = json.loads((saved.run / "summary.json").read_text())
         return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -82,7 +82,7 @@ def _left(saved: Saved, max_steps: int, auto: bool) -> Work:
         if not summary:
             log.info(f"{saved.asked}: its {saved.steps} steps are done, its last evaluation is missing.")
             return "evaluate"
-        if not (saved.path.parents[1] / "model").is_dir():
+        if not (saved.run / "model").is_dir():
             log.info(f"{saved.asked}: it is trained and evaluated, its export is missing.")
             return "export"
         if auto:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.aside import aside
@@ -25,6 +26,7 @@ from lowmem.errors import NotFinite, Refused
 from lowmem.gradients import finite
 from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
+from lowmem.overrides import in_shell
 from lowmem.units import steps_or_seconds
 
 log = logging.getLogger(__name__)
@@ -85,10 +87,16 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        measured = not trainer.sanity_checking and module.val_loss is not None
-        if self.keep == "best" and measured and module.val_loss < self.best_loss:
-            self.best_step, self.best_loss = trainer.global_step, module.val_loss
-            self.save(trainer)
+        training = (
+            trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        )  # not evaluate=, which saves nothing
+        if self.keep != "best" or not training or module.val_loss is None or module.val_loss >= self.best_loss:
+            return
+        before = self.best_step, self.best_loss
+        self.best_step, self.best_loss = trainer.global_step, module.val_loss
+        self.save(trainer)
+        if self.failures:  # the best that there is stays it
+            self.best_step, self.best_loss = before
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.saved_step != trainer.global_step:  # something else ended training, or it could not be written
@@ -150,7 +158,9 @@ def _all_finite(module: torch.nn.Module) -> bool:
 def going_on(folder: Path) -> str:
     """What to type to go on from the last checkpoint of a folder, if it has any."""
     saved = complete(folder)
-    return f"resume={saved[-1]} goes on from the last checkpoint." if saved else "There is no checkpoint to go on from."
+    if not saved:
+        return "There is no checkpoint to go on from."
+    return f"{in_shell('resume', saved[-1])} goes on from the last checkpoint."
 
 
 def complete(folder: Path) -> list[Path]:
@@ -223,7 +233,7 @@ def _instead(key: str, broken: Path | None = None) -> str:
     """What to type in the place of a checkpoint that cannot be used."""
     others = [path for path in complete(broken.parent) if path != broken] if broken else []
     if good := next(filter(intact, reversed(others)), None):
-        return f"Type {key}={good}."
+        return f"Type {in_shell(key, good)}."
     return "Start without resume=." if key == "resume" else "Give another one."
 
 
@@ -239,6 +249,7 @@ class Saved:
 
     def __init__(self, path: Path, key: str = "resume") -> None:
         self.path, self.key, self.asked = path, key, f"{key}={path}"
+        self.run = path.absolute().parents[1]  # its folder, where it lies as a run leaves it
         try:
             content = AtomicCheckpointIO().load_checkpoint(path)
             ours = content["lowmem"]
@@ -262,7 +273,7 @@ class Saved:
         if self.tokenizer not in (None, fingerprint(tokenizer)):
             raise Refused(
                 f"{self.asked}: its tokens are not those that this data= and model= make. Type those of that run, or "
-                f"give its exported model, which has its tokenizer: evaluate={self.path.parents[1]}/model."
+                f"give its exported model, which has its tokenizer: {in_shell('evaluate', self.run / 'model')}."
             )
 
     def check_training(self, module: CausalLM, train: WindowLoader) -> None:

@@ -20,6 +20,7 @@ from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
+from lowmem.overrides import in_shell
 from lowmem.plan import at_start
 from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
@@ -181,5 +182,5 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path) -> None:
     except OSError as error:
         raise Refused(
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
-            f"Make room, and type export={training.resumed_from if cfg.export else output_dir}."
+            f"Make room, and type {in_shell('export', training.resumed_from if cfg.export else output_dir)}."
         ) from error

@@ -5,6 +5,7 @@ Nothing heavy is imported: the command line reads its arguments with it.
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def as_mapping(lines: Iterable[str]) -> dict[str, str]:
 
 def as_lines(mapping: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in mapping.items()]
+
+
+def in_shell(name: str, value: object) -> str:
+    """`name=value`, to be copied into a command line."""
+    return shlex.quote(f"{name}={value}")
 
 
 def without(keys: Collection[str], lines: Iterable[str]) -> list[str]:

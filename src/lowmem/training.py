@@ -24,6 +24,7 @@ from lowmem.memory.limit import capped
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
+from lowmem.overrides import in_shell
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.sample import Sample
 from lowmem.settings import Settings
@@ -145,7 +146,9 @@ def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output
         instead.append("precision=bf16, which has fp32's range")
     if not (cfg.on_nonfinite == "skip" or run.in_backward or run.early):
         instead.append("on_nonfinite=skip")
-    there = f"resume={last[-1]} goes on from the last checkpoint." if last[-1] else "There is no checkpoint yet."
+    there = "There is no checkpoint yet."
+    if last[-1]:
+        there = f"{in_shell('resume', last[-1])} goes on from the last checkpoint."
     return f"{error} Type {', or '.join(instead)}. {there}"
 
 

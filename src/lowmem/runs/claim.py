@@ -19,7 +19,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from lowmem.errors import Refused
+from lowmem.overrides import in_shell
 from lowmem.runs.folders import FAILED
+from lowmem.terminal import folded
 
 HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # written before a job, whatever comes of it
 # What else a command leaves: where one of these lies, another run was.
@@ -97,9 +99,10 @@ def _claimed(config: DictConfig, key: str, folder: Path, goes_on: bool) -> Claim
     try:
         return _this(folder, key, goes_on) if typed else _new(folder)
     except Refused as error:
-        sys.exit(str(error))
+        sys.exit(folded(str(error), sys.stderr))
     except OSError as error:
-        sys.exit(f"The output folder cannot be written ({error}). Type {key}=<a folder that can>.")
+        said = f"The output folder cannot be written ({error}). Type {key}=<a folder that can>."
+        sys.exit(folded(said, sys.stderr))
 
 
 def _new(folder: Path) -> Claimed:
@@ -122,17 +125,27 @@ def _this(folder: Path, key: str, goes_on: bool) -> Claimed:
     claimed = _locked(folder, made)
     if claimed is None:
         raise Refused(
-            f"{key}={folder}: another run is writing here. Type another folder, or, when it has ended, resume={folder}."
+            f"{key}={folder}: another run is writing here. Type another folder, or, when it has ended, "
+            f"{in_shell('resume', folder)}."
         )
     found = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
     if found and not goes_on:
         os.close(claimed.lock)
-        going_on = f"resume={folder}" if any(folder.glob("checkpoints/step-*.ckpt")) else "resume=auto"
-        instead = f"sweep.resume={folder}" if (folder / "multirun.yaml").exists() else going_on
-        raise Refused(
-            f"{key}={folder}: another run is here ({found[0]}). Type {instead} to go on with it, or another folder."
-        )
+        instead = _instead(folder)
+        raise Refused(f"{key}={folder}: another run is here ({found[0]}). Type {instead}another folder.")
     return claimed
+
+
+def _instead(folder: Path) -> str:
+    """What goes on with what is here; nothing does with a plan."""
+    if (folder / "plan.json").exists():
+        return ""
+    line = "resume=auto"
+    if any(folder.glob("checkpoints/step-*.ckpt")):
+        line = in_shell("resume", folder)
+    if (folder / "multirun.yaml").exists():
+        line = in_shell("sweep.resume", folder)
+    return f"{line} to go on with it, or "
 
 
 def _locked(folder: Path, made: bool) -> Claimed | None:

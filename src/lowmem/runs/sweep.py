@@ -7,6 +7,7 @@ once, and its first failure hides what the others said.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lowmem.errors import Refused
-from lowmem.overrides import CONF, unquoted
+from lowmem.overrides import CONF, in_shell, unquoted
 from lowmem.runs import folders
 from lowmem.runs.claim import OF_SWEEP
 from lowmem.signals import Ended
@@ -53,7 +54,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
     if failed and not (folder / folders.FAILED).exists():
         _write(folder / folders.FAILED, _reason(code, said))
     if told:
-        print(f"job {number} was interrupted; sweep.resume={folder.parent} goes on", flush=True)
+        print(f"job {number} was interrupted; {in_shell('sweep.resume', folder.parent)} goes on", flush=True)
         raise KeyboardInterrupt if told == signal.SIGINT else Ended(told)
     ended = folders.load(folder)
     if failed and ended.status != "failed":  # the disk is full
@@ -120,7 +121,7 @@ class Report(Callback):
             return
         every = folders.runs_below(Path(config.hydra.sweep.dir))
         print(f"\n{folders.table(every, [run.folder.name for run in every])}\n")
-        print(f"python compare.py {config.hydra.sweep.dir} draws them")
+        print(f"{shlex.join(['python', 'compare.py', config.hydra.sweep.dir])} draws them")
         Report.failed = tuple(
             f"job {run.folder.name} failed: {folders.line(run.reason)} ({run.folder / folders.FAILED} says all of it)"
             for run in every

@@ -5,6 +5,7 @@ names. What only the data or the weights can tell is refused where they are read
 """
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem import schema
+from lowmem.data import corpus
 from lowmem.errors import Refused
 from lowmem.refusals import refused
 
@@ -57,6 +59,33 @@ def check_values(cfg: DictConfig) -> None:
         )
     architecture = cfg.model.architecture or {}
     check_positions(cfg, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
+
+
+def check_places(cfg: DictConfig) -> None:
+    """What only names can tell of what is to be read, told again where it is read: a wrong one need not wait for torch.
+
+    Raises:
+        Refused: no such run, text or encoding.
+    """
+    for key in ("resume", "evaluate", "export"):
+        if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
+            raise Refused(f"{key}={cfg[key]}: there is no such run folder or checkpoint. Runs are under outputs/.")
+    for key in ("path", "val_path"):
+        if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
+            raise Refused(f"data.{key}={cfg.data[key]}: there is no such file or folder. Give one that exists.")
+    if "encoding" in cfg.data:
+        corpus.checked_encoding(cfg.data.encoding)
+        corpus.checked_on_error(cfg.data.on_error)
+
+
+def _is_there(place: str) -> bool:
+    try:
+        Path(os.path.expanduser(place)).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):  # whoever reads it says why it cannot
+        return True
+    return True
 
 
 def _same(one: str, other: str) -> bool:

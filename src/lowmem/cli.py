@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem import help, signals, spelling
-from lowmem.check import check_values
+from lowmem.check import check_places, check_values
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, composed, key, parted, quoted, unquoted, without
 from lowmem.runs import claim, folders, sweep
@@ -82,7 +82,7 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
         *words, last = os.environ["COMP_LINE"].split(" ")
         os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
     if old := [argument for argument in arguments if key(argument) == "fit"]:
-        raise Refused(f"{old[0]}: this key is plan. Type {_renamed(old[0])}.")
+        raise Refused(f"{old[0]}: this key is plan. Type {_renamed(old[0]) if '=' in old[0] else 'plan=check'}.")
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
         raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
@@ -163,6 +163,7 @@ def run(cfg: DictConfig) -> float:
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         check_values(cfg)
+        check_places(cfg)
         with undisturbed():
             from lowmem.fit import fit  # which imports torch
 

@@ -111,7 +111,7 @@ def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
     before = ""
     for word in arguments:
         if word.startswith("-"):
-            (flags if word.partition("=")[0] in FLAGS + VALUED else strays).append(word)
+            (flags if word in FLAGS or word.partition("=")[0] in VALUED else strays).append(word)
         elif before in VALUED:
             flags.append(word)
         else:

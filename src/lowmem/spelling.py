@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 
 from lowmem.errors import Refused
-from lowmem.overrides import CONF, FUNCTION, composed, is_group, key, unquoted
+from lowmem.overrides import CONF, FLAGS, FOLDERS, FUNCTION, VALUED, composed, is_group, key, unquoted
 
 NEAR = 0.65  # of difflib: below it a suggestion is a guess
 ARCHITECTURE = "model.architecture."
@@ -23,10 +23,14 @@ def check_lines(lines: Sequence[str]) -> None:
     """What a line alone can tell.
 
     Raises:
-        Refused: a group that is taken out, or a choice that is not there.
+        Refused: a group that is taken out, a choice that is not there, or a folder without a name.
     """
     for line in lines:
         group, choices = key(line), _chosen(line)
+        if group == "hydra":
+            raise Refused(f"{line}: this is no group. Type hydra.<key>=<value>, such as hydra.run.dir=<a folder>.")
+        if group in FOLDERS and unquoted(line).endswith("="):
+            raise Refused(f"{line}: this is empty. Type {group}=<a folder>, and {group}=. for this one.")
         if not is_group(group):
             continue
         if group in _needed() and (line.startswith("~") or "null" in choices):
@@ -40,6 +44,8 @@ def sets_nothing(word: str) -> str:
     """A sentence about a word that is neither a line nor a flag of Hydra's."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.strip("+~") or "<key>"
+    if word.startswith("--") and (flag := get_close_matches(word.partition("=")[0], FLAGS + VALUED, 1, NEAR)):
+        return f"{word}: this sets nothing. Type {flag[0]}, or --help."
     return f"{word}: this sets nothing. Type {_in_shell(f'{name}={value}') if value else f'{name}=<value>'}, or --help."
 
 

@@ -18,7 +18,8 @@ def steps_or_seconds(every: object) -> tuple[float, float]:
     Raises:
         ValueError: what is neither.
     """
-    if minutes := re.fullmatch(r"(\d+(?:\.\d+)?) ?min", str(every)):
+    minutes = re.fullmatch(r"(\d+(?:\.\d+)?) ?min", str(every))
+    if minutes and float(minutes[1]):
         return math.inf, 60 * float(minutes[1])
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(every)

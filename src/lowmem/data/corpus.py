@@ -76,7 +76,7 @@ def text(
     on_error: str = "refuse",
 ) -> Corpus:
     """A file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing else."""
-    how = {"encoding": _checked_encoding(encoding), "on_error": _checked_on_error(on_error)}
+    how = {"encoding": checked_encoding(encoding), "on_error": checked_on_error(on_error)}
     root, files = _text_files(path, pattern, "data.path", on_error)
     if val_path is None:
         return _split("text", root, files, val_fraction, **how)
@@ -93,7 +93,7 @@ def text(
     return Corpus("text", root, train, val, **how)
 
 
-def _checked_encoding(encoding: str) -> str:
+def checked_encoding(encoding: str) -> str:
     try:
         b"\xff".decode(encoding, errors="replace")  # which codecs that are none of text, such as base64, do not do
         return encoding
@@ -103,7 +103,7 @@ def _checked_encoding(encoding: str) -> str:
         ) from None
 
 
-def _checked_on_error(on_error: str) -> str:
+def checked_on_error(on_error: str) -> str:
     if on_error not in ON_ERROR:
         raise Refused(f"data.on_error={on_error}: type {', '.join(ON_ERROR[:-1])} or {ON_ERROR[-1]}.")
     return on_error

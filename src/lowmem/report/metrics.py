@@ -142,10 +142,10 @@ class Metrics(Callback):
             return
         metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
         self._write(trainer, module, "val", metrics)
-        tqdm.write(
-            f"step {trainer.global_step}: loss {self.train_loss:.3f}, validation {self.val_loss:.3f}, "
-            f"{metrics['bits_per_byte']:.3f} bits per byte, {self.tokens_per_second():,.0f} tokens/s"
-        )
+        said = f"validation {self.val_loss:.3f}, {metrics['bits_per_byte']:.3f} bits per byte"
+        if self._bar:  # it trains
+            said = f"loss {self.train_loss:.3f}, {said}, {self.tokens_per_second():,.0f} tokens/s"
+        tqdm.write(f"step {trainer.global_step}: {said}")
         self._since = time.perf_counter()  # an evaluation is not part of the next step
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float]) -> None:

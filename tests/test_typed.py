@@ -51,6 +51,7 @@ REFUSED = {
     "max_steps": "this sets nothing. Type max_steps=<value>",
     "--mulitrun": "this sets nothing. Type --multirun, or --help.",
     "--multirun=1": "this sets nothing. Type --multirun, or --help.",
+    "-m lr=1,2 --cfg job": "--cfg: it shows one run, and -m makes several. Leave -m out.",
     "hydra=null": "this is no group. Type hydra.<key>=<value>",
     "hydra.run.dir=": "this is empty. Type hydra.run.dir=<a folder>",
     "hydra.sweep.dir=''": "this is empty. Type hydra.sweep.dir=<a folder>",

@@ -89,6 +89,9 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     flags, typed, strays = parted(arguments)
     if strays:
         raise Refused(spelling.sets_nothing(strays[0]))
+    shows = [flag for flag in flags if flag.partition("=")[0] in ("-c", "--cfg", "-i", "--info")]
+    if shows and {*flags} & {*SWEEP}:
+        raise Refused(f"{shows[0]}: it shows one run, and -m makes several. Leave -m out.")
     lines = without(set(map(key, typed)), _resumed_overrides(typed)) + typed
     sweep = bool({*flags} & {*SWEEP})
     if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is

@@ -210,6 +210,12 @@ def test_early_stop_ends_a_run_that_no_longer_learns(fit, no_training):
     assert fit(*lines)[0]["steps"] == 3  # the same command again has nothing to do
 
 
+def test_nobody_is_told_to_take_the_precision_that_he_has(fit):
+    with pytest.raises(Refused, match="steps in a row were skipped") as refused:
+        fit("precision=bf16-master", "optim=sgd", "on_nonfinite=skip", "lr=1e30")
+    assert str(refused.value).endswith("Type a smaller lr.")
+
+
 def test_lightnings_usual_callbacks_work(fit):
     summary, run = fit(
         "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",

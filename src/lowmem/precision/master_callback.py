@@ -81,10 +81,11 @@ class MasterWeights(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.plugin.arrived()  # Lightning brings the weights to the host next, and asks nobody
         if self.skips >= self.skips_in_a_row:
+            instead = ", or precision=bf16-master, which has fp32's range" if self.plugin.scales_loss else ""
             raise Refused(
                 f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite, "
-                "the first of the model's parameters of which that is so. A checkpoint was saved. Type a smaller lr, "
-                "or precision=bf16-master, which has fp32's range."
+                "the first of the model's parameters of which that is so. A checkpoint was saved. Type a smaller lr"
+                f"{instead}."
             )
 
     # --- checkpoints ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from functools import cache
 
 import yaml
 
+from lowmem.errors import Refused
 from lowmem.memory import limit
 from lowmem.overrides import CONF
 from lowmem.units import GIB, MIB
@@ -57,16 +58,23 @@ def card(asked: str | int | None, key: str = "gpu") -> Card | None:
         return None
     if asked in cards():
         return named(asked)
-    size, says = limit.parse(asked, key, plain=False), f"{asked}, of which {KEPT:.0%} is kept free"
-    return Card(round((1 - KEPT) * size), f"{says}; times are those of an {REFERENCE} where no card is here", CONTEXT)
+    size, says = limit.parse(asked, key, plain=False), f"{asked}, {KEPT:.0%} of it kept free"
+    return Card(round((1 - KEPT) * size), f"{says}, with the times of an {REFERENCE} if none is here", CONTEXT)
 
 
 def here() -> Card:
-    """The CUDA device of this process, beside whatever else is on it."""
+    """The CUDA device of this process, beside whatever else is on it.
+
+    Raises:
+        Refused: there is none.
+    """
     import torch  # not above: sizes are read before it is needed
 
+    if not torch.cuda.is_available():
+        raise Refused("device=cuda: no card is here that could say what is free. Type gpu=12GiB for one in mind.")
     major, minor = torch.cuda.get_device_capability()
-    return Card(torch.cuda.mem_get_info()[0], "free now, CUDA's context taken off", LATER, None, major + minor / 10)
+    says = "what is free of the one that is here, CUDA's context taken off"
+    return Card(torch.cuda.mem_get_info()[0], says, LATER, capability=major + minor / 10)
 
 
 def named(name: str) -> Card:
@@ -78,7 +86,7 @@ def named(name: str) -> Card:
         "link": 1e9 * said["link"],
     }
     beside = said["context_mib"] * MIB + LATER
-    return Card(round(said["total_gib"] * GIB), f"what torch reports of an {name}", beside, rates, said["capability"])
+    return Card(round(said["total_gib"] * GIB), f"{name}, as torch reports it", beside, rates, said["capability"])
 
 
 def nearest(word: object) -> list[str]:

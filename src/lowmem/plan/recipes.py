@@ -28,7 +28,8 @@ TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of wh
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 WAIT = 2  # seconds; who waits longer is told
 NO_BF16 = (
-    "This card has no bf16 products: torch emulates them, at half the pace of fp32. Type precision=16, 16-master or 32."
+    "This precision multiplies in bf16, and the card has no units for it: torch emulates them, at half the pace of "
+    "fp32. Type precision=16, 16-master or 32."
 )
 CONFIRMED = 2  # of the fastest derived recipes are traced themselves, until one fits
 

@@ -79,7 +79,7 @@ def _facts(plan: Plan) -> list[str]:
         f"device: what CUDA's allocator reserves, and {_beside(plan.recipes[0].prediction)}. "
         "time: relative, counted from operations and bytes."
     ]
-    return found if plan.card is None else [*found, f"the card: {plan.card.size / GIB:.2f} GiB, {plan.card.says}."]
+    return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
 
 
 def _beside(prediction: Prediction) -> str:

@@ -57,8 +57,8 @@ class Settings:
     @property
     def multiplies_in(self) -> str:
         """What its matrix products read: float32, tensorfloat32, bfloat16 or float16."""
-        precision = self._precision_class
-        return "tensorfloat32" if precision.tf32 else str(precision.dtype).removeprefix("torch.")
+        kind = self._precision_class
+        return "tensorfloat32" if kind.tf32 else str(kind.dtype).removeprefix("torch.")
 
     @property
     def scales_loss(self) -> bool:

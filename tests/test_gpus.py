@@ -121,6 +121,12 @@ def test_a_card_that_is_here_says_what_it_multiplies(monkeypatch):
     assert gpus.here().has_bf16 and replace(gpus.here(), capability=None).has_bf16
 
 
+def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Refused, match=r"no card is here.*Type gpu=12GiB"):
+        gpus.here()
+
+
 # --- what is typed ---------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from lowmem.overrides import CONF
 from lowmem.units import GIB, MIB
 
 KEPT = 0.02  # of a bare size
-CONTEXT = GIB // 2  # assumed for a card without a name, LATER included: the largest that was seen lie on the largest cards
+CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; the few that have more are the largest
 LATER = 128 * MIB  # kernels that load when they are first called, 20 to 70 MiB, and cuBLAS's workspace, 16 to 64
 REACHED = 0.85  # of the bandwidth of a data sheet
 OVERHEAD = 5e-6  # seconds per operator

@@ -41,7 +41,7 @@ def row(model: str, card: str) -> dict:
 def table(found: dict) -> str:
     lines = [
         f"The host has {RAM} GiB. Device: what CUDA's allocator is predicted to reserve, and half a GiB assumed for "
-        "the context. None of these was run on a card.",
+        "the context; 2 % of each card is kept free. None of these was run on a card.",
         "",
         "| model | card | the fastest recipe that fits | device GiB | host GiB | peak in | that fit | s to plan |",
         "|---|---|---|---|---|---|---|---|",

@@ -40,6 +40,7 @@ STOREYS = (
     ),
     (
         "settings",
+        "gpus",
         "schema",
         "precision",
         "kept_results",

@@ -22,12 +22,10 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 
 def batch_size(here: Here, plan: str) -> dict:
-    """The size that was found, and whether the next larger one would have worked: on a card of that size, whose context
-    lies in its memory, which a cap leaves out."""
+    """The size that was found, and whether the next larger one would have worked: under the same cap, which is of
+    torch's memory alone."""
     from lowmem.accumulation import divisors
     from lowmem.batch_size import fits
-    from lowmem.memory.limit import parse
-    from lowmem.plan.prediction import CONTEXT
 
     auto = ["accumulation=effective_batch", f"accumulation.size={here.size.effective}", f"memory.limit={here.size.cap}"]
     typed = [*without_batch(here.size.model), *auto, *SHORT, "precision=bf16"]
@@ -41,9 +39,7 @@ def batch_size(here: Here, plan: str) -> dict:
     here.keep(found)
     here.release()
     larger = next((n for n in divisors(here.size.effective) if n > summary["batch_size"]), None)
-    room = parse(here.size.cap) - (CONTEXT if here.on_card else 0)
-    more = [f"batch_size={larger}", f"memory.limit={room}"]
-    works = larger is not None and fits(here.config(*here.typed(), *typed, *more), larger)
+    works = larger is not None and fits(here.config(*here.typed(), *typed, f"batch_size={larger}"), larger)
     return found | {"larger": larger, "larger_works": works, "right": not works}
 
 

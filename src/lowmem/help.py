@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 WIDTH, COLUMN = 80, 26
-LINE = re.compile(r"(?P<indent> *)(?:- )?(?P<key>\w[\w.]*):(?P<value>(?: [^#]*)?)(?:# (?P<comment>.*))?")
+LINE = re.compile(r"(?P<indent> *)(?:- )?(?P<key>\w[\w.-]*):(?P<value>(?: [^#]*)?)(?:# (?P<comment>.*))?")
 
 
 def text(cfg: DictConfig, conf: Path) -> str:

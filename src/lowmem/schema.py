@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from lowmem import gpus
 from lowmem.errors import Refused
 from lowmem.memory import limit
 from lowmem.overrides import CONF
@@ -36,6 +37,14 @@ def _size(plain: bool) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _card(asked: str) -> str:
+    try:
+        gpus.card(asked)
+    except Refused as error:
+        raise ValueError from error
+    return asked
+
+
 def _below(pattern: str) -> str:
     if pattern.startswith("/"):
         raise ValueError
@@ -48,6 +57,7 @@ def _never(_: object) -> None:
 
 _steps_or_minutes = AfterValidator(lambda value: steps_or_seconds(value) and value)
 SIZE = "a size such as 12GiB or 900MiB (GiB = 2**30 bytes)"
+CARDS = "<cards>"  # in a sentence: the names of all, nearest to what was typed first
 
 Switch = _words("true or false", bool)
 Text = _words("a text", str, min_length=1)
@@ -66,6 +76,7 @@ Clip = _words("a positive number, or null to switch it off", Positive | None)
 BatchSize = _words("a whole number of at least 1, or auto", Count | Literal["auto"])
 Limit = _words(f"{SIZE}, or null for no limit", Annotated[int | str, _size(plain=True)] | None)
 Room = _words(f"{SIZE}, or null for what is there", Annotated[str, _size(plain=False)] | None)
+Gpu = _words(f"{SIZE}, null for what is there, or a card: {CARDS}", Annotated[str, AfterValidator(_card)] | None)
 Every = _words(
     "a whole number of steps of at least 1, or minutes, as in 30min", Annotated[int | str, _steps_or_minutes]
 )
@@ -189,7 +200,7 @@ class Run(Section):
     export: _words("a run folder or a checkpoint, or null", Place | None)
     device: Device
     memory: Memory
-    plan: _words(f"{SIZE}. Or one of check, auto, off", Literal["check", "auto", "off"] | Room)
+    plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)
     val_every: Count
     val_sequences: Count
     save_every: Every
@@ -210,7 +221,7 @@ class Run(Section):
 class Plan(Run):
     """conf/plan.yaml."""
 
-    gpu: Room
+    gpu: Gpu
     ram: Room
     search: Switch
     strategy: _words("single, or fsdp and a number of devices", Literal["single", "fsdp"])
@@ -340,7 +351,9 @@ def _sentence(
     for end in range(1, len(place) + 1):
         if (found := said.get(place[:end], said.get((*place[: end - 1], "*")))) is not None:
             words, path = found, place[:end]
-    return above + path, f"{'.'.join(above + path)}={_shown(_at(values, path))}: give {words}."
+    given = _shown(_at(values, path))
+    words = words.replace(CARDS, ", ".join(gpus.nearest(given)))
+    return above + path, f"{'.'.join(above + path)}={given}: give {words}."
 
 
 def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:

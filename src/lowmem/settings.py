@@ -55,6 +55,12 @@ class Settings:
         return get_object(self.cfg.trainer.plugins.precision._target_)
 
     @property
+    def multiplies_in(self) -> str:
+        """What its matrix products read: float32, tensorfloat32, bfloat16 or float16."""
+        kind = self._precision_class
+        return "tensorfloat32" if kind.tf32 else str(kind.dtype).removeprefix("torch.")
+
+    @property
     def scales_loss(self) -> bool:
         return getattr(self._precision_class, "scales_loss", False)
 

@@ -21,6 +21,7 @@ class Technique:
     """Args:
     saves: category of bytes -> what is left of the shipped run's, at most; empty: it saves nothing.
     tried: the planner may take it where nothing was typed: it needs no other lr and keeps the update's quality.
+    tried_without_bf16: of a precision: the planner may take it for a card that has no bf16 products.
     advised: the first of its group to try when memory runs out.
     on_host: of an optimizer: the one with the same state that is made for masters in host memory.
     pages: of an optimizer: its state moves to host memory by itself.
@@ -33,6 +34,7 @@ class Technique:
 
     saves: Mapping[str, float] = field(default_factory=dict)
     tried: bool = False
+    tried_without_bf16: bool = False
     advised: bool = False
     on_host: str | None = None
     pages: bool = False

@@ -95,6 +95,12 @@ def test_as_typed_where_the_device_is_not(command, tmp_path):
     assert summary["device"] in ("cpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
 
 
+def test_a_card_by_its_name_is_a_size_too(command):
+    typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full", "max_steps=1")
+    code, said = command("plan=rtx3060", *typed)
+    assert code == 0 and "plan=rtx3060: " in said and "the fastest of" in said, said
+
+
 def test_nothing_that_fits_is_said(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     code, said = command("plan=1KiB", *typed)

@@ -72,6 +72,15 @@ def test_one_run_by_phase(planned):
     assert all(f"\n{phase} " in f"\n{said}" for phase in PHASES)
 
 
+def test_a_card_by_its_name(planned):
+    code, said, written = planned("gpu=rtx3060", "ram=64GiB", *FOUR)
+    assert code == 0 and "0.42 GiB for CUDA's context and kernels" in said
+    assert "the card: rtx3060, as torch reports it: 11.63 GiB." in said and "gpu=" not in said.splitlines()[0]
+    assert written["gpu_bytes"] == round(11.63 * 2**30)
+    auto = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=4")
+    assert planned("gpu=rtx3060", "ram=64GiB", *FOUR, *auto)[2]["chosen"]
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
@@ -83,6 +92,8 @@ def test_one_run_by_phase(planned):
         (["model=gpt5"], "there is no model/gpt5. Type model=gpt2, or one of "),
         (["model=hf", "model.name=no/such-model"], "its configuration cannot be read"),
         (["gpu=1GiB", "optim.in_backward=true"], "Type clip=null"),
+        (["gpu=rtx3070"], "or a card: rtx3060, "),
+        (["gpu=t4", "precision=bf16", "search=false"], "Type precision=16, 16-master or 32"),
         (["devices=8"], "Type strategy=fsdp to divide it"),
         (["devices=0"], "devices=0: give a whole number of at least 1"),
         (["devices=2", "strategy=ddp"], "strategy=ddp: give single, or fsdp and a number of devices"),

@@ -5,10 +5,12 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
+from lowmem import gpus
 from lowmem.errors import Refused
+from lowmem.gpus import Card
 from lowmem.plan import recipes
 from lowmem.plan.derive import Derivation, bilinear
-from lowmem.plan.machine import ASSUMED, Machine
+from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import needs
 from lowmem.plan.trace import trace
 from lowmem.plan.work import Work
@@ -36,7 +38,11 @@ RECIPES = [
 
 
 def machine():
-    return Machine("a card", steps={}, **ASSUMED)
+    return Machine("a card", steps={}, **gpus.named(gpus.REFERENCE).rates)
+
+
+def card(size, **said):
+    return Card(size, "made up", **said)
 
 
 def as_override(precision, optim, checkpointing, loss, batch_size):
@@ -134,6 +140,29 @@ def test_masters_step_with_the_optimizer_that_is_made_for_the_host(config):
         assert "adam8bit" in {r["optim"] for r in found if r["precision"] == "bf16"}
 
 
+def test_a_card_without_bf16_products_is_given_fp16(config):
+    def config_of(recipe):
+        return config(*(f"{key}={value}" for key, value in recipe.items()))
+
+    def precisions(typed, has):
+        typed = [*typed, "batch_size=8", "gradient_checkpointing=none", "loss=full"]
+        options = recipes.candidates(config(*typed), typed, has)
+        return {option["precision"] for option, _ in recipes.workable(options, typed, config_of, 1, has)}
+
+    t4, other = gpus.named("t4"), gpus.named("rtx3060")
+    assert not t4.has_bf16 and other.has_bf16 and card(1).has_bf16
+    assert precisions([], t4) == {"16", "16-master"}
+    assert precisions([], other) == precisions([], None) == {"bf16", "bf16-sr", "bf16-master"}
+    assert precisions(["precision=32"], t4) == {"32"} and not precisions(["precision=bf16"], t4)
+
+
+def test_and_what_was_typed_for_it_is_refused(composed):
+    typed = ["precision=bf16", "batch_size=8"]
+    cfg = composed({"precision": "bf16"})
+    with pytest.raises(Refused, match=r"no units for it.*Type precision=16, 16-master or 32"):
+        recipes.search(cfg, typed, composed, gpus.named("t4"), None, True)
+
+
 def test_sqrt_is_never_preferred():
     assert not techniques("gradient_checkpointing")["sqrt"].tried
 
@@ -145,13 +174,13 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit(config):
         lines = {**dict(line.split("=", 1) for line in [*SHAPE, *typed]), **recipe}
         return OmegaConf.create(OmegaConf.to_container(config(*(f"{k}={v}" for k, v in lines.items())), resolve=True))
 
-    everything = recipes.search(compose({}), typed, compose, 2**40, 2**40, True)
+    everything = recipes.search(compose({}), typed, compose, card(2**40), 2**40, True)
     assert everything.chosen.traced and len(everything.recipes) == 4
     needed = sorted(r.prediction.device_need for r in everything.recipes)
-    some = recipes.search(compose({}), typed, compose, needed[1], 2**40, True)
+    some = recipes.search(compose({}), typed, compose, card(needed[1]), 2**40, True)
     fits = [r.fits(some.gpu, some.ram) for r in some.recipes]
     assert fits == sorted(fits, reverse=True) and 1 <= sum(fits) <= 3
-    assert recipes.search(compose({}), typed, compose, 1000, 2**40, True).chosen is None
+    assert recipes.search(compose({}), typed, compose, card(1000), 2**40, True).chosen is None
 
 
 def test_the_depth_is_that_of_the_architecture(config):

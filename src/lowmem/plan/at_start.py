@@ -2,15 +2,16 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import torch
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from lowmem import gpus
 from lowmem.errors import Refused
+from lowmem.gpus import Card
 from lowmem.instantiate import plain
 from lowmem.memory import process
-from lowmem.memory.limit import parse
 from lowmem.overrides import as_lines, as_mapping, composed, without
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, search
@@ -31,9 +32,9 @@ def with_recipe(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
     """
     if cfg.plan in ("check", "off"):
         return cfg
-    gpu = _free(cfg) if cfg.plan == "auto" else parse(cfg.plan, "plan", plain=False)
+    card = _free(cfg) if cfg.plan == "auto" else gpus.card(cfg.plan, "plan")
     typed = without({"plan"}, typed)
-    plan = _searched(plain(cfg), typed, gpu)
+    plan = _searched(plain(cfg), typed, card)
     if plan.chosen is None:
         least = plan.recipes[0]
         raise Refused(
@@ -57,12 +58,12 @@ def checked(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
     """
     if cfg.plan == "off":
         return None
-    prediction = predict(cfg, on_card=cfg.device == "cuda")
-    gpu, ram = _free(cfg), _host()
+    card, ram = _free(cfg), _host()
+    prediction = _predicted(cfg, card)
     if prediction.estimate is not None:
         log.info(f"The prediction is an estimate: {prediction.estimate}")
-    elif not prediction.fits(gpu, ram):
-        raise Refused(_does_not_fit(cfg, typed, prediction, gpu, ram))
+    elif not prediction.fits(card and card.size, ram):
+        raise Refused(_does_not_fit(cfg, typed, prediction, card, ram))
     return prediction
 
 
@@ -72,7 +73,8 @@ def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction
         return None
     log.info("Out of memory: looking for a recipe that needs less ...")
     try:
-        plan = _searched(cfg, typed, round(LESS * prediction.device_need))
+        less = round(LESS * prediction.device_need)
+        plan = _searched(cfg, typed, replace(_free(cfg) or Card(less, "a tenth less"), size=less))
     except Exception as error:  # whatever it is, it must not stand in the place of what the run died of
         log.info(f"No recipe was found: {error}")
         return None
@@ -88,17 +90,25 @@ def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction
 
 def could_fit(cfg: DictConfig) -> bool:
     """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
-    prediction = predict(plain(cfg), on_card=cfg.device == "cuda")
-    return prediction.estimate is not None or prediction.fits(_free(cfg), _host())
+    card = _free(cfg)
+    prediction = _predicted(plain(cfg), card)
+    return prediction.estimate is not None or prediction.fits(card and card.size, _host())
 
 
-def _free(cfg: DictConfig) -> int | None:
-    """Bytes that the device's tensors may take; None: a CPU's are only limited by the host."""
+def _predicted(cfg: DictConfig, card: Card | None) -> Prediction:
+    return predict(cfg, on_card=cfg.device == "cuda", beside=card.beside if card else 0)
+
+
+def _free(cfg: DictConfig) -> Card | None:
+    """What the device's tensors may take; None: a CPU's are only limited by the host.
+
+    memory.limit caps torch's allocator, and there is no context within that: none is taken off again.
+    """
     limit = Settings(cfg).limit
     if cfg.device != "cuda":
-        return limit
-    free = torch.cuda.mem_get_info()[0]
-    return free if limit is None else min(free, limit)
+        return limit and Card(limit, "memory.limit")
+    card = gpus.here()
+    return card if limit is None else replace(card, size=min(card.size, limit))
 
 
 def _host() -> int:
@@ -106,17 +116,17 @@ def _host() -> int:
     return process.available_bytes() + process.rss_bytes()
 
 
-def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction, gpu: int | None, ram: int) -> str:
+def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction, card: Card | None, ram: int) -> str:
     held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
     lines = [
         f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({held}; highest in "
         f"{prediction.peak_phase}) and {prediction.host_peak / GIB:.1f} GiB of the host."
     ]
-    if gpu is not None:
-        lines.append(f"The device has {gpu / GIB:.2f} GiB free.")
+    if card is not None:
+        lines.append(f"The device has {card.size / GIB:.2f} GiB free.")
     lines.append(f"The host has {ram / GIB:.1f} GiB.")
     try:
-        plan = _searched(cfg, typed, gpu)
+        plan = _searched(cfg, typed, card)
         lines.append(
             f"The fastest recipe that fits: {command(typed, plan.chosen)}." if plan.chosen else "No recipe fits."
         )
@@ -125,11 +135,11 @@ def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction,
     return " ".join([*lines, "Type plan=off to start it all the same."])
 
 
-def _searched(cfg: DictConfig, typed: Sequence[str], gpu: int | None) -> Plan:
+def _searched(cfg: DictConfig, typed: Sequence[str], card: Card | None) -> Plan:
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
     ram = _host()
-    return search(cfg, typed, lambda recipe: _composed(cfg, typed, recipe), gpu, ram, cfg.device == "cuda")
+    return search(cfg, typed, lambda recipe: _composed(cfg, typed, recipe), card, ram, cfg.device == "cuda")
 
 
 def _composed(cfg: DictConfig, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:

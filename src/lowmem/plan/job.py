@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem import model
+from lowmem import gpus, model
 from lowmem.check import check, check_values
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
@@ -17,7 +17,7 @@ from lowmem.memory.limit import parse
 from lowmem.overrides import as_lines, composed, without
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
-from lowmem.plan.recipes import Plan, largest_model, search
+from lowmem.plan.recipes import NO_BF16, Plan, emulates, largest_model, search
 from lowmem.quiet import quiet
 from lowmem.settings import Settings
 
@@ -32,27 +32,30 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     """
     start = time.perf_counter()
     check_values(cfg)
-    gpu, ram = (parse(cfg[key], key, plain=False) for key in ("gpu", "ram"))
+    card, ram = gpus.card(cfg.gpu), parse(cfg.ram, "ram", plain=False)
     if cfg.batch_size == "auto" and not cfg.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
     devices = _devices(cfg)
-    on_card = gpu is not None or cfg.device == "cuda" or torch.cuda.is_available()
+    on_card = card is not None or cfg.device == "cuda" or torch.cuda.is_available()
     cfg = resolved(cfg, on_card)
     check(cfg, choices)
     quiet()
     model.check_architecture(cfg)
-    gpu = gpu if gpu is not None or not on_card else torch.cuda.mem_get_info()[0]
+    card = gpus.here() if card is None and on_card else card
     ram = ram if ram is not None else process.available_bytes()
     typed = without(OURS, typed)
     if cfg.search:
-        searched = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), gpu, ram, on_card, devices)
+        searched = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), card, ram, on_card, devices)
         said, written = table.of_plan(searched, typed, cfg.rows), _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
             parameters = searched.recipes[0].prediction.parameters
             smaller = largest_model(searched, parameters, lambda recipe: _composed(typed, recipe, on_card), on_card)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
-        prediction = predict(cfg, on_card, devices)
+        if emulates(card, cfg):
+            raise Refused(NO_BF16)
+        prediction = predict(cfg, on_card, devices, card.beside if card else 0)
+        gpu = card and card.size
         said = table.of_prediction(prediction, gpu, ram)
         recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(gpu, ram)}
         written = {"chosen": None, "recipes": [recipe]}
@@ -80,7 +83,8 @@ def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
     """A copy without interpolations; `device` is where tracing happens, which is always here."""
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     if cfg.batch_size == "auto" and cfg.memory.limit is None:  # which is refused without a card's size
-        cfg = OmegaConf.merge(cfg, {"memory": {"limit": cfg.get("gpu")}})
+        card = gpus.card(cfg.get("gpu"))
+        cfg = OmegaConf.merge(cfg, {"memory": {"limit": card and card.size}})
     return plain(cfg)
 
 

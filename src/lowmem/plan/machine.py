@@ -2,8 +2,9 @@
 
 An operator takes as long as the slower of two: its floating-point operations at the machine's rate for that dtype, or
 the bytes it reads and writes at the machine's bandwidth. A fixed time per operator comes on top. The rates of this
-machine are measured once, in a few seconds, and cached; for a card that is not here they are assumed, and the plan says
-so. On a CPU the step of each optimizer is measured: some take twenty times what their bytes would.
+machine are measured once, in a few seconds, and cached; those of a card with a name are in conf/gpu.yaml, and for one
+that is not here and has none they are assumed, and the plan says so. On a CPU the step of each optimizer is measured:
+some take twenty times what their bytes would.
 """
 
 import json
@@ -17,7 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lowmem import build
+from lowmem import build, gpus
 from lowmem.instantiate import instantiate
 from lowmem.plan.trace import Trace
 from lowmem.plan.work import Work
@@ -90,21 +91,17 @@ class Machine:
         draft.replace(file)
 
 
-# An assumed card: the rates of an RTX 3060 of 12 GB, by its data sheet, at the half of its products that training
-# reaches; a PCIe 4.0 link of 16 lanes.
-ASSUMED = {
-    "flops": {"float32": 6.4e12, "bfloat16": 25e12, "float16": 25e12},
-    "bandwidth": 300e9,
-    "overhead": 5e-6,
-    "link": 20e9,
-}
+def machine(on_card: bool, card: gpus.Card | None = None, products: str = "float32") -> Machine:
+    """The machine that a plan is for: measured where it is this one, and the card has no name.
 
-
-def machine(on_card: bool) -> Machine:
-    """The machine that a plan is for: measured where it is this one."""
-    if on_card and not torch.cuda.is_available():
+    Args: products: what those of fp32 read, tensorfloat32 perhaps.
+    """
+    if on_card and ((card and card.rates) or not torch.cuda.is_available()):
+        rates = (card and card.rates) or gpus.named(gpus.REFERENCE).rates
+        if products == "tensorfloat32":
+            rates = rates | {"flops": rates["flops"] | {"float32": rates["flops"][products]}}
         host = machine(on_card=False)
-        return Machine(name=f"assumed-card-{host.name}", steps=host.steps, **ASSUMED)
+        return Machine(name=f"assumed-card-{host.name}", steps=host.steps, **rates)
     name = _name(on_card)
     if _file(name).exists():
         return Machine(**json.loads(_file(name).read_text()))

@@ -20,9 +20,7 @@ from lowmem.settings import Settings
 from lowmem.units import CATEGORIES, GIB
 
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
-# What cannot be known without the card: kernels and cuBLAS workspace beside torch's memory, and CUDA's libraries in the
-# host's memory. Margins, not measurements.
-CONTEXT, CUDA_ON_HOST = GIB // 2, GIB
+CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
 GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
 FRAGMENTED = 1.1  # reserved of allocated, where a recipe was derived and its allocations are not known one by one
 
@@ -46,6 +44,7 @@ class Prediction:
     parameters: int
     on_card: bool
     estimate: str | None = None  # why it is one
+    beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
 
     @property
     def device_peak(self) -> int:
@@ -61,8 +60,8 @@ class Prediction:
 
     @property
     def device_need(self) -> int:
-        """What a card must have: what torch reserves, and the context."""
-        return self.reserved + CONTEXT if self.on_card else self.device_peak
+        """What a card must have: what torch reserves, and what lies beside it."""
+        return self.reserved + self.beside if self.on_card else self.device_peak
 
     def based_on(self, libraries: int) -> "Prediction":
         """The same of a process that held `libraries` bytes before its model was built: measured, not predicted."""
@@ -88,9 +87,9 @@ class Prediction:
         }
 
 
-def predict(cfg: DictConfig, on_card: bool, devices: int = 1) -> Prediction:
+def predict(cfg: DictConfig, on_card: bool, devices: int = 1, beside: int = 0) -> Prediction:
     """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; devices:
-    that share the weights, gradients and state of one model.
+    that share the weights, gradients and state of one model; beside: of a `Card`.
 
     Raises:
         Refused: what the run itself would be refused for.
@@ -102,13 +101,13 @@ def predict(cfg: DictConfig, on_card: bool, devices: int = 1) -> Prediction:
         why = (
             "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
         )
-        return replace(needs(trace(cfg, on_card), cfg, on_card, libraries, devices), estimate=why)
+        return replace(needs(trace(cfg, on_card), cfg, on_card, libraries, devices, beside), estimate=why)
     try:
-        return needs(trace(cfg, on_card), cfg, on_card, libraries, devices)
+        return needs(trace(cfg, on_card), cfg, on_card, libraries, devices, beside)
     except Refused:
         raise
     except Exception as error:
-        return replace(needs(outline(cfg), cfg, on_card, libraries, devices), estimate=untraceable(error))
+        return replace(needs(outline(cfg), cfg, on_card, libraries, devices, beside), estimate=untraceable(error))
 
 
 def outline(cfg: DictConfig) -> Trace:
@@ -160,7 +159,9 @@ def sharded(whole: Trace, devices: int) -> Trace:
     return replace(whole, weights=whole.weights // devices, phases=phases, events=[])
 
 
-def needs(shapes: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices: int = 1) -> Prediction:
+def needs(
+    shapes: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices: int = 1, beside: int = 0
+) -> Prediction:
     """What a traced run needs. Args: libraries: resident bytes of a process that has imported all and built nothing."""
     shapes = sharded(shapes, devices)
     size = getattr(torch, cfg.weights_dtype).itemsize
@@ -183,6 +184,7 @@ def needs(shapes: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices
         reserved=_reserved(shapes, max(device.values()), leaving) if on_card else 0,
         parameters=shapes.parameters,
         on_card=on_card,
+        beside=beside if on_card else 0,
     )
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from lowmem.accumulation import divisors
 from lowmem.errors import Refused
+from lowmem.gpus import Card
 from lowmem.memory import process
 from lowmem.model import architecture_of
 from lowmem.overrides import CONF, as_mapping
@@ -26,6 +27,10 @@ from lowmem.techniques import techniques
 TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of which the planner chooses
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 WAIT = 2  # seconds; who waits longer is told
+NO_BF16 = (
+    "This precision multiplies in bf16, and the card has no units for it: torch emulates them, at half the pace of "
+    "fp32. Type precision=16, 16-master or 32."
+)
 CONFIRMED = 2  # of the fastest derived recipes are traced themselves, until one fits
 
 
@@ -47,9 +52,13 @@ class Plan:
     """recipes: that fit, fastest first; then the others, smallest first."""
 
     recipes: list[Recipe]
-    gpu: int | None
+    card: Card | None
     ram: int | None
     traces: int
+
+    @property
+    def gpu(self) -> int | None:
+        return self.card and self.card.size
 
     @property
     def chosen(self) -> Recipe | None:
@@ -60,17 +69,19 @@ def search(
     cfg: DictConfig,
     typed: Sequence[str],
     compose: Compose,
-    gpu: int | None,
+    card: Card | None,
     ram: int | None,
     on_card: bool,
     devices: int = 1,
 ) -> Plan:
-    """Args: cfg: as typed, resolved; typed: the overrides, which no recipe touches; compose: overrides -> config.
+    """Args: cfg: as typed, resolved; typed: the overrides, which no recipe touches; compose: overrides -> config; card:
+    None: of a CPU only the host limits.
 
     Raises:
         Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
     """
     libraries = process.rss_bytes()
+    gpu, beside = (card.size, card.beside) if card else (None, 0)
     configs: dict[tuple, DictConfig] = {}
 
     def config_of(recipe: Mapping[str, str]) -> DictConfig:  # composed once: it takes a tenth of a second
@@ -78,32 +89,39 @@ def search(
         configs[key] = configs.get(key) or compose(recipe)
         return configs[key]
 
-    options = list(candidates(cfg, typed))
+    options = list(candidates(cfg, typed, card))
     depth = model_depth(cfg)
     sizes = [int(option["batch_size"]) for option in options]
-    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, machine(on_card))
-    options = list(workable(options, typed, config_of, devices))
+    rates = machine(on_card, card, Settings(cfg).multiplies_in)
+    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, rates)
+    options = list(workable(options, typed, config_of, devices, card))
+    if not options and card is not None and not card.has_bf16:
+        raise Refused(NO_BF16)
     _trace_all(cfg, derivation, [need for option in options for need in derivation.needed(*option)])
     derived = []
     for option, recipe_cfg in options:
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
-        need = needs(shapes, recipe_cfg, on_card, libraries, devices)
+        need = needs(shapes, recipe_cfg, on_card, libraries, devices, beside)
         derived.append(Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg)), seconds))
     ranked = sorted((r for r in derived if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
-        exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices)
+        exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices, beside)
         ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
         if exact.fits(gpu, ram):
             break
     fitting = [r for r in ranked if r.fits(gpu, ram)]
     others = [r for r in (*derived, *ranked) if not r.fits(gpu, ram)]
     others.sort(key=lambda r: r.prediction.device_need)
-    return Plan(fitting + others, gpu, ram, derivation.traces)
+    return Plan(fitting + others, card, ram, derivation.traces)
 
 
 def workable(
-    options: Iterable[dict[str, str]], typed: Sequence[str], config_of: Compose, devices: int
+    options: Iterable[dict[str, str]],
+    typed: Sequence[str],
+    config_of: Compose,
+    devices: int,
+    card: Card | None = None,
 ) -> Iterator[tuple[dict[str, str], DictConfig]]:
     """(candidate, config of its precision and optimizer) of those that are not refused."""
     for option in options:
@@ -112,8 +130,15 @@ def workable(
         if run.masters and run.optim.on_host and "optim" not in as_mapping(typed):
             option = {**option, "optim": run.optim.on_host}
             recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        if not any(refused(recipe_cfg)) and (devices == 1 or not run.masters):  # masters are of a whole model
+        if emulates(card, recipe_cfg) or (devices > 1 and run.masters):  # masters are of a whole model
+            continue
+        if not any(refused(recipe_cfg)):
             yield option, recipe_cfg
+
+
+def emulates(card: Card | None, cfg: DictConfig) -> bool:
+    """Whether the card has no products of this config's kind."""
+    return card is not None and not card.has_bf16 and Settings(cfg).multiplies_in == "bfloat16"
 
 
 def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]) -> None:
@@ -145,18 +170,20 @@ def _cost(recipe: Recipe) -> tuple[int, int]:
     return round(math.log(recipe.seconds) / math.log(SAME)), recipe.prediction.device_need
 
 
-def candidates(cfg: DictConfig, typed: Sequence[str]) -> Iterator[dict[str, str]]:
+def candidates(cfg: DictConfig, typed: Sequence[str], card: Card | None = None) -> Iterator[dict[str, str]]:
     """Overrides that leave the sequences of an optimizer step as they are, and what was typed untouched."""
     fixed = as_mapping(typed)
-    groups = [(fixed[group],) if group in fixed else _tried(group) for group in TRIED]
+    has_bf16 = card is None or card.has_bf16
+    groups = [(fixed[group],) if group in fixed else _tried(group, has_bf16) for group in TRIED]
     for choices in product(*groups):
         recipe = dict(zip(TRIED, choices, strict=True))
         for batch_size, accumulation in micro_batches(cfg, fixed):
             yield {**recipe, "batch_size": str(batch_size), **accumulation}
 
 
-def _tried(group: str) -> list[str]:
-    return [name for name, technique in techniques(group).items() if technique.tried]
+def _tried(group: str, has_bf16: bool) -> list[str]:
+    found = techniques(group).items()
+    return [name for name, one in found if one.tried or (one.tried_without_bf16 and not has_bf16)]
 
 
 def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -197,7 +224,8 @@ def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) 
         if cfg is not None:
             sizes[yaml.stem] = outline(cfg).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
-        if predict(compose({**recipe, "model": name}), on_card).fits(plan.gpu, plan.ram):
+        beside = plan.card.beside if plan.card else 0
+        if predict(compose({**recipe, "model": name}), on_card, beside=beside).fits(plan.gpu, plan.ram):
             return name
     return None
 

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from lowmem.plan.prediction import CONTEXT, PHASES, Prediction
+from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.recipes import Plan, Recipe
 from lowmem.units import GIB
 
@@ -46,7 +46,7 @@ def _head(plan: Plan, typed: Sequence[str]) -> list[str]:
     return [
         f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
         f"  {command(typed, least)}",
-        f"It would fit a card of {need.device_need / GIB:.1f} GiB and {need.host_peak / GIB:.1f} GiB of host memory. "
+        f"It needs {need.device_need / GIB:.1f} GiB of a card and {need.host_peak / GIB:.1f} GiB of host memory. "
         "Type a smaller seq_len or model; batch_size is 1 in the smallest.",
     ]
 
@@ -75,10 +75,15 @@ def _notes(plan: Plan) -> list[str]:
 def _facts(plan: Plan) -> list[str]:
     if not plan.recipes[0].prediction.on_card:
         return ["Device and host are one here: device is what the tensors take, host all resident memory."]
-    return [
-        f"device: what CUDA's allocator reserves, and {CONTEXT / GIB:.1f} GiB assumed for CUDA's context. "
+    found = [
+        f"device: what CUDA's allocator reserves, and {_beside(plan.recipes[0].prediction)}. "
         "time: relative, counted from operations and bytes."
     ]
+    return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
+
+
+def _beside(prediction: Prediction) -> str:
+    return f"{prediction.beside / GIB:.2f} GiB for CUDA's context and kernels"
 
 
 def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> str:
@@ -93,8 +98,7 @@ def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> s
     lines.append(f"host, GiB: {', '.join(f'{k} {v / GIB:.2f}' for k, v in prediction.host_categories.items() if v)}")
     if prediction.on_card:
         reserved, need = prediction.reserved / GIB, prediction.device_need / GIB
-        context = f"{CONTEXT / GIB:.1f} GiB assumed for the context"
-        lines.append(f"CUDA would reserve {reserved:.2f} GiB; with {context} {need:.2f}")
+        lines.append(f"CUDA would reserve {reserved:.2f} GiB; with {_beside(prediction)} {need:.2f}")
     verdict = "fits" if prediction.fits(gpu, ram) else "does not fit"
     sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
     lines.append(f"It {verdict} {' and '.join(sizes)}.")

@@ -37,6 +37,7 @@ class BasePrecision(Precision):
     """Args: device: the type of the device that computes, cpu or cuda."""
 
     dtype: torch.dtype  # of the matrix products
+    tf32 = False  # whether fp32 products read 10 bits of each factor's mantissa, on a card that can
     scales_loss = False  # gradients mean nothing until the whole window's are unscaled
     gradient_scale = 1.0  # after `unscale`, a gradient is stored as its true size times this
     optimizer_side: Side = "device"  # where the optimizer's state lies

@@ -25,6 +25,8 @@ class FullPrecision(BasePrecision):
 class TensorFloat32(FullPrecision):
     """fp32 storage; matrix products of a CUDA device read 10 bits of each factor's mantissa and add in fp32."""
 
+    tf32 = True
+
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         self._before: str | None = None

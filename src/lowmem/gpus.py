@@ -1,0 +1,101 @@
+"""Cards as they are: what of one a run can have, and how fast it is.
+
+A card has less than its name: firmware keeps a part of its memory, and CUDA's context takes another. conf/gpu.yaml says
+for cards by name what torch reports, and what the context takes of it. Of a bare size a share is kept free instead, and
+the context is assumed. Of a card that is here CUDA says what is free, and its context is taken off that already: it is
+counted once. Nothing heavy is imported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+
+import yaml
+
+from lowmem.errors import Refused
+from lowmem.memory import limit
+from lowmem.overrides import CONF
+from lowmem.units import GIB, MIB
+
+KEPT = 0.02  # of a bare size
+CONTEXT = GIB // 2  # assumed for a card without a name: 0.1 to 0.6 GiB, and LATER
+LATER = 128 * MIB  # kernels that load when they are first called, 20 to 70 MiB, and cuBLAS's workspace, 16 to 64
+REACHED = 0.85  # of the bandwidth of a data sheet
+OVERHEAD = 5e-6  # seconds per operator
+BF16 = 8.0  # the first compute capability that multiplies in it
+REFERENCE = "rtx3060"  # whose rates are those of a card without a name that is not here
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a plan is for.
+
+    Args: size: bytes that a run may need; says: what these are; beside: bytes of them that are not torch's to reserve;
+    rates: arguments of `lowmem.plan.machine.Machine`, and those of `tensorfloat32` among its flops; None: as measured
+    on the card that is here, or else those of REFERENCE.
+    """
+
+    size: int
+    says: str
+    beside: int = 0
+    rates: Mapping[str, object] | None = None
+    capability: float | None = None
+
+    @property
+    def has_bf16(self) -> bool:
+        """Below, torch emulates it, says that it is supported, and takes twice the time of fp32."""
+        return self.capability is None or self.capability >= BF16
+
+
+def card(asked: str | int | None, key: str = "gpu") -> Card | None:
+    """'rtx3060' or '12GiB' -> the card; None: whatever is here.
+
+    Raises:
+        Refused: neither a size nor a name of conf/gpu.yaml.
+    """
+    if asked is None:
+        return None
+    if asked in cards():
+        return named(asked)
+    size, says = limit.parse(asked, key, plain=False), f"{asked}, {KEPT:.0%} of it kept free"
+    return Card(round((1 - KEPT) * size), f"{says}, with the times of an {REFERENCE} if none is here", CONTEXT)
+
+
+def here() -> Card:
+    """The CUDA device of this process, beside whatever else is on it.
+
+    Raises:
+        Refused: there is none.
+    """
+    import torch  # not above: sizes are read before it is needed
+
+    if not torch.cuda.is_available():
+        raise Refused("device=cuda: no card is here that could say what is free. Type gpu=12GiB for one in mind.")
+    major, minor = torch.cuda.get_device_capability()
+    says = "what is free of the one that is here, CUDA's context taken off"
+    return Card(torch.cuda.mem_get_info()[0], says, LATER, capability=major + minor / 10)
+
+
+def named(name: str) -> Card:
+    said = cards()[name]
+    rates = {
+        "flops": {kind: 1e12 * rate for kind, rate in said["tflops"].items()},
+        "bandwidth": REACHED * 1e9 * said["bandwidth"],
+        "overhead": OVERHEAD,
+        "link": 1e9 * said["link"],
+    }
+    beside = said["context_mib"] * MIB + LATER
+    return Card(round(said["total_gib"] * GIB), f"{name}, as torch reports it", beside, rates, said["capability"])
+
+
+def nearest(word: object) -> list[str]:
+    """All names: those that `word` is the beginning of, then those spelt most like it."""
+    word = str(word).lower()
+    return sorted(get_close_matches(word, cards(), len(cards()), 0), key=lambda name: not name.startswith(word))
+
+
+@cache
+def cards() -> Mapping[str, Mapping]:
+    """name -> its section of conf/gpu.yaml."""
+    return yaml.safe_load((CONF / "gpu.yaml").read_text())

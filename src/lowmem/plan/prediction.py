@@ -22,8 +22,8 @@ from lowmem.units import CATEGORIES, GIB
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
 GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
-# Where a recipe was derived its allocations are not known one by one. Of what is allocated at the highest point, what is
-# reserved, and the least that must be: of twelve traced recipes of three models 1.03 to 1.20, and 1.00 to 1.04.
+# Where a recipe was derived its allocations are not known one by one. Of what is allocated at the highest point, what
+# is reserved, and the least that must be: of twelve traced recipes of three models 1.03 to 1.20, and 1.00 to 1.04.
 RESERVED, SMALLEST = 1.1, 1.04
 
 

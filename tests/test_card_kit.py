@@ -461,9 +461,10 @@ def test_a_cap_that_should_work_and_does_not_is_no_result():
     assert memory.smallest_that_works(970, 1200, lambda cap: False, tries=6) == (None, {1200: False})
 
 
-@pytest.mark.parametrize(("cap", "right"), [(900, True), (1000, True), (1001, False), (None, False)])
-def test_a_plan_that_says_too_little_is_found_out(cap, right):
-    found = {"smallest_cap": cap, "predicted": {"reserved_peak": 1000}}
+@pytest.mark.parametrize(("more", "right"), [(-100, True), (0, True), (1, False), (None, False)])
+def test_a_plan_that_says_too_little_is_found_out(more, right):
+    cap = None if more is None else 1000 + memory.WORKSPACE + more
+    found = {"smallest_cap": cap, "predicted": {"smallest_cap": 1000}}
     assert memory.planned_enough(found) == right
 
 

@@ -1,8 +1,10 @@
 """CUDA's caching allocator: what it reserves, by its own rules."""
 
+import random
+
 import pytest
 
-from lowmem.plan.allocator import Allocator, replay
+from lowmem.plan.allocator import Allocator, Full, replay, smallest_limit
 
 MIB = 2**20
 
@@ -60,3 +62,41 @@ def test_the_best_fit_is_taken():
     allocator.allocate(20 * MIB)
     allocator.allocate(40 * MIB)
     assert allocator.reserved == 60 * MIB
+
+
+GROWING = [(0, 40 * MIB), (0, -40 * MIB), (1, 42 * MIB), (1, -42 * MIB), (2, 44 * MIB)]  # each too small for the next
+
+
+def test_a_full_card_gets_back_what_is_not_in_use_before_it_is_out_of_memory():
+    assert replay(GROWING).reserved == 126 * MIB
+    assert smallest_limit(GROWING) == 44 * MIB == replay(GROWING, 44 * MIB).reserved
+    with pytest.raises(Full):
+        replay(GROWING, 42 * MIB)
+
+
+def test_a_segment_that_is_used_in_part_is_not_given_back():
+    events = [(0, 5 * MIB), (1, 5 * MIB), (0, -5 * MIB), (2, 30 * MIB)]  # 1 holds the segment of 20
+    assert smallest_limit(events) == 50 * MIB
+    assert smallest_limit([*events[:3], (1, -5 * MIB), *events[3:]]) == 30 * MIB
+
+
+def test_without_giving_back_more_would_be_needed(monkeypatch):
+    """The deliberately wrong variant."""
+    monkeypatch.setattr(Allocator, "_give_back", lambda self: None)
+    assert smallest_limit(GROWING) == 126 * MIB
+
+
+def test_the_smallest_limit_is_the_smallest_that_works():
+    draw = random.Random(0)
+    events, live = [], []
+    for serial in range(400):
+        size = draw.choice([1000, MIB // 2, 3 * MIB, 17 * MIB, 60 * MIB])
+        events.append((serial, size))
+        live.append((serial, -size))
+        while len(live) > 12:
+            events.append(live.pop(draw.randrange(len(live))))
+    limit = smallest_limit(events)
+    assert replay(events).allocated_peak <= limit < replay(events).reserved
+    assert replay(events, limit).reserved_peak <= limit
+    with pytest.raises(Full):
+        replay(events, limit - 2 * MIB)

@@ -2,11 +2,15 @@
 
 Requests are rounded to 512 bytes. Those up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, and
 larger ones get a segment of their own, rounded to 2 MiB. A freed block is merged with its neighbours and used again,
-best fit first; segments stay reserved. Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/CachingDeviceAllocator.h.
+best fit first, of equal ones the lowest address. Segments stay reserved until the card is full: then those without a
+block in use are given back, and the request is tried once more before it is out of memory. So there are two figures:
+what is reserved where there is room, and the smallest card on which the same requests succeed. Source: `malloc`,
+`get_free_block`, `alloc_block` and `release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp, and
+c10/core/CachingDeviceAllocator.h.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 BLOCK = 512
@@ -21,16 +25,23 @@ class Block:
 
     size: int
     small: bool
+    address: int
     free: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
 
 
-class Allocator:
-    """One stream's pools."""
+class Full(Exception):
+    """Out of memory, after everything that is not in use was given back."""
 
-    def __init__(self) -> None:
-        self.reserved = self.allocated = self.allocated_peak = 0
+
+class Allocator:
+    """One stream's pools. Args: limit: bytes that may be reserved; None: there is always room."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.reserved = self.reserved_peak = self.allocated = self.allocated_peak = 0
+        self._end = 0  # of the addresses that segments have had; none is used twice
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # small or not -> by size
 
     def allocate(self, size: int) -> Block:
@@ -39,7 +50,7 @@ class Allocator:
         block = self._best(size, small) or self._segment(size, small)
         rest = block.size - size
         if rest >= BLOCK if small else rest > SMALL:
-            tail = Block(rest, small, before=block, after=block.after)
+            tail = Block(rest, small, block.address + size, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = tail
             block.size, block.after = size, tail
@@ -55,7 +66,7 @@ class Allocator:
         if before is not None and before.free:
             self._remove(before)
             block.size += before.size
-            block.before = before.before
+            block.address, block.before = before.address, before.before
             if before.before is not None:
                 before.before.after = block
         if after is not None and after.free:
@@ -73,24 +84,55 @@ class Allocator:
 
     def _segment(self, size: int, small: bool) -> Block:
         total = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
+        if self.limit is not None and self.reserved + total > self.limit:
+            self._give_back()
+            if self.reserved + total > self.limit:
+                raise Full
         self.reserved += total
-        return Block(total, small)
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        self._end += total
+        return Block(total, small, self._end - total)
+
+    def _give_back(self) -> None:
+        """Segments of which every byte is free: a block without neighbours."""
+        for small, pool in self._free.items():
+            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.reserved -= sum(size for size, *_ in whole)
+            self._free[small] = [entry for entry in pool if entry not in whole]
 
     def _insert(self, block: Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, id(block), block))
+        insort(self._free[block.small], (block.size, block.address, block))
 
     def _remove(self, block: Block) -> None:
         pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, id(block)))]
+        del pool[bisect_left(pool, (block.size, block.address))]
 
 
-def replay(events: Iterable[tuple[int, int]]) -> Allocator:
-    """Args: events: (serial, bytes): + born, - died."""
-    allocator, live = Allocator(), {}
+def replay(events: Iterable[tuple[int, int]], limit: int | None = None) -> Allocator:
+    """Args: events: (serial, bytes): + born, - died.
+
+    Raises:
+        Full: `limit` is too little.
+    """
+    allocator, live = Allocator(limit), {}
     for serial, size in events:
         if size > 0:
             live[serial] = allocator.allocate(size)
         elif size < 0 and serial in live:
             allocator.release(live.pop(serial))
     return allocator
+
+
+def smallest_limit(events: Sequence[tuple[int, int]]) -> int:
+    """Bytes that the allocator must be able to reserve for these events, to a segment's 2 MiB."""
+    free = replay(events)
+    fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # in segments
+    while works - fails > 1:
+        middle = (fails + works) // 2
+        try:
+            replay(events, middle * ROUND)
+            works = middle
+        except Full:
+            fails = middle
+    return works * ROUND

@@ -76,7 +76,7 @@ def _facts(plan: Plan) -> list[str]:
     if not plan.recipes[0].prediction.on_card:
         return ["Device and host are one here: device is what the tensors take, host all resident memory."]
     found = [
-        f"device: what CUDA's allocator reserves, and {_beside(plan.recipes[0].prediction)}. "
+        f"device: the least that CUDA's allocator works with, and {_beside(plan.recipes[0].prediction)}. "
         "time: relative, counted from operations and bytes."
     ]
     return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
@@ -98,7 +98,10 @@ def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> s
     lines.append(f"host, GiB: {', '.join(f'{k} {v / GIB:.2f}' for k, v in prediction.host_categories.items() if v)}")
     if prediction.on_card:
         reserved, need = prediction.reserved / GIB, prediction.device_need / GIB
-        lines.append(f"CUDA would reserve {reserved:.2f} GiB; with {_beside(prediction)} {need:.2f}")
+        lines.append(
+            f"CUDA reserves {reserved:.2f} GiB where there is room, and works with {prediction.smallest / GIB:.2f}: "
+            f"with {_beside(prediction)} a card of {need:.2f}"
+        )
     verdict = "fits" if prediction.fits(gpu, ram) else "does not fit"
     sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
     lines.append(f"It {verdict} {' and '.join(sizes)}.")

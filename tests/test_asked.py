@@ -192,6 +192,11 @@ def test_evaluate_and_export_as_typed(command, whole, tmp_path):
     (whole() / ".hydra" / "overrides.yaml").write_text("- lr=0.5\n")
     code, said = command(f"export={whole()}")
     assert code == 0 and "Traceback" not in said and (tmp_path / "run" / "model").is_dir(), said
+    for _ in range(2):  # a second time says the same again
+        code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
+        assert code == 0, said
+    code, said = command("max_steps=1", f"hydra.run.dir={tmp_path}/evaluated")
+    assert code == 1 and "another run is here" in said and "resume" not in said
     code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
     assert code == 0 and "step 4: validation " in said and "loss nan" not in said, said
     code, said = command(f"export={whole()}", "resume=auto", f"hydra.run.dir={tmp_path}/other")

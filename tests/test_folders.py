@@ -73,7 +73,7 @@ def test_of_eight_that_want_the_same_folder_one_gets_it(race, tmp_path, more, ex
     winner = codes.index(0)
     assert alone(tmp_path) == {"mine": f"{winner}\n"}
     for number in set(range(EIGHT)) - {winner}:
-        assert said[number].startswith(f"hydra.run.dir={tmp_path}/mine: another run is ")
+        assert " ".join(said[number].split()).startswith(f"hydra.run.dir={tmp_path}/mine: another run is ")
         assert "Type " in said[number] and f"resume={tmp_path}/mine" in said[number]
 
 
@@ -118,6 +118,16 @@ def test_what_somebody_else_has_in_a_folder_stays(command, tmp_path, name):
     code, said = command("optim.in_backward=true")  # refused when the folder is claimed already
     assert code == 1 and ("clip=null" in said) == (name in (None, "notes.txt"))
     assert folder.is_dir() and content(folder) == before
+
+
+def test_where_it_cannot_be_told_what_is_here_nothing_starts(command, tmp_path, monkeypatch):
+    """Hydra takes what its hooks raise for a warning."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("mine")
+    monkeypatch.setattr("lowmem.runs.claim._goes_on", lambda *_: 1 / 0)
+    before = content(tmp_path / "run")
+    code, said = command("max_steps=1")
+    assert code == 1 and "cannot be read (division by zero)" in said and content(tmp_path / "run") == before
 
 
 def test_a_refused_run_leaves_no_folder(command, tmp_path):

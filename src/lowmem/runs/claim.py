@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -19,7 +20,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from lowmem.errors import Refused
-from lowmem.overrides import in_shell
+from lowmem.overrides import as_mapping, in_shell
+from lowmem.runs import folders
 from lowmem.runs.folders import FAILED
 from lowmem.terminal import folded
 
@@ -68,15 +70,15 @@ class Claim(Callback):
     def on_run_start(self, config: DictConfig, **_) -> None:
         folder = Path(config.hydra.run.dir)
         of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
-        claimed = _claimed(config, "hydra.run.dir", folder, of_sweep or _goes_on(config, folder))
+        claimed = _claimed(config, "hydra.run.dir", folder, lambda: of_sweep or _goes_on(config, folder))
         Claim.now = replace(claimed, rest=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
         folder = Path(config.hydra.sweep.dir)
-        again = _typed_before(folder) == OmegaConf.to_container(config.hydra.overrides.task)
-        Claim.now = _claimed(config, "hydra.sweep.dir", folder, again)
+        typed = OmegaConf.to_container(config.hydra.overrides.task)
+        Claim.now = _claimed(config, "hydra.sweep.dir", folder, lambda: _typed_before(folder) == typed)
         if Claim.now.folder != folder:
             with read_write(config):
                 config.hydra.sweep.dir = str(Claim.now.folder)
@@ -94,7 +96,7 @@ def untouched() -> bool:
     return Claim.now is not None and Claim.now.untouched()
 
 
-def _claimed(config: DictConfig, key: str, folder: Path, goes_on: bool) -> Claimed:
+def _claimed(config: DictConfig, key: str, folder: Path, goes_on: Callable[[], bool]) -> Claimed:
     typed = any(line.lstrip("+").startswith(f"{key}=") for line in config.hydra.overrides.hydra)
     try:
         return _this(folder, key, goes_on) if typed else _new(folder)
@@ -103,6 +105,8 @@ def _claimed(config: DictConfig, key: str, folder: Path, goes_on: bool) -> Claim
     except OSError as error:
         said = f"The output folder cannot be written ({error}). Type {key}=<a folder that can>."
         sys.exit(folded(said, sys.stderr))
+    except Exception as error:  # a multirun.yaml that is no yaml, say: without a claim nothing may start
+        sys.exit(folded(f"{key}={folder}: what is here cannot be read ({error}). Type another folder.", sys.stderr))
 
 
 def _new(folder: Path) -> Claimed:
@@ -116,7 +120,7 @@ def _new(folder: Path) -> Claimed:
                 return claimed
 
 
-def _this(folder: Path, key: str, goes_on: bool) -> Claimed:
+def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
     """Raises:
     Refused: it holds another run, or one that still runs.
     """
@@ -129,7 +133,7 @@ def _this(folder: Path, key: str, goes_on: bool) -> Claimed:
             f"{in_shell('resume', folder)}."
         )
     found = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
-    if found and not goes_on:
+    if found and not goes_on():
         os.close(claimed.lock)
         instead = _instead(folder)
         raise Refused(f"{key}={folder}: another run is here ({found[0]}). Type {instead}another folder.")
@@ -137,8 +141,8 @@ def _this(folder: Path, key: str, goes_on: bool) -> Claimed:
 
 
 def _instead(folder: Path) -> str:
-    """What goes on with what is here; nothing does with a plan."""
-    if (folder / "plan.json").exists():
+    """What goes on with what is here; nothing does with a plan, or with what was made of another run."""
+    if (folder / "plan.json").exists() or _uses_a_run(folder):
         return ""
     line = "resume=auto"
     if any(folder.glob("checkpoints/step-*.ckpt")):
@@ -166,11 +170,18 @@ def _goes_on(config: DictConfig, folder: Path) -> bool:
     """Whether the run that is here is the one that `resume=` names: the folder, or a checkpoint in it."""
     if (folder / "plan.json").exists():  # no run: to make it once more loses nothing
         return config.hydra.job.name == "plan"
+    if _uses_a_run(folder):  # what that says is said again
+        return config.get("evaluate") is not None or config.get("export") is not None
     resume = config.get("resume")
     if resume is None:
         return False
     named = Path(str(resume)).expanduser().resolve()
     return resume == "auto" or folder.resolve() in (named, *named.parents)
+
+
+def _uses_a_run(folder: Path) -> bool:
+    """Whether `evaluate=` or `export=` was typed for what is here."""
+    return not as_mapping(folders.typed_in(folder)).keys().isdisjoint(("evaluate", "export"))
 
 
 def _typed_before(sweep: Path) -> list[str] | None:

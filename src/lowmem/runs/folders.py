@@ -42,7 +42,7 @@ class Run:
 
 def load(folder: Path) -> Run:
     """Whatever state it is in."""
-    overrides, file = _overrides(folder), folder / "summary.json"
+    overrides, file = typed_in(folder), folder / "summary.json"
     if (folder / FAILED).is_file():
         return Run(folder, overrides, None, "failed", (folder / FAILED).read_text(errors="replace").strip())
     if file.is_file():
@@ -126,7 +126,8 @@ def _is_run(folder: Path) -> bool:
     return (folder / "summary.json").is_file()
 
 
-def _overrides(folder: Path) -> list[str]:
+def typed_in(folder: Path) -> list[str]:
+    """The overrides of the command whose folder this is; none where that is not known."""
     try:
         return [unquoted(str(line)) for line in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())]
     except (OSError, yaml.YAMLError, TypeError):

@@ -66,7 +66,7 @@ def test_the_nearest_name_comes_first(word, first):
 def predicted(reserved, beside):
     """What README's recipe for 12 GiB needs: `reserved` of torch's."""
     phases = {name: Need(reserved, GIB) for name in PHASES}
-    return Prediction(phases, {}, {"libraries": 0}, reserved, 1, True, beside=beside)
+    return Prediction(phases, {}, {"libraries": 0}, reserved, reserved, 1, True, beside=beside)
 
 
 RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl gpu=12GiB` makes torch reserve

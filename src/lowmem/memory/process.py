@@ -44,6 +44,14 @@ def reset_peak_rss() -> None:
         return
 
 
+def trim() -> None:
+    """Give what was freed, and is kept at hand, back to the system (glibc; a no-op elsewhere): what is asked for next
+    then shows."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
 _MADV_PAGEOUT = 21  # Linux 5.4; what has been written to is kept, so a wrong address costs time and nothing else
 
 

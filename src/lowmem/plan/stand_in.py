@@ -51,6 +51,7 @@ def unseen(make: MakeOptimizer) -> float:
     optimizer = make(probe)
     probe.weight.grad = torch.full_like(probe.weight, 1e-3)
     optimizer.step()
+    process.trim()
     process.reset_peak_rss()
     before = process.rss_bytes()
     optimizer.step()

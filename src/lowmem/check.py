@@ -69,13 +69,17 @@ def check_places(cfg: DictConfig) -> None:
     """
     for key in ("resume", "evaluate", "export"):
         if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
-            raise Refused(f"{key}={cfg[key]}: there is no such run folder or checkpoint. Runs are under outputs/.")
+            raise no_such_run(key, cfg[key])
     for key in ("path", "val_path"):
         if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
-            raise Refused(f"data.{key}={cfg.data[key]}: there is no such file or folder. Give one that exists.")
+            raise corpus.no_such(f"data.{key}", cfg.data[key])
     if "encoding" in cfg.data:
         corpus.checked_encoding(cfg.data.encoding)
         corpus.checked_on_error(cfg.data.on_error)
+
+
+def no_such_run(key: str, place: str) -> Refused:
+    return Refused(f"{key}={place}: there is no such run folder or checkpoint. Runs are under outputs/.")
 
 
 def _is_there(place: str) -> bool:

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.aside import aside
+from lowmem.check import no_such_run
 from lowmem.data.loader import Position, WindowLoader
 from lowmem.errors import NotFinite, Refused
 from lowmem.gradients import finite
@@ -221,7 +222,7 @@ def find(named: str, key: str = "resume") -> Path:
             raise Refused(f"{asked}: this folder has no complete checkpoint. {_instead(key)}")
         path = whole[-1]
     if not path.exists():
-        raise Refused(f"{asked}: there is no such run folder or checkpoint. Runs are under outputs/.")
+        raise no_such_run(key, named)
     if not _has_its_end(path):
         raise Refused(f"{asked}: this checkpoint is incomplete; its end is missing. {_instead(key, path)}")
     if not intact(path):

@@ -283,12 +283,22 @@ def errors(cfg: DictConfig) -> list[str]:
 @cache
 def arguments(identity: str) -> type[BaseModel]:
     """The schema of a node with this `_target_` or, of an architecture, `model_type`; empty if no yaml names it."""
-    files = [file for file in sorted(CONF.rglob("*.yaml")) if identity in file.read_text()]
-    wholes = (OmegaConf.to_container(OmegaConf.load(file)) for file in files)
+    wholes = (_whole(text) for text in _texts() if identity in text)
     named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
     values = {key: value for node in reversed(named) for key, value in node.items()}
     needed = set.intersection(*map(set, named)) if named else set()
     return _schema({**dict.fromkeys(ARGUMENTS), **values} if named else {}, needed)
+
+
+@cache
+def _texts() -> tuple[str, ...]:
+    """Of every yaml of conf/, read once: each `_target_` is looked up in all of them."""
+    return tuple(file.read_text() for file in sorted(CONF.rglob("*.yaml")))
+
+
+@cache
+def _whole(text: str) -> dict:
+    return OmegaConf.to_container(OmegaConf.create(text))
 
 
 def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[BaseModel]:

@@ -120,7 +120,7 @@ def _text_files(path: str, pattern: str, key: str, on_error: str) -> tuple[Path,
         elif root.is_dir():
             files = _matching(root, f"{key}={given}", pattern)
         else:
-            raise Refused(f"{key}={given}: there is no such file or folder. Give one that exists.")
+            raise no_such(key, path)
         files = [f for f in files if f.is_file() and f.stat().st_size]
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         reason = (getattr(error, "strerror", None) or str(error)).lower()
@@ -131,6 +131,10 @@ def _text_files(path: str, pattern: str, key: str, on_error: str) -> tuple[Path,
     if not files:
         raise Refused(f"{key}={given}: there is no text in it. Give files that hold some.")
     return root, files
+
+
+def no_such(key: str, path: str) -> Refused:
+    return Refused(f"{key}={shown(path)}: there is no such file or folder. Give one that exists.")
 
 
 def _matching(root: Path, given: str, pattern: str) -> list[Path]:

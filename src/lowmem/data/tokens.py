@@ -246,10 +246,12 @@ def _readable(file: Path) -> Iterator[None]:
 def _batches(texts: Iterable[str], size: int = 4 << 20) -> Iterator[list[str]]:
     """Groups of texts of about `size` characters: enough to keep every core busy, little enough to stay in memory."""
     batch: list[str] = []
+    held = 0
     for text in texts:
         batch.append(text)
-        if sum(map(len, batch)) >= size:
+        held += len(text)
+        if held >= size:
             yield batch
-            batch = []
+            batch, held = [], 0
     if batch:
         yield batch

@@ -96,9 +96,9 @@ class Allocator:
     def _give_back(self) -> None:
         """Segments of which every byte is free: a block without neighbours."""
         for small, pool in self._free.items():
-            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
-            self.reserved -= sum(size for size, *_ in whole)
-            self._free[small] = [entry for entry in pool if entry not in whole]
+            kept = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+            self.reserved -= sum(size for size, *_ in pool) - sum(size for size, *_ in kept)
+            self._free[small] = kept
 
     def _insert(self, block: Block) -> None:
         block.free = True

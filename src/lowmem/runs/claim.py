@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from lowmem.errors import Refused
-from lowmem.overrides import as_mapping, in_shell
+from lowmem.overrides import as_mapping, in_shell, quoted
 from lowmem.runs import folders
 from lowmem.runs.folders import FAILED
 from lowmem.terminal import folded
@@ -82,7 +82,8 @@ class Claim(Callback):
         if Claim.now.folder != folder:
             with read_write(config):
                 config.hydra.sweep.dir = str(Claim.now.folder)
-                config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{Claim.now.folder}'")  # jobs are composed anew
+                # jobs are composed anew
+                config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
 
 
 def release() -> None:

@@ -31,13 +31,17 @@ from lowmem.terminal import folded
 
 SWEEP = ("-m", "--multirun")
 
+NOTHING_FITS = 2  # the exit code of a plan that was made, and has nothing to recommend
+
 _failures: list[str] = []  # of this command
+_unfit: list[Path] = []  # folders of its plans in which nothing fits
 
 
 def start(main: Callable[[], None]) -> None:
     """Run a Hydra main function on sys.argv and leave with its exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()
+    _unfit.clear()
     sweep.Report.failed = ()
     OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
     config = Path(sys.argv[0]).stem.replace("train", "config")  # train.py reads config.yaml, plan.py plan.yaml
@@ -63,6 +67,8 @@ def start(main: Callable[[], None]) -> None:
         claim.release()
     if failures := [*_failures, *sweep.Report.failed]:
         _exit("\n".join(failures))
+    if _unfit:
+        sys.exit(NOTHING_FITS)
 
 
 def _exit(message: str) -> NoReturn:
@@ -187,7 +193,8 @@ def plan(cfg: DictConfig) -> None:
         with undisturbed():
             from lowmem.plan.job import plan
 
-        plan(cfg, output_dir, choices, typed)
+        if not any(recipe["fits"] for recipe in plan(cfg, output_dir, choices, typed)["recipes"]):
+            _unfit.append(output_dir)
 
     _guarded(job, cfg)
 

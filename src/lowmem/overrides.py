@@ -18,7 +18,8 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
-TEXTS = (*FOLDERS, *PLACES, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
+WHOLE = (*FOLDERS, "may_change")  # a comma in these separates nothing, in a sweep either
+TEXTS = (*WHOLE, *PLACES, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
 # What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
@@ -72,7 +73,7 @@ def quoted(line: str, sweep: bool = False) -> str:
     if key(line) in FOLDERS + PLACES:
         value = os.path.expanduser(value)
     values = [value]
-    if sweep and key(line) not in FOLDERS and not os.path.exists(value):
+    if sweep and key(line) not in WHOLE and not os.path.exists(value):
         if FUNCTION.fullmatch(value):
             return line
         values = [one.strip() for one in value.split(",")]
@@ -131,3 +132,8 @@ def composed(lines: Iterable[str], name: str = "config", whole: bool = False) ->
         return hydra.compose(name, read, return_hydra_config=whole)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose(name, read, return_hydra_config=whole)
+
+
+def chosen_by(lines: Iterable[str]) -> dict[str, str]:
+    """group -> the yaml that these lines, or the defaults, have chosen of it."""
+    return dict(composed(lines, whole=True).hydra.runtime.choices)

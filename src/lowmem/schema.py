@@ -18,6 +18,7 @@ from lowmem.errors import Refused
 from lowmem.memory import limit
 from lowmem.overrides import CONF
 from lowmem.spelling import keys_of, no_such_key
+from lowmem.techniques import CHANGEABLE
 from lowmem.units import steps_or_seconds
 
 
@@ -51,6 +52,12 @@ def _below(pattern: str) -> str:
     return pattern
 
 
+def _changeable(groups: str) -> str:
+    if not {*groups.split(",")} <= {*CHANGEABLE}:
+        raise ValueError
+    return groups
+
+
 def _never(_: object) -> None:
     raise ValueError
 
@@ -77,6 +84,10 @@ BatchSize = _words("a whole number of at least 1, or auto", Count | Literal["aut
 Limit = _words(f"{SIZE}, or null for no limit", Annotated[int | str, _size(plain=True)] | None)
 Room = _words(f"{SIZE}, or null for what is there", Annotated[str, _size(plain=False)] | None)
 Gpu = _words(f"{SIZE}, null for what is there, or a card: {CARDS}", Annotated[str, AfterValidator(_card)] | None)
+MayChange = _words(
+    f"{', '.join(CHANGEABLE)}, both as in {','.join(CHANGEABLE)}, or null",
+    Annotated[str, AfterValidator(_changeable)] | None,
+)
 Every = _words(
     "a whole number of steps of at least 1, or minutes, as in 30min", Annotated[int | str, _steps_or_minutes]
 )
@@ -201,6 +212,7 @@ class Run(Section):
     device: Device
     memory: Memory
     plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)
+    may_change: MayChange
     val_every: Count
     val_sequences: Count
     save_every: Every

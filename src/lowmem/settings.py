@@ -61,6 +61,11 @@ class Settings:
         return "tensorfloat32" if kind.tf32 else str(kind.dtype).removeprefix("torch.")
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether a step's sum is rounded to 16 bits, and nothing keeps what is lost."""
+        return self.cfg.weights_dtype != "float32"
+
+    @property
     def scales_loss(self) -> bool:
         return getattr(self._precision_class, "scales_loss", False)
 

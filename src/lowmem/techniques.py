@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lowmem.errors import Refused
 from lowmem.overrides import CONF
 
+CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
 GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
 
 
@@ -23,6 +24,8 @@ class Technique:
     tried: the planner may take it where nothing was typed: it needs no other lr and keeps the update's quality.
     tried_without_bf16: of a precision: the planner may take it for a card that has no bf16 products.
     advised: the first of its group to try when memory runs out.
+    update_of: of an optimizer: the one whose update it makes, with other state; empty: its own.
+    state_bits: of an optimizer: of an element of its state.
     on_host: of an optimizer: the one with the same state that is made for masters in host memory.
     pages: of an optimizer: its state moves to host memory by itself.
     steps_on_shapes: of an optimizer: its step is torch operators alone, which know what they do to a shape.
@@ -36,6 +39,8 @@ class Technique:
     tried: bool = False
     tried_without_bf16: bool = False
     advised: bool = False
+    update_of: str | None = None
+    state_bits: int = 32
     on_host: str | None = None
     pages: bool = False
     steps_on_shapes: bool = False

@@ -104,7 +104,20 @@ def test_a_card_by_its_name_is_a_size_too(command):
 def test_nothing_that_fits_is_said(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     code, said = command("plan=1KiB", *typed)
+    assert code == 1 and "plan=1KiB: nothing fits that computes what was typed. The smallest recipe" in said
+    assert "Type may_change=precision,optim, and it may take others" in said
+    code, said = command("plan=1KiB", *typed, "may_change=precision,optim")
     assert code == 1 and "plan=1KiB: nothing fits. The smallest recipe, python train.py" in said
+
+
+def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command, tmp_path):
+    typed = ("gradient_checkpointing=none", "loss=full", "batch_size=4", "device=cpu", "max_steps=1")
+    chosen = {}
+    for name, may_change in (("kept", ()), ("changed", ("may_change=precision,optim",))):
+        code, said = command("plan=1GiB", *typed, *may_change, f"hydra.run.dir={tmp_path}/{name}")
+        assert code == 0, said
+        chosen[name] = said.partition("plan=1GiB: ")[2].partition(", the fastest")[0]
+    assert chosen["kept"] == "nothing to change (as typed)"
 
 
 @pytest.mark.parametrize("value", ["12", "yes", "12GB"])

@@ -27,7 +27,7 @@ def planned(small, tmp_path, monkeypatch, capsys):
         try:
             cli.start(plan.main)
         except SystemExit as stop:
-            code, said = 1, str(stop.code)
+            code, said = (stop.code, "") if isinstance(stop.code, int) else (1, str(stop.code))
         out, file = capsys.readouterr(), tmp_path / "plan" / "plan.json"
         return code, out.out + out.err + said, json.loads(file.read_text()) if file.exists() else None
 
@@ -49,12 +49,38 @@ def test_the_first_line_is_the_command_to_copy(planned):
         assert tuple(recipe["phases"]) == PHASES and recipe["fits"] and recipe["relative_step_time"] >= 1
         assert recipe["device_peak_bytes"] == max(need["device"] for need in recipe["phases"].values())
     assert min(recipe["relative_step_time"] for recipe in written["recipes"]) == 1
-    assert "recipes fit" in said and "headroom" in said
+    assert "recipes fit" in said and "as typed" in said
+
+
+def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, said, written = planned("gpu=2GiB", "ram=64GiB", "precision=bf16-sr", "gradient_checkpointing=none")
+    command, *table = said.split("planned in")[0].splitlines()
+    assert command == " ".join(["python train.py", *written["chosen"]])  # in one line: it is there to be copied
+    assert max(map(len, table)) <= 80
+    (head,) = [line for line in table if line.startswith("time  ")]
+    assert head.split() == ["time", "device", "room", "reserves", "host", "peak", "in", "changes"]
+    first = table[table.index(head) + 1].split()
+    need, reserves = (written["recipes"][0][key] / 2**30 for key in ("device_need_bytes", "reserved_peak_bytes"))
+    assert first[:4] == ["1.00", f"{need:.2f}", f"{0.98 * 2 - need:+.2f}", f"{reserves + 0.5:.2f}"]
+
+
+def test_what_changes_is_said(planned):
+    """Nothing at all where the run fits as it is; and as little as it takes where it does not."""
+    fixed = ("ram=64GiB", "gradient_checkpointing=none", "loss=full", "batch_size=1")
+    code, said, written = planned("gpu=2GiB", *fixed)
+    assert code == 0 and {tuple(recipe["changes"]) for recipe in written["recipes"]} == {()}
+    assert "None changes what is computed. may_change=precision,optim" in said
+    _, said, written = planned("gpu=2GiB", *fixed, "may_change=precision,optim")
+    changed = {tuple(recipe["changes"]) for recipe in written["recipes"]}
+    assert {(), ("bf16",), ("bf16", "8-bit state")} <= changed and "None changes" not in said
+    assert not any("may_change" in line for line in written["chosen"])
+    assert ("bf16-sr",) not in changed  # another training: for where nothing else fits
 
 
 def test_if_nothing_fits_it_says_what_is_missing(planned):
     code, said, written = planned("gpu=1MiB", "ram=64GiB", *FOUR)
-    assert code == 0 and written["chosen"] is None
+    assert code == 2 and written["chosen"] is None
     assert "Nothing fits. The smallest recipe lacks 0.5 GiB of the card" in said and "does not fit" in said
 
 
@@ -70,6 +96,11 @@ def test_one_run_by_phase(planned):
     assert code == 0 and "<- the device's peak" in said and "It fits a card of 2.0 GiB and a host of 64.0 GiB." in said
     assert recipe["peak_phase"] == "backward" and recipe["fits"] and recipe["reserved_peak_bytes"] >= 2**21
     assert all(f"\n{phase} " in f"\n{said}" for phase in PHASES)
+
+
+def test_one_run_that_does_not_fit_is_told_by_the_exit_code(planned):
+    code, said, _ = planned("gpu=1MiB", "ram=64GiB", "search=false")
+    assert code == 2 and "It does not fit a card" in said
 
 
 def test_a_card_by_its_name(planned):
@@ -98,6 +129,8 @@ def test_a_card_by_its_name(planned):
         (["devices=0"], "devices=0: give a whole number of at least 1"),
         (["devices=2", "strategy=ddp"], "strategy=ddp: give single, or fsdp and a number of devices"),
         (["devices=2", "strategy=fsdp", "precision=bf16-master"], "Type precision=bf16 for several"),
+        (["may_change=model"], "may_change=model: give precision, optim, both as in precision,optim, or null"),
+        (["rows=-1"], "rows=-1: give a whole number of at least 1"),
         (["batch_size=auto", "search=false"], "batch_size=auto: one run has one size"),
     ],
 )

@@ -1,6 +1,8 @@
 """Recipes: derived from small traces as exactly as if each were traced, ranked, and only what may be changed is."""
 
 import time
+from dataclasses import replace
+from functools import cache
 
 import pytest
 from omegaconf import OmegaConf
@@ -8,11 +10,15 @@ from omegaconf import OmegaConf
 from lowmem import gpus
 from lowmem.errors import Refused
 from lowmem.gpus import Card
+from lowmem.memory.tracker import Point
+from lowmem.overrides import as_lines, without
+from lowmem.overrides import composed as compose_lines
 from lowmem.plan import recipes
+from lowmem.plan.candidates import Typed, candidates, options
 from lowmem.plan.derive import Derivation, bilinear
 from lowmem.plan.machine import Machine
-from lowmem.plan.prediction import needs
-from lowmem.plan.trace import trace
+from lowmem.plan.prediction import Need, Prediction, needs
+from lowmem.plan.trace import Trace, trace
 from lowmem.plan.work import Work
 from lowmem.techniques import techniques
 
@@ -116,71 +122,232 @@ def test_two_lines_make_a_plane():
     assert [bilinear(knee, 10, b) for b in (1, 2, 4, 8)] == [10, 20, 20, 20]
 
 
-def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size(config):
-    cfg = config("batch_size=12", "precision=bf16", "optim=sgd")
-    found = list(recipes.candidates(cfg, ["precision=bf16", "optim=sgd"]))
+@cache
+def plain(lines):
+    return OmegaConf.create(OmegaConf.to_container(compose_lines(lines), resolve=True))
+
+
+def typed(*lines, may_change=None):
+    def compose(recipe):
+        return plain((*without(recipe, lines), *as_lines(recipe)))
+
+    return Typed(compose({}), lines, compose, may_change)
+
+
+@cache
+def found_for(*lines, may_change=None):
+    """Candidates of one micro-batch and one way to compute."""
+    fixed = ("batch_size=1", "gradient_checkpointing=none", "loss=full")
+    return list(candidates(typed(*lines, *fixed, may_change=may_change)))
+
+
+def of(found, *groups):
+    return {tuple(one.option[group] for group in groups) for one in found}
+
+
+def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
+    found = list(options(typed("batch_size=12", "precision=bf16", "optim=sgd")))
     assert {(r["precision"], r["optim"]) for r in found} == {("bf16", "sgd")}
     assert {int(r["batch_size"]) * int(r.get("accumulation.batches", 1)) for r in found} == {12}
-    typed = ["batch_size=12", "accumulation=by_step"]
-    cfg = config(*typed, "accumulation.sizes={0: 3}")
-    assert {r["batch_size"] for r in recipes.candidates(cfg, typed)} == {"12"}
-    assert not any("accumulation" in r for r in recipes.candidates(cfg, typed))
-    cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=6", "memory.limit=1GiB")
-    assert {r["batch_size"] for r in recipes.candidates(cfg, ["batch_size=auto"])} == {"1", "2", "3", "6"}
+    found = list(options(typed("batch_size=12", "accumulation=by_step", "accumulation.sizes={0: 3}")))
+    assert {r["batch_size"] for r in found} == {"12"} and not any("accumulation" in r for r in found)
+    auto = typed("batch_size=auto", "accumulation=effective_batch", "accumulation.size=6", "memory.limit=1GiB")
+    assert {r["batch_size"] for r in options(auto)} == {"1", "2", "3", "6"}
 
 
-def test_masters_step_with_the_optimizer_that_is_made_for_the_host(config):
-    def config_of(recipe):
-        return config(*(f"{key}={value}" for key, value in recipe.items()))
-
-    for typed, optimizers in (([], {"adamw", "adamw8bit", "adafactor"}), (["optim=adam8bit"], {"adam8bit"})):
-        options = recipes.candidates(config(), [*typed, "batch_size=8", "gradient_checkpointing=none", "loss=full"])
-        found = [option for option, _ in recipes.workable(options, typed, config_of, devices=1)]
-        assert {r["optim"] for r in found if r["precision"] == "bf16-master"} == optimizers
-        assert "adam8bit" in {r["optim"] for r in found if r["precision"] == "bf16"}
+def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
+    for lines, optimizers in (([], {"adamw", "adamw8bit", "adafactor"}), (["optim=adam8bit"], {"adam8bit"})):
+        found = found_for(*lines)
+        assert {r.option["optim"] for r in found if r.option["precision"] == "bf16-master"} == optimizers
+        assert "adam8bit" in {r.option["optim"] for r in found if r.option["precision"] == "bf16"}
 
 
-def test_a_card_without_bf16_products_is_given_fp16(config):
-    def config_of(recipe):
-        return config(*(f"{key}={value}" for key, value in recipe.items()))
-
-    def precisions(typed, has):
-        typed = [*typed, "batch_size=8", "gradient_checkpointing=none", "loss=full"]
-        options = recipes.candidates(config(*typed), typed, has)
-        return {option["precision"] for option, _ in recipes.workable(options, typed, config_of, 1, has)}
+def test_a_card_without_bf16_products_is_given_fp16():
+    def precisions(lines, card):
+        asked = typed(*lines, "optim=adamw", "batch_size=8", "gradient_checkpointing=none", "loss=full")
+        return {precision for (precision,) in of(candidates(asked, card), "precision")}
 
     t4, other = gpus.named("t4"), gpus.named("rtx3060")
     assert not t4.has_bf16 and other.has_bf16 and card(1).has_bf16
-    assert precisions([], t4) == {"16", "16-master"}
-    assert precisions([], other) == precisions([], None) == {"bf16", "bf16-sr", "bf16-master"}
+    assert precisions([], t4) == {"32", "16", "16-master"}
+    assert precisions([], other) == precisions([], None) == {"32", "bf16", "bf16-sr", "bf16-master"}
     assert precisions(["precision=32"], t4) == {"32"} and not precisions(["precision=bf16"], t4)
 
 
-def test_and_what_was_typed_for_it_is_refused(composed):
-    typed = ["precision=bf16", "batch_size=8"]
-    cfg = composed({"precision": "bf16"})
+def test_and_what_was_typed_for_it_is_refused():
     with pytest.raises(Refused, match=r"no units for it.*Type precision=16, 16-master or 32"):
-        recipes.search(cfg, typed, composed, gpus.named("t4"), None, True)
+        recipes.search(typed("precision=bf16", "batch_size=8"), gpus.named("t4"), None, True)
+
+
+# --- what a recipe changes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "precision", "optim", "tier", "says"),
+    [
+        ([], "32", "adamw", 1, []),
+        ([], "bf16", "adamw", 2, ["bf16"]),
+        ([], "bf16-master", "adamw", 2, ["bf16-master"]),
+        ([], "32", "adam8bit", 2, ["8-bit state"]),
+        ([], "bf16-master", "adamw8bit", 2, ["bf16-master", "8-bit state"]),
+        ([], "bf16-sr", "adamw", 3, ["bf16-sr"]),
+        ([], "32", "adafactor", 3, ["adafactor for adamw"]),
+        ([], "bf16-sr", "adafactor", 3, ["bf16-sr", "adafactor for adamw"]),
+        (["precision=bf16"], "bf16", "adam8bit", 2, ["8-bit state"]),
+        (["precision=bf16-true"], "bf16-true", "adamw", 1, []),
+        (["optim=adafactor"], "bf16", "adafactor", 2, ["bf16"]),
+        (["optim=adam8bit"], "bf16-master", "adam8bit", 2, ["bf16-master"]),
+        (["optim=lion8bit"], "32", "lion8bit", 1, []),
+    ],
+)
+def test_a_recipe_says_what_it_changes_and_how_far_that_is(lines, precision, optim, tier, says):
+    (one,) = [one for one in found_for(*lines) if (one.option["precision"], one.option["optim"]) == (precision, optim)]
+    assert (one.tier, [change.says for change in one.changes]) == (tier, says)
+
+
+def test_masters_of_the_precision_that_was_typed_are_no_change():
+    found = [
+        one
+        for one in found_for("precision=bf16", may_change=("precision",))
+        if one.option["precision"] == "bf16-master"
+    ]
+    assert found and all(one.tier == 1 for one in found)
+
+
+def test_may_change_names_the_groups_that_do_typed_or_not():
+    for said, may_change, precisions, optimizers in (
+        ([], (), {"32"}, {"adamw"}),
+        (["precision=bf16"], ("precision",), {"bf16", "bf16-sr", "bf16-master"}, {"adamw"}),
+        (["precision=bf16"], ("optim",), {"bf16"}, {"adamw", "adam8bit", "adafactor"}),
+        (["precision=bf16"], None, {"bf16"}, {"adamw", "adam8bit", "adafactor"}),
+    ):
+        found = of(found_for(*said, may_change=may_change), "precision", "optim")
+        assert ({p for p, _ in found}, {o for _, o in found}) == (precisions, optimizers), (said, may_change)
+
+
+def test_state_in_fewer_bits_keeps_the_other_arguments_of_the_optimizer():
+    """Shipped, adam8bit has no weight decay, and adamw has."""
+    (eight,) = [one.option for one in found_for("precision=32") if one.option["optim"] == "adam8bit"]
+    assert {key: value for key, value in eight.items() if key.startswith("optim.")} == {"optim.weight_decay": "0.1"}
+    own = ("optim.weight_decay=0.3", "optim.betas=[0.8,0.9]")  # what was typed reaches every optimizer that takes it
+    assert {one.option["optim"] for one in found_for(*own, "precision=32")} == {"adamw", "adam8bit"}
+    for one in found_for(*own, "precision=32"):
+        if one.option["optim"] == "adam8bit":
+            assert one.cfg.optim.weight_decay == 0.3 and list(one.cfg.optim.betas) == [0.8, 0.9]
+        assert not any(key.startswith("optim.") for key in one.option)
+
+
+def test_gradients_step_in_backward_where_nothing_forbids_it():
+    lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
+    assert not any("optim.in_backward" in one.option for one in candidates(typed(*lines)))  # clip=1.0
+    found = [one.option for one in candidates(typed(*lines, "clip=null"))]
+    in_backward = [option for option in found if "optim.in_backward" in option]
+    assert [option["batch_size"] for option in in_backward] == ["8"]  # not in several micro-batches
+    assert len(found) == 5
+    masters = candidates(typed("precision=bf16-master", *lines[1:], "clip=null"))
+    assert not any("optim.in_backward" in one.option for one in masters)
+    said = candidates(typed(*lines, "clip=null", "optim.in_backward=false"))
+    assert not any("optim.in_backward" in one.option for one in said)
+
+
+@pytest.fixture
+def ranked(monkeypatch):
+    """(may_change, room) -> the plan of made-up recipes: tier by their changes, bytes and seconds as given."""
+
+    def make(recipes_, room, may_change=None):
+        asked = typed("batch_size=1", "gradient_checkpointing=none", "loss=full", may_change=may_change)
+
+        class Made:
+            traces = 0
+
+            def __init__(self, *_):
+                pass
+
+            def needed(self, *_):
+                return ({}, (1, 1)), ({}, (1, 1))
+
+            def has(self, *_):
+                return True
+
+            def of_parameters(self, option, cfg):
+                return Trace(0, 0, 0, 0, False, phases={"step": Point("step", {"weights": self.bytes(option)}, 0)})
+
+            def bytes(self, option):
+                return recipes_[option["precision"], option["optim"]][0]
+
+            def trace(self, option, cfg):
+                size, seconds = recipes_[option["precision"], option["optim"]]
+                return size, seconds
+
+            def estimate(self, *_):
+                return None
+
+        def prediction(size):
+            return Prediction({"step": Need(size, 0)}, {}, {}, size, size, 0, True)
+
+        monkeypatch.setattr(recipes, "Derivation", Made)
+        monkeypatch.setattr(recipes, "machine", lambda *_: None)
+        monkeypatch.setattr(recipes, "needs", lambda size, *_: prediction(size))
+        monkeypatch.setattr(recipes, "predict", lambda cfg, *_: prediction(recipes_[cfg.made]))
+        found = [one for one in found_for() if (one.option["precision"], one.option["optim"]) in recipes_]
+        monkeypatch.setattr(recipes, "candidates", lambda *_: found)
+        monkeypatch.setattr(recipes, "CONFIRMED", 0)
+        return recipes.search(asked, card(room), None, True)
+
+    return make
+
+
+MADE = {  # (precision, optimizer) -> (bytes, seconds)
+    ("32", "adamw"): (100, 9.0),
+    ("bf16", "adamw"): (80, 3.0),
+    ("bf16-master", "adamw8bit"): (40, 4.0),
+    ("bf16-sr", "adafactor"): (20, 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("room", "may_change", "chosen"),
+    [
+        (100, None, "as typed"),  # though others are faster
+        (99, None, "bf16"),
+        (79, None, "bf16-master, 8-bit state"),
+        (39, None, "bf16-sr, adafactor for adamw"),
+        (19, None, None),
+        (100, ["precision", "optim"], "bf16"),  # asked for: what is close is taken where it is faster
+        (39, ["precision", "optim"], "bf16-sr, adafactor for adamw"),  # and what is not, where nothing else fits
+    ],
+)
+def test_what_is_closest_to_the_typed_training_comes_first(ranked, room, may_change, chosen):
+    plan = ranked(MADE, room, may_change)
+    assert (plan.chosen and plan.chosen.says) == chosen
+    if chosen == "as typed":
+        assert len(plan.recipes) == 1 and plan.hopeless == 0  # nothing else was looked at
+    if chosen is None:
+        assert plan.hopeless == 3 and [r.says for r in plan.recipes] == ["bf16-sr, adafactor for adamw"]
+
+
+def test_equally_fast_is_what_changes_least(ranked):
+    near = {("bf16", "adamw"): (80, 3.0), ("bf16", "adam8bit"): (40, 3.0)}
+    assert ranked(near, 80).chosen.says == "bf16"
+    near["bf16", "adam8bit"] = (40, 2.5)
+    assert ranked(near, 80).chosen.says == "bf16, 8-bit state"
 
 
 def test_sqrt_is_never_preferred():
     assert not techniques("gradient_checkpointing")["sqrt"].tried
 
 
-def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit(config):
-    typed = ["precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full"]
-
-    def compose(recipe):
-        lines = {**dict(line.split("=", 1) for line in [*SHAPE, *typed]), **recipe}
-        return OmegaConf.create(OmegaConf.to_container(config(*(f"{k}={v}" for k, v in lines.items())), resolve=True))
-
-    everything = recipes.search(compose({}), typed, compose, card(2**40), 2**40, True)
+def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
+    lines = ("device=cpu", "precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
+    asked = typed(*SHAPE, *lines, may_change=[])
+    asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
+    everything = recipes.search(asked, card(2**40), 2**40, True)
     assert everything.chosen.traced and len(everything.recipes) == 4
     needed = sorted(r.prediction.device_need for r in everything.recipes)
-    some = recipes.search(compose({}), typed, compose, card(needed[1]), 2**40, True)
+    some = recipes.search(asked, card(needed[1]), 2**40, True)
     fits = [r.fits(some.gpu, some.ram) for r in some.recipes]
     assert fits == sorted(fits, reverse=True) and 1 <= sum(fits) <= 3
-    assert recipes.search(compose({}), typed, compose, card(1000), 2**40, True).chosen is None
+    assert recipes.search(asked, card(1000), 2**40, True).chosen is None
 
 
 def test_the_depth_is_that_of_the_architecture(config):
@@ -202,6 +369,9 @@ def test_a_search_says_that_it_takes_long_before_it_does(config, composed, capsy
     said = []
 
     class Slow:
+        def has(self, *_):
+            return False
+
         def traced(self, recipe, batches):
             said.append(capsys.readouterr().err)
             time.sleep(0.01)
@@ -213,6 +383,9 @@ def test_a_search_says_that_it_takes_long_before_it_does(config, composed, capsy
 
 def test_a_model_that_cannot_be_traced_is_refused_a_search(composed):
     class Untraceable:
+        def has(self, *_):
+            return False
+
         def traced(self, recipe, batches):
             raise RuntimeError("numbers are asked for")
 

@@ -1,7 +1,7 @@
 """The plan of a run that is about to start: choose its recipe, refuse it, or let it go with its prediction."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hydra.core.global_hydra import GlobalHydra
@@ -13,10 +13,12 @@ from lowmem.gpus import Card
 from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.overrides import as_lines, as_mapping, composed, without
+from lowmem.plan.candidates import Typed
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, search
 from lowmem.plan.table import command
 from lowmem.settings import Settings
+from lowmem.techniques import CHANGEABLE
 from lowmem.units import GIB
 
 log = logging.getLogger(__name__)
@@ -33,18 +35,21 @@ def with_recipe(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
     if cfg.plan in ("check", "off"):
         return cfg
     card = _free(cfg) if cfg.plan == "auto" else gpus.card(cfg.plan, "plan")
-    typed = without({"plan"}, typed)
-    plan = _searched(plain(cfg), typed, card)
+    may_change = cfg.may_change.split(",") if cfg.may_change else []
+    typed = without(("plan", "may_change"), typed)
+    plan = _searched(plain(cfg), typed, card, may_change)
     if plan.chosen is None:
         least = plan.recipes[0]
+        others = [group for group in CHANGEABLE if group not in may_change]
+        instead = f"may_change={','.join(CHANGEABLE)}, and it may take others, or " if others else ""
         raise Refused(
-            f"plan={cfg.plan}: nothing fits. The smallest recipe, {command(typed, least)}, needs "
-            f"{least.prediction.device_need / GIB:.2f} GiB of the device and "
-            f"{least.prediction.host_peak / GIB:.1f} of the host. Type a smaller seq_len or model."
+            f"plan={cfg.plan}: nothing fits{' that computes what was typed' if others else ''}. The smallest recipe, "
+            f"{command(typed, least)}, needs {least.prediction.device_need / GIB:.2f} GiB of the device and "
+            f"{least.prediction.host_peak / GIB:.1f} of the host. Type {instead}a smaller seq_len or model."
         )
     log.info(
-        f"plan={cfg.plan}: {' '.join(plan.chosen.overrides) or 'as typed'}, the fastest of "
-        f"{sum(r.fits(plan.gpu, plan.ram) for r in plan.recipes)} recipes that fit (of {len(plan.recipes)}). It needs "
+        f"plan={cfg.plan}: {' '.join(plan.chosen.overrides) or 'nothing to change'} ({plan.chosen.says}), the fastest "
+        f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes) + plan.hopeless}). It needs "
         f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of the device."
     )
     return _composed(cfg, typed, as_mapping(plan.chosen.overrides))
@@ -83,8 +88,9 @@ def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction
     if plan.chosen is None:
         return f"{said} No recipe is predicted to need a tenth less: type a smaller seq_len or model."
     need = plan.chosen.prediction.device_need / GIB
-    return f"{said} The fastest recipe that is predicted to need a tenth less, {need:.2f} GiB:\n  " + command(
-        typed, plan.chosen
+    return (
+        f"{said} The fastest recipe that is predicted to need a tenth less, {need:.2f} GiB ({plan.chosen.says}):\n  "
+        + command(typed, plan.chosen)
     )
 
 
@@ -128,18 +134,22 @@ def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction,
     try:
         plan = _searched(cfg, typed, card)
         lines.append(
-            f"The fastest recipe that fits: {command(typed, plan.chosen)}." if plan.chosen else "No recipe fits."
+            f"The fastest recipe that fits ({plan.chosen.says}): {command(typed, plan.chosen)}."
+            if plan.chosen
+            else "No recipe fits."
         )
     except Refused as error:
         lines.append(str(error))
     return " ".join([*lines, "Type plan=off to start it all the same."])
 
 
-def _searched(cfg: DictConfig, typed: Sequence[str], card: Card | None) -> Plan:
+def _searched(
+    cfg: DictConfig, typed: Sequence[str], card: Card | None, may_change: Collection[str] | None = None
+) -> Plan:
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
-    ram = _host()
-    return search(cfg, typed, lambda recipe: _composed(cfg, typed, recipe), card, ram, cfg.device == "cuda")
+    asked = Typed(cfg, typed, lambda recipe: _composed(cfg, typed, recipe), may_change)
+    return search(asked, card, _host(), cfg.device == "cuda")
 
 
 def _composed(cfg: DictConfig, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:

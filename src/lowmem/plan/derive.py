@@ -9,7 +9,7 @@ for each checkpointing; where it does not, the derivation is called an estimate.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,6 +23,7 @@ from lowmem.units import CATEGORIES
 DEPTHS = (3, 4)  # the fewest with a first, a last and something between
 THIRD = 7  # a number of blocks that is neither a square nor even: segments of several blocks do not divide it
 BENT = 0.01  # error at THIRD of a line through DEPTHS, of the highest place: beyond that it is no line
+OF_THE_STEP = ("precision", "optim", "optim.in_backward")  # overrides that parameters alone are traced with
 SHORT = 8  # tokens of a trace for what the parameters alone need
 
 Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
@@ -54,7 +55,22 @@ class Derivation:
         of_passes, of_parameters = self.needed(recipe, cfg)
         passes = Corners(self.traced(*of_passes), self.depth, int(recipe["batch_size"]))
         parameters = Corners(self.traced(*of_parameters), self.depth, 1)
-        derived = Trace(
+        derived = replace(self.of_parameters(recipe, cfg), pinned=_pinned(passes))
+        leave = Settings(cfg).masters or Settings(cfg).in_backward
+        derived.phases |= {
+            "forward": _pass("forward", passes, parameters, derived, leave, batches),
+            "backward": _pass("backward", passes, parameters, derived, leave, batches),
+            "step": _step(passes, derived),
+            "evaluation": _evaluation(passes, parameters, derived),
+        }
+        pass_seconds = passes.at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
+        return derived, self.machine.window(cfg, derived, pass_seconds, batches)
+
+    def of_parameters(self, recipe: Mapping[str, str], cfg: DictConfig) -> Trace:
+        """What the weights, gradients and state of a recipe need whatever it computes; its step has no activations."""
+        parameters = Corners(self.traced(*self.needed(recipe, cfg)[1]), self.depth, 1)
+        held = {category: parameters.bytes(_held("step", category)) for category in CATEGORIES}
+        return Trace(
             parameters=parameters.bytes(lambda t: t.parameters),
             largest=parameters.any.largest,
             weights=parameters.bytes(_held("evaluation", "weights")),
@@ -63,24 +79,16 @@ class Derivation:
             unseen=parameters.any.unseen,
             generated=parameters.any.generated,
             blocks=(self.depth, parameters.any.blocks[1]),
-            pinned=_pinned(passes),
+            phases={"step": Point("step", held | {"activations": 0}, parameters.bytes(_host("step")))},
         )
-        leave = Settings(cfg).masters or Settings(cfg).in_backward
-        derived.phases |= {
-            "forward": _pass("forward", passes, parameters, derived, leave, batches),
-            "backward": _pass("backward", passes, parameters, derived, leave, batches),
-            "step": _step(passes, parameters),
-            "evaluation": _evaluation(passes, parameters, derived),
-        }
-        pass_seconds = passes.at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
-        return derived, self.machine.window(cfg, derived, pass_seconds, batches)
 
     def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
         parameters, with hardly an activation."""
         passes = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
         passes["precision"] = Settings(cfg).precision.computes_as or recipe["precision"]
-        parameters = {key: recipe[key] for key in ("precision", "optim")} | {"loss": "full", "seq_len": str(SHORT)}
+        parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
+        parameters |= {"loss": "full", "seq_len": str(SHORT)}
         if Settings(cfg).masters and micro_batches(cfg, recipe) > 1:  # then the host sums gradients in fp32
             parameters["accumulation"] = "fixed"
         return (passes, self.batches), (parameters, (1, 1))
@@ -113,6 +121,10 @@ class Derivation:
             return _line({depth: bytes_at(t) for depth, t in by_depth.items()}, THIRD)
 
         return max(abs(derived(place) - size) for place, size in exact.items()) / max(exact.values())
+
+    def has(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> bool:
+        """Whether these were traced."""
+        return (*sorted(recipe.items()), *batches) in self._corners
 
     def traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
         """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""
@@ -185,11 +197,11 @@ def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leav
     return _point(phase, derived.weights, gradients, state, top.with_newest_gradient, host)
 
 
-def _step(passes: Corners, parameters: Corners) -> Point:
+def _step(passes: Corners, derived: Trace) -> Point:
     """From traces of the step itself, not a sum: where each gradient is freed once used, its peak has only some."""
-    held = {category: parameters.bytes(_held("step", category)) for category in CATEGORIES}
-    held["activations"] = passes.bytes(_held("step", "activations"))  # the micro-batch itself
-    return Point("step", held, parameters.bytes(_host("step")))
+    alone = derived.phases["step"]
+    batch = passes.bytes(_held("step", "activations"))  # the micro-batch itself
+    return alone._replace(bytes=alone.bytes | {"activations": batch})
 
 
 def _evaluation(passes: Corners, parameters: Corners, derived: Trace) -> Point:

@@ -14,14 +14,16 @@ from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.memory.limit import parse
-from lowmem.overrides import as_lines, composed, without
+from lowmem.overrides import as_lines, as_mapping, composed, without
 from lowmem.plan import table
+from lowmem.plan.candidates import Typed, emulates
 from lowmem.plan.prediction import predict
-from lowmem.plan.recipes import NO_BF16, Plan, emulates, largest_model, search
+from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.quiet import quiet
 from lowmem.settings import Settings
+from lowmem.terminal import folded
 
-OURS = ("gpu", "ram", "search", "rows", "devices", "strategy")  # keys of conf/plan.yaml
+OURS = ("gpu", "ram", "search", "rows", "devices", "strategy", "may_change")  # that no command of train.py needs
 
 
 def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: Sequence[str]) -> dict:
@@ -45,11 +47,13 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     ram = ram if ram is not None else process.available_bytes()
     typed = without(OURS, typed)
     if cfg.search:
-        searched = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), card, ram, on_card, devices)
-        said, written = table.of_plan(searched, typed, cfg.rows), _as_dict(searched, typed)
+        changeable = cfg.may_change and cfg.may_change.split(",")
+        asked = Typed(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), changeable)
+        searched = search(asked, card, ram, on_card, devices)
+        print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
+        said, written = f"\n{table.of_plan(searched, cfg.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
-            parameters = searched.recipes[0].prediction.parameters
-            smaller = largest_model(searched, parameters, lambda recipe: _composed(typed, recipe, on_card), on_card)
+            smaller = largest_model(searched, on_card)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
         if emulates(card, cfg):
@@ -62,7 +66,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     written |= {"seconds": time.perf_counter() - start}
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "plan.json").write_text(json.dumps(written, indent=2) + "\n")
-    print(said)
+    print(folded(said))
     print(f"\nplanned in {written['seconds']:.1f} s; {output_dir / 'plan.json'} has all of it")
     return written
 
@@ -93,12 +97,12 @@ def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) ->
 
 
 def _as_dict(searched: Plan, typed: Sequence[str]) -> dict:
-    fastest = min(recipe.seconds for recipe in searched.recipes)
     recipes = [
         recipe.prediction.as_dict()
         | {
-            "overrides": [*typed, *recipe.overrides],
-            "relative_step_time": recipe.seconds / fastest,
+            "overrides": [*without(as_mapping(recipe.overrides), typed), *recipe.overrides],
+            "relative_step_time": recipe.seconds / searched.seconds,
+            "changes": [change.says for change in recipe.changes],
             "traced": recipe.traced,
             "fits": recipe.fits(searched.gpu, searched.ram),
         }

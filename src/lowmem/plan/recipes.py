@@ -3,28 +3,25 @@
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from lowmem.accumulation import divisors
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory import process
 from lowmem.model import architecture_of
-from lowmem.overrides import CONF, as_mapping
-from lowmem.plan.derive import Compose, Derivation, Needed
+from lowmem.overrides import CONF, as_lines, as_mapping
+from lowmem.plan.candidates import Candidate, Typed, candidates
+from lowmem.plan.changes import Change, Tier
+from lowmem.plan.derive import Derivation, Needed
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
 from lowmem.plan.trace import untraceable
-from lowmem.refusals import refused
 from lowmem.settings import Settings
-from lowmem.techniques import techniques
 
-TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of which the planner chooses
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 WAIT = 2  # seconds; who waits longer is told
 NO_BF16 = (
@@ -36,109 +33,145 @@ CONFIRMED = 2  # of the fastest derived recipes are traced themselves, until one
 
 @dataclass(frozen=True)
 class Recipe:
-    """overrides: beside what was typed; seconds: of an optimizer step, estimated."""
+    """overrides: beside what was typed; seconds: of an optimizer step, estimated; changes: of the training."""
 
     overrides: tuple[str, ...]
     prediction: Prediction
     seconds: float
+    changes: tuple[Change, ...] = ()
+    rank: int = 1  # those of a higher one are taken only where none of a lower one fits
     traced: bool = False  # itself, not derived
 
     def fits(self, gpu: int | None, ram: int | None) -> bool:
         return self.prediction.fits(gpu, ram)
 
+    @property
+    def says(self) -> str:
+        return ", ".join(change.says for change in self.changes) or "as typed"
+
 
 @dataclass(frozen=True)
 class Plan:
-    """recipes: that fit, fastest first; then the others, smallest first."""
+    """recipes: that fit, best first; then the others, smallest first; hopeless: how many more need too much for their
+    weights, gradients and state alone."""
 
+    typed: Typed
     recipes: list[Recipe]
     card: Card | None
     ram: int | None
     traces: int
+    hopeless: int = 0
 
     @property
     def gpu(self) -> int | None:
         return self.card and self.card.size
 
     @property
+    def fitting(self) -> list[Recipe]:
+        return [recipe for recipe in self.recipes if recipe.fits(self.gpu, self.ram)]
+
+    @property
+    def seconds(self) -> float:
+        """Of the fastest that fits: what times are relative to."""
+        return min(recipe.seconds for recipe in self.fitting or self.recipes)
+
+    @property
     def chosen(self) -> Recipe | None:
         return self.recipes[0] if self.recipes[0].fits(self.gpu, self.ram) else None
 
 
-def search(
-    cfg: DictConfig,
-    typed: Sequence[str],
-    compose: Compose,
-    card: Card | None,
-    ram: int | None,
-    on_card: bool,
-    devices: int = 1,
-) -> Plan:
-    """Args: cfg: as typed, resolved; typed: the overrides, which no recipe touches; compose: overrides -> config; card:
-    None: of a CPU only the host limits.
+def search(typed: Typed, card: Card | None, ram: int | None, on_card: bool, devices: int = 1) -> Plan:
+    """Recipes of the first rank of which one fits: the training that was typed, then what is close to it, then another.
+
+    Args: card: None: of a CPU only the host limits; devices: that share one model.
 
     Raises:
         Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
     """
-    libraries = process.rss_bytes()
-    gpu, beside = (card.size, card.beside) if card else (None, 0)
-    configs: dict[tuple, DictConfig] = {}
-
-    def config_of(recipe: Mapping[str, str]) -> DictConfig:  # composed once: it takes a tenth of a second
-        key = tuple(sorted(recipe.items()))
-        configs[key] = configs.get(key) or compose(recipe)
-        return configs[key]
-
-    options = list(candidates(cfg, typed, card))
-    depth = model_depth(cfg)
-    sizes = [int(option["batch_size"]) for option in options]
-    rates = machine(on_card, card, Settings(cfg).multiplies_in)
-    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, rates)
-    options = list(workable(options, typed, config_of, devices, card))
-    if not options and card is not None and not card.has_bf16:
-        raise Refused(NO_BF16)
-    _trace_all(cfg, derivation, [need for option in options for need in derivation.needed(*option)])
-    derived = []
-    for option, recipe_cfg in options:
-        shapes, seconds = derivation.trace(option, recipe_cfg)
-        overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
-        need = needs(shapes, recipe_cfg, on_card, libraries, devices, beside)
-        derived.append(Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg)), seconds))
-    ranked = sorted((r for r in derived if r.fits(gpu, ram)), key=_cost)
-    for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
-        exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices, beside)
-        ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
-        if exact.fits(gpu, ram):
+    search = _Search(typed, card, ram, on_card, devices)
+    tried: list[Recipe] = []
+    for rank in sorted(search.by_rank):
+        tried += search.recipes(rank)
+        if any(recipe.fits(search.gpu, ram) for recipe in tried):
             break
-    fitting = [r for r in ranked if r.fits(gpu, ram)]
-    others = [r for r in (*derived, *ranked) if not r.fits(gpu, ram)]
-    others.sort(key=lambda r: r.prediction.device_need)
-    return Plan(fitting + others, card, ram, derivation.traces)
+    else:
+        tried += search.smallest_of_the_hopeless()
+    fitting = [r for r in tried if r.fits(search.gpu, ram)]
+    others = sorted((r for r in tried if not r.fits(search.gpu, ram)), key=lambda r: r.prediction.device_need)
+    return Plan(typed, fitting + others, card, ram, search.derivation.traces, len(search.hopeless))
 
 
-def workable(
-    options: Iterable[dict[str, str]],
-    typed: Sequence[str],
-    config_of: Compose,
-    devices: int,
-    card: Card | None = None,
-) -> Iterator[tuple[dict[str, str], DictConfig]]:
-    """(candidate, config of its precision and optimizer) of those that are not refused."""
-    for option in options:
-        recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        run = Settings(recipe_cfg)
-        if run.masters and run.optim.on_host and "optim" not in as_mapping(typed):
-            option = {**option, "optim": run.optim.on_host}
-            recipe_cfg = config_of({key: option[key] for key in ("precision", "optim")})
-        if emulates(card, recipe_cfg) or (devices > 1 and run.masters):  # masters are of a whole model
-            continue
-        if not any(refused(recipe_cfg)):
-            yield option, recipe_cfg
+class _Search:
+    """Args: those of `search`."""
+
+    def __init__(self, typed: Typed, card: Card | None, ram: int | None, on_card: bool, devices: int) -> None:
+        self.typed, self.ram, self.on_card, self.devices = typed, ram, on_card, devices
+        self.gpu, self.beside = (card.size, card.beside) if card else (None, 0)
+        self.libraries = process.rss_bytes()
+        found = list(candidates(typed, card, devices))
+        if not found and card is not None and not card.has_bf16:
+            raise Refused(NO_BF16)
+        self.by_rank: dict[int, list[Candidate]] = {}
+        for candidate in found:
+            self.by_rank.setdefault(_rank(candidate, typed.may_change), []).append(candidate)
+        self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
+        sizes = [int(candidate.option["batch_size"]) for candidate in found]
+        rates = machine(on_card, card, Settings(typed.cfg).multiplies_in)
+        self.derivation = Derivation(typed.config, model_depth(typed.cfg), (min(sizes), max(sizes)), on_card, rates)
+
+    def recipes(self, rank: int) -> list[Recipe]:
+        """Those of a rank that fit, best first, and those that do not."""
+        hopeful = []
+        self._trace(self.derivation.needed(c.option, c.cfg)[1] for c in self.by_rank[rank])
+        for candidate in self.by_rank[rank]:
+            (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
+        derived = self._derived(hopeful)
+        ranked = sorted((r for r in derived if r.fits(self.gpu, self.ram)), key=_cost)
+        for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
+            cfg = self.typed.config(as_mapping(recipe.overrides))
+            exact = predict(cfg, self.on_card, self.devices, self.beside)
+            ranked[number] = replace(recipe, prediction=exact, traced=True)
+            if exact.fits(self.gpu, self.ram):
+                break
+        return ranked + [r for r in derived if not r.fits(self.gpu, self.ram)]
+
+    def smallest_of_the_hopeless(self) -> list[Recipe]:
+        """For want of anything better: those whose weights, gradients and state are the smallest."""
+        if not self.hopeless:
+            return []
+        sizes = [self._least(candidate) for candidate in self.hopeless]
+        smallest = [c for c, size in zip(self.hopeless, sizes, strict=True) if size == min(sizes)]
+        self.hopeless = [c for c in self.hopeless if c not in smallest]
+        return self._derived(smallest)
+
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        return self.gpu is not None and self._least(candidate) > self.gpu
+
+    def _least(self, candidate: Candidate) -> int:
+        """Bytes of a card without which no recipe with these weights, gradients and state works."""
+        least = self.derivation.of_parameters(candidate.option, candidate.cfg).phases["step"].total
+        return least // self.devices + self.beside
+
+    def _derived(self, group: list[Candidate]) -> list[Recipe]:
+        self._trace(need for c in group for need in self.derivation.needed(c.option, c.cfg))
+        return [self._recipe(candidate) for candidate in group]
+
+    def _recipe(self, candidate: Candidate) -> Recipe:
+        option, cfg = candidate.option, candidate.cfg
+        shapes, seconds = self.derivation.trace(option, cfg)
+        need = needs(shapes, cfg, self.on_card, self.libraries, self.devices, self.beside)
+        need = replace(need, estimate=self.derivation.estimate(option, cfg))
+        overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
+        return Recipe(overrides, need, seconds, candidate.changes, _rank(candidate, self.typed.may_change))
+
+    def _trace(self, needed: Iterable[Needed]) -> None:
+        _trace_all(self.typed.cfg, self.derivation, list(needed))
 
 
-def emulates(card: Card | None, cfg: DictConfig) -> bool:
-    """Whether the card has no products of this config's kind."""
-    return card is not None and not card.has_bf16 and Settings(cfg).multiplies_in == "bfloat16"
+def _rank(candidate: Candidate, may_change: Collection[str] | None) -> int:
+    """Ranks are taken in turn. What is close to the training that was typed is of the first if it was asked for."""
+    tier = candidate.tier
+    return Tier.AS_TYPED if tier == Tier.CLOSE and may_change else tier
 
 
 def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]) -> None:
@@ -147,7 +180,9 @@ def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]
     Raises:
         Refused: a model that cannot be traced.
     """
-    unique = list({str(need): need for need in needed}.values())
+    unique = [need for need in {str(need): need for need in needed}.values() if not derivation.has(*need)]
+    if not unique:
+        return
     start = time.perf_counter()
     tqdm.write(f"Tracing {len(unique)} ways to compute by shape ...", file=sys.stderr)
     with tqdm(unique, desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
@@ -165,43 +200,9 @@ def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]
                 tqdm.write(f"... which takes about {seconds:.0f} s.", file=sys.stderr)
 
 
-def _cost(recipe: Recipe) -> tuple[int, int]:
-    """Seconds, in steps of SAME: among equally fast recipes the one that needs less of the card."""
-    return round(math.log(recipe.seconds) / math.log(SAME)), recipe.prediction.device_need
-
-
-def candidates(cfg: DictConfig, typed: Sequence[str], card: Card | None = None) -> Iterator[dict[str, str]]:
-    """Overrides that leave the sequences of an optimizer step as they are, and what was typed untouched."""
-    fixed = as_mapping(typed)
-    has_bf16 = card is None or card.has_bf16
-    groups = [(fixed[group],) if group in fixed else _tried(group, has_bf16) for group in TRIED]
-    for choices in product(*groups):
-        recipe = dict(zip(TRIED, choices, strict=True))
-        for batch_size, accumulation in micro_batches(cfg, fixed):
-            yield {**recipe, "batch_size": str(batch_size), **accumulation}
-
-
-def _tried(group: str, has_bf16: bool) -> list[str]:
-    found = techniques(group).items()
-    return [name for name, one in found if one.tried or (one.tried_without_bf16 and not has_bf16)]
-
-
-def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(batch_size, overrides that keep the update's size)."""
-    typed = {key for key in fixed if key.split(".")[0] == "accumulation"}
-    size = cfg.accumulation.get("size")
-    if ("batch_size" in fixed and cfg.batch_size != "auto") or (typed and size is None):
-        yield cfg.batch_size, {}
-        return
-    if size is not None:
-        for batch_size in divisors(size // cfg.accumulation.devices):
-            if cfg.batch_size == "auto" or batch_size <= cfg.batch_size:
-                yield batch_size, {}
-        return
-    for batch_size in divisors(cfg.batch_size):
-        batches = cfg.batch_size // batch_size
-        accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}
-        yield batch_size, accumulation if batches > 1 else {}
+def _cost(recipe: Recipe) -> tuple[int, int, int]:
+    """Seconds, in steps of SAME: among equally fast recipes the one that changes least, then that with most room."""
+    return round(math.log(recipe.seconds) / math.log(SAME)), len(recipe.changes), recipe.prediction.device_need
 
 
 def model_depth(cfg: DictConfig) -> int:
@@ -215,21 +216,16 @@ def model_depth(cfg: DictConfig) -> int:
     return config.num_hidden_layers
 
 
-def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) -> str | None:
-    """Of conf/model, below `parameters`: the largest with which the smallest recipe of a plan fits."""
-    recipe = as_mapping(plan.recipes[0].overrides)
+def largest_model(plan: Plan, on_card: bool) -> str | None:
+    """Of conf/model, smaller than the plan's: the largest with which its smallest recipe fits."""
+    recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
+    parameters, beside = plan.recipes[0].prediction.parameters, plan.card.beside if plan.card else 0
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         if cfg is not None:
             sizes[yaml.stem] = outline(cfg).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
-        beside = plan.card.beside if plan.card else 0
         if predict(compose({**recipe, "model": name}), on_card, beside=beside).fits(plan.gpu, plan.ram):
             return name
     return None
-
-
-def _is_default(cfg: DictConfig, key: str, value: str, typed: Sequence[str]) -> bool:
-    """Whether a recipe need not say it: it was typed."""
-    return key in as_mapping(typed) or (key == "batch_size" and str(cfg.batch_size) == value)

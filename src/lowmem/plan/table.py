@@ -3,39 +3,32 @@
 import shlex
 from collections.abc import Sequence
 
+from lowmem.overrides import as_mapping, without
 from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.recipes import Plan, Recipe
+from lowmem.techniques import CHANGEABLE
 from lowmem.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
     """As a shell reads it."""
-    return shlex.join(["python", "train.py", *typed, *recipe.overrides])
+    return shlex.join(["python", "train.py", *without(as_mapping(recipe.overrides), typed), *recipe.overrides])
 
 
-def of_plan(plan: Plan, typed: Sequence[str], rows: int) -> str:
-    """The command to copy first, then the recipes."""
-    lines = [*_head(plan, typed), ""]
-    head = (
-        "recipe",
-        "device GiB",
-        "headroom",
-        "host GiB",
-        "peak in",
-        "weights/gradients/optimizer/activations",
-        "time",
-    )
-    cells = [head, *(_row(plan, recipe) for recipe in plan.recipes[:rows])]
+def of_plan(plan: Plan, rows: int) -> str:
+    """The recipes, each in two lines: its figures, and what to type."""
+    head = ("time", "device", "room", "reserves", "host", "peak in", "changes")
+    shown = plan.recipes[:rows]
+    cells = [head, *(_row(plan, recipe) for recipe in shown)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    fitting = sum(recipe.fits(plan.gpu, plan.ram) for recipe in plan.recipes)
-    lines.append(f"{fitting} of {len(plan.recipes)} recipes fit; the shapes of {plan.traces} were traced.")
+    lines = [_line(head, widths)]
+    for recipe, row in zip(shown, cells[1:], strict=True):
+        fits = "" if recipe in plan.fitting else "does not fit: "
+        lines += [_line(row, widths), f"  {fits}{' '.join(recipe.overrides) or '(as typed)'}"]
     return "\n".join([*lines, *_notes(plan)])
 
 
-def _head(plan: Plan, typed: Sequence[str]) -> list[str]:
-    if plan.chosen:
-        return [command(typed, plan.chosen)]
+def nothing_fits(plan: Plan) -> str:
     least = plan.recipes[0]
     need = least.prediction
     short = []
@@ -43,41 +36,61 @@ def _head(plan: Plan, typed: Sequence[str]) -> list[str]:
         short.append(f"{(need.device_need - plan.gpu) / GIB:.1f} GiB of the card")
     if plan.ram is not None and need.host_peak > plan.ram:
         short.append(f"{(need.host_peak - plan.ram) / GIB:.1f} GiB of the host")
-    return [
-        f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
-        f"  {command(typed, least)}",
-        f"It needs {need.device_need / GIB:.1f} GiB of a card and {need.host_peak / GIB:.1f} GiB of host memory. "
-        "Type a smaller seq_len or model; batch_size is 1 in the smallest.",
-    ]
+    return "\n".join(
+        [
+            f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
+            f"  {command(plan.typed.lines, least)}",
+            f"It needs {need.device_need / GIB:.1f} GiB of a card and {need.host_peak / GIB:.1f} GiB of host memory. "
+            "Type a smaller seq_len or model; batch_size is 1 in the smallest.",
+        ]
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Figures to the right, words to the left."""
+    *figures, peak, changes = zip(cells, widths, strict=True)
+    return "  ".join([*(cell.rjust(width) for cell, width in figures), peak[0].ljust(peak[1]), changes[0]]).rstrip()
 
 
 def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
-    need, fastest = recipe.prediction, min(r.seconds for r in plan.recipes)
-    by = need.by_category
-    kinds = "/".join(f"{by[kind] / GIB:.1f}" for kind in ("weights", "gradients", "optimizer", "activations"))
-    room = "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.1f}"
+    need = recipe.prediction
     return (
-        " ".join(recipe.overrides) or "(as typed)",
-        f"{'about ' if need.estimate else ''}{need.device_need / GIB:.2f}",
-        room if recipe.fits(plan.gpu, plan.ram) else f"{room} does not fit",
+        f"{recipe.seconds / plan.seconds:.2f}",
+        f"{'~' if need.estimate else ''}{need.device_need / GIB:.2f}",
+        "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.2f}",
+        f"{(need.reserved + need.beside) / GIB:.2f}" if need.on_card else "",
         f"{need.host_peak / GIB:.1f}",
         need.peak_phase,
-        kinds,
-        f"{recipe.seconds / fastest:.2f}",
+        recipe.says,
     )
 
 
 def _notes(plan: Plan) -> list[str]:
+    counted = f"{len(plan.fitting)} of {len(plan.recipes)} recipes fit"
+    if plan.hopeless:
+        counted += f"; {plan.hopeless} more are too large by their weights, gradients and optimizer alone"
     estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
-    return [*_facts(plan), *(f"about: {why}" for why in estimates)]
+    lines = [f"{counted}; the shapes of {plan.traces} were traced.", *_facts(plan), *_others(plan)]
+    return [*lines, *(f"~: {why}" for why in estimates)]
+
+
+def _others(plan: Plan) -> list[str]:
+    """Why recipes are left out, or are there, that change what is computed."""
+    if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
+        return []
+    if plan.chosen.changes:
+        return [
+            "Nothing that computes what was typed fits, or nothing closer to it: the last column says what changes."
+        ]
+    return ["None changes what is computed. may_change=precision,optim ranks what does beside them."]
 
 
 def _facts(plan: Plan) -> list[str]:
     if not plan.recipes[0].prediction.on_card:
-        return ["Device and host are one here: device is what the tensors take, host all resident memory."]
+        return ["GiB. Device and host are one here: device is what the tensors take, host all resident memory."]
     found = [
-        f"device: the least that CUDA's allocator works with, and {_beside(plan.recipes[0].prediction)}. "
-        "time: relative, counted from operations and bytes."
+        "GiB. device: the smallest card that works; reserves: what CUDA's allocator takes of one with room; both with "
+        f"{_beside(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
     ]
     return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
 

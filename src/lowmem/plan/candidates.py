@@ -1,0 +1,173 @@
+"""Which recipes a plan compares: the same sequences per optimizer step, and what was typed untouched."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from lowmem.accumulation import divisors
+from lowmem.gpus import Card
+from lowmem.overrides import as_mapping, chosen_by
+from lowmem.plan.changes import Change, Tier, changes
+from lowmem.plan.derive import Compose
+from lowmem.refusals import refused
+from lowmem.settings import Settings
+from lowmem.techniques import CHANGEABLE, techniques
+
+TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of which the planner chooses
+NOT_OF_THE_UPDATE = ("_target_", "_partial_", "declares", "in_backward")  # keys of conf/optim
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What was typed, and what of it a recipe may change.
+
+    Args:
+        cfg: of these lines, resolved.
+        compose: the config with these overrides instead of lines of the same key.
+        may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: those that were not typed.
+    """
+
+    cfg: DictConfig
+    lines: Sequence[str]
+    compose: Compose
+    may_change: Collection[str] | None = None
+
+    @cached_property
+    def named(self) -> dict[str, str]:
+        """group -> its technique."""
+        return chosen_by(self.lines)
+
+    @cached_property
+    def said(self) -> dict[str, str]:
+        """key -> value."""
+        return as_mapping(self.lines)
+
+    @cached_property
+    def _configs(self) -> dict[tuple, DictConfig]:
+        return {}
+
+    def config(self, recipe: Mapping[str, str]) -> DictConfig:
+        """Composed once: it takes a tenth of a second."""
+        key = tuple(sorted(recipe.items()))
+        if key not in self._configs:
+            self._configs[key] = self.compose(recipe)
+        return self._configs[key]
+
+    def takes(self, choice: Mapping[str, str]) -> bool:
+        """Whether these techniques know all keys that were typed, such as optim.betas."""
+        try:
+            return bool(self.config(_changeable(choice)))
+        except ConfigCompositionException:
+            return False
+
+    def keeps(self, group: str) -> bool:
+        if group in CHANGEABLE and self.may_change is not None:
+            return group not in self.may_change
+        return group in self.said or (group not in CHANGEABLE and any(key.startswith(f"{group}.") for key in self.said))
+
+    def says(self, key: str, value: str) -> bool:
+        """Whether a recipe with this value need not say it."""
+        if key == "batch_size":
+            return str(self.cfg.batch_size) == value
+        return self.named.get(key, self.said.get(key)) == value
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """option: override -> value, the groups and batch_size among them; cfg: composed of its precision and optim."""
+
+    option: Mapping[str, str]
+    cfg: DictConfig
+    changes: tuple[Change, ...]
+
+    @property
+    def tier(self) -> Tier:
+        return max((change.tier for change in self.changes), default=Tier.AS_TYPED)
+
+
+def candidates(typed: Typed, card: Card | None = None, devices: int = 1) -> Iterator[Candidate]:
+    """Those that are not refused. Args: devices: that share one model."""
+    for option in options(typed, card):
+        cfg = typed.config(_changeable(option))
+        if emulates(card, cfg) or (devices > 1 and Settings(cfg).masters):  # masters are of a whole model
+            continue
+        changed = tuple(changes(typed.cfg, cfg, typed.named, option))
+        option |= _same_update(typed, cfg, option["optim"])
+        if not any(refused(cfg)):
+            yield Candidate(option, cfg, changed)
+        if in_backward := _in_backward(typed, option, cfg):
+            yield Candidate(option | {"optim.in_backward": "true"}, in_backward, changed)
+
+
+def options(typed: Typed, card: Card | None = None) -> Iterator[dict[str, str]]:
+    """Choices of the groups, with the micro-batches that leave the sequences of an optimizer step as they are."""
+    of_groups = ([typed.named[group], *(() if typed.keeps(group) else _tried(group, card))] for group in TRIED)
+    products = (dict(zip(TRIED, choice, strict=True)) for choice in product(*of_groups))
+    choices = (_on_host(typed, choice) for choice in products if typed.takes(choice))
+    for choice in dict.fromkeys(tuple(choice.items()) for choice in choices):  # each once
+        for batch_size, accumulation in micro_batches(typed):
+            yield {**dict(choice), "batch_size": str(batch_size), **accumulation}
+
+
+def _tried(group: str, card: Card | None) -> list[str]:
+    has_bf16 = card is None or card.has_bf16
+    found = techniques(group).items()
+    return [name for name, one in found if one.tried or (one.tried_without_bf16 and not has_bf16)]
+
+
+def _on_host(typed: Typed, choice: dict[str, str]) -> dict[str, str]:
+    """Masters step with the optimizer that is made for them, if it may be chosen."""
+    if typed.keeps("optim") or not Settings(typed.config(_changeable(choice))).masters:
+        return choice
+    return choice | {"optim": techniques("optim")[choice["optim"]].on_host or choice["optim"]}
+
+
+def micro_batches(typed: Typed) -> Iterator[tuple[int, dict[str, str]]]:
+    """(batch_size, overrides that keep the update's size)."""
+    cfg, size = typed.cfg, typed.cfg.accumulation.get("size")
+    is_typed = any(key.split(".")[0] == "accumulation" for key in typed.said)
+    if ("batch_size" in typed.said and cfg.batch_size != "auto") or (is_typed and size is None):
+        yield cfg.batch_size, {}
+        return
+    if size is not None:
+        for batch_size in divisors(size // cfg.accumulation.devices):
+            if cfg.batch_size == "auto" or batch_size <= cfg.batch_size:
+                yield batch_size, {}
+        return
+    for batch_size in divisors(cfg.batch_size):
+        batches = cfg.batch_size // batch_size
+        accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}
+        yield batch_size, accumulation if batches > 1 else {}
+
+
+def _changeable(option: Mapping[str, str]) -> dict[str, str]:
+    return {group: option[group] for group in CHANGEABLE}
+
+
+def _same_update(typed: Typed, cfg: DictConfig, name: str) -> dict[str, str]:
+    """Arguments of the optimizer as they were, where only its state is another: shipped ones may differ."""
+    asked, found = typed.named["optim"], techniques("optim")
+    if name == asked or (found[asked].update_of or asked) != (found[name].update_of or name):
+        return {}
+    return {
+        f"optim.{argument}": str(value)
+        for argument, value in typed.cfg.optim.items()
+        if argument not in NOT_OF_THE_UPDATE and cfg.optim.get(argument, value) != value
+    }
+
+
+def _in_backward(typed: Typed, option: Mapping[str, str], cfg: DictConfig) -> DictConfig | None:
+    """The config in which each gradient steps its parameter at once, where nothing forbids that."""
+    if "optim.in_backward" in typed.said or "accumulation" in option:
+        return None
+    in_backward = OmegaConf.merge(cfg, {"optim": {"in_backward": True}})
+    return None if any(refused(in_backward)) else in_backward
+
+
+def emulates(card: Card | None, cfg: DictConfig) -> bool:
+    """Whether the card has no products of this config's kind."""
+    return card is not None and not card.has_bf16 and Settings(cfg).multiplies_in == "bfloat16"

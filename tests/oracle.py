@@ -14,29 +14,20 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in=torch.float32):
-    """(weights by name after one step per window, the loss of each window).
+    """Weights by name after one step per window.
 
     Args:
         model: in fp32, at the weights to start from; a copy is trained.
         read: sequence indices -> input_ids, labels (-100: not learnt).
-        windows: how many sequences each optimizer step reads; an epoch visits every one of `sequences` once.
+        windows, sequences: those of `order`.
         rule: (p, gradient, state, step from 1, lr, decay, role) -> the new p.
         held_in: the dtype to which weights are rounded after every step.
     """
     model = copy.deepcopy(model).train()
     states = {name: {} for name, _ in model.named_parameters()}
-    order, epoch, losses = [], 0, []
-    for step, size in enumerate(windows, start=1):
-        if not order:
-            order, epoch = list(np.random.default_rng([0, epoch]).permutation(sequences)), epoch + 1
-        ids, labels = read(order[:size])
-        order = order[size:]
+    for step, indices in enumerate(order(windows, sequences), start=1):
         model.zero_grad()
-        logits = model(input_ids=ids, use_cache=False).logits
-        kept = labels != -100
-        loss = nn.functional.cross_entropy(logits[kept], labels[kept], reduction="mean")
-        loss.backward()
-        losses.append(loss.item())
+        mean_loss(model, *read(indices)).backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         if clip is not None:
             norm = torch.stack([g.norm() for g in grads.values()]).norm()
@@ -46,7 +37,34 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
             for name, p in model.named_parameters():
                 decay = 0.0 if p.dim() < 2 else weight_decay
                 p.copy_(rule(p, grads[name], states[name], step, now, decay, role(name, p)).to(held_in))
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def losses(model, read, windows, sequences, weights):
+    """Of every window, at the weights by name that are given for it; of as many as are given."""
+    model, found = copy.deepcopy(model).train(), []
+    for indices, given in zip(order(windows, sequences), weights, strict=False):
+        for name, p in model.named_parameters():
+            p.copy_(given[name])
+        found.append(mean_loss(model, *read(indices)).item())
+    return found
+
+
+def order(windows, sequences):
+    """The sequences that each window reads, whose sizes are given; an epoch visits every one of `sequences` once."""
+    left, epoch = [], 0
+    for size in windows:
+        if not left:
+            left, epoch = list(np.random.default_rng([0, epoch]).permutation(sequences)), epoch + 1
+        yield left[:size]
+        left = left[size:]
+
+
+def mean_loss(model, input_ids, labels):
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    kept = labels != -100
+    return nn.functional.cross_entropy(logits[kept], labels[kept], reduction="mean")
 
 
 def role(name, p):

@@ -108,13 +108,18 @@ def trainer(cfg, plugins, callbacks):
 
 
 class Losses(Callback):
-    """Of every window."""
+    """Of every window, and the weights by name that its forward pass read."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.read = [], []
+
+    def on_before_backward(self, trainer, module, loss):  # a forward pass has waited for what was still on its way
+        weights = module.model.named_parameters()
+        self.now = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in weights}
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
         self.seen.append(float(outputs["loss"]))
+        self.read.append(self.now)
 
 
 def run(cfg, wide=False, callbacks=()):
@@ -140,15 +145,6 @@ def expected(cfg, optim, accumulation, held_in=None):
 
     Args: held_in: the name of the dtype to which weights are rounded after every step; None: that of the run's weights.
     """
-    return _of_oracle(cfg, optim, accumulation, held_in)[:2]
-
-
-def expected_losses(cfg, optim, accumulation):
-    """The oracle's, of every window."""
-    return _of_oracle(cfg, optim, accumulation)[2]
-
-
-def _of_oracle(cfg, optim, accumulation, held_in=None):
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     dtypes = cfg.weights_dtype, held_in or cfg.weights_dtype
@@ -157,27 +153,38 @@ def _of_oracle(cfg, optim, accumulation, held_in=None):
 
 @cache
 def _expected(dtype, held_in, optim, windows, clip, lr, decay):
+    network = _network(dtype)
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    rule = oracle.RULES.get(optim, oracle.adamw)
+    return before, oracle.train(network, _read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in))
+
+
+def expected_losses(accumulation, weights):
+    """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each."""
+    return oracle.losses(_network("float32"), _read, WINDOWS.get(accumulation, (8, 1, 8, 1)), SEQUENCES, weights)
+
+
+def _network(dtype):
     spec = OmegaConf.to_container(composed(MODEL).model)
     torch.manual_seed(0)
-    network = model.build(model.architecture(**spec), getattr(torch, dtype), **spec).float()
-    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    return model.build(model.architecture(**spec), getattr(torch, dtype), **spec).float()
 
-    def read(indices):
-        batch = Ragged().micro_batch(np.array(indices))
-        return batch.input_ids, batch.labels
 
-    rule = oracle.RULES.get(optim, oracle.adamw)
-    return before, *oracle.train(network, read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in))
+def _read(indices):
+    batch = Ragged().micro_batch(np.array(indices))
+    return batch.input_ids, batch.labels
 
 
 def deviations(cfg, *techniques):
-    """From the oracle, relative: (update of matrices, of vectors, the farthest loss of a window)."""
+    """From the oracle, relative: (update of matrices, of vectors, the farthest loss of a window at the weights that the
+    run had: what led to them is in the update)."""
     chosen = dict(technique.split("=") for technique in techniques)
-    of = chosen.get("optim", "adamw"), chosen.get("accumulation", "none")
-    (start, theirs), losses = expected(cfg, *of), Losses()
+    accumulation = chosen.get("accumulation", "none")
+    (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
     before, ours = run(cfg, callbacks=[losses])
     assert all(torch.equal(before[name], start[name]) for name in start)
-    apart = (abs(one / other - 1) for one, other in zip(losses.seen, expected_losses(cfg, *of), strict=True))
+    right = expected_losses(accumulation, losses.read)
+    apart = (abs(one / other - 1) for one, other in zip(losses.seen, right, strict=True))
     return *errors(start, ours, theirs), max(apart)
 
 

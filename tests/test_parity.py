@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import parity
+from lowmem import loss
 from lowmem.module import CausalLM
 from lowmem.optim import build
 from lowmem.precision.plugin import Float16Autocast
@@ -131,8 +132,32 @@ def test_the_loss_of_a_window_without_its_last_micro_batch_is_outside_the_tolera
     config, monkeypatch
 ):
     last_micro_batch_dropped(monkeypatch)
-    loss = deviations(config, "accumulation=fixed")[2]
-    assert loss > max(allowed(a, b)[2] for a, b in PAIRS)
+    assert deviations(config, "accumulation=fixed")[2] > max(allowed(a, b)[2] for a, b in PAIRS)
+
+
+def test_a_loss_summed_in_16_bits_is_outside_the_tolerance(config, monkeypatch):
+    right = loss.full
+    monkeypatch.setattr(loss, "full", lambda *read: right(*read).bfloat16())
+    assert deviations(config, "precision=bf16-true")[2] > allowed("precision=bf16-true")[2]
+
+
+def two_wrong_signs(monkeypatch):
+    right = Float16Autocast.unscale
+
+    def wrong(self, optimizer):
+        finite = right(self, optimizer)
+        if self.loss_scale.steps == 1:
+            next(p for group in optimizer.param_groups for p in group["params"] if p.dim() < 2).grad[:2].neg_()
+        return finite
+
+    monkeypatch.setattr(Float16Autocast, "unscale", wrong)
+
+
+@pytest.mark.parametrize("wrong", [norms_decay, two_wrong_signs])
+def test_where_a_rounding_may_decide_one_sign_two_are_outside_the_tolerance(config, wrong, monkeypatch):
+    pair = "precision=16", "optim=adafactor"
+    wrong(monkeypatch)
+    assert deviations(config, *pair)[1] > allowed(*pair)[1]
 
 
 @pytest.mark.parametrize(("precision", "plugin"), [("16", Float16Autocast), ("16-true", Float16Weights)])

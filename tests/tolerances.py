@@ -46,9 +46,18 @@ UPDATE = {
 }
 # On a card alone: TF32 has fp16's 10 bits of mantissa in every product, and is fp32 elsewhere
 ON_CARD = {"precision=tf32": (0.04, 0.04)}
-# A window's loss is a mean over its tokens, in which what the update may be off by shows by this share of it at most
-# (measured: a 50th with bf16-sr, a 70th with fp16, a 1000th in fp32); a micro-batch left out is at 0.27.
-OF_LOSS = 1 / 20
+# Adafactor has no eps that counts: its first step of a vector is the sign of the gradient, and where a rounding decides
+# the sign, the element is off by twice the step. A gradient that is off by FP16 leaves FP16 / pi of normal elements
+# without a sign of their own, 0.6 of the vectors' 448; so no less than one can be asked for. (One has a gradient of
+# 2e-9, a 128 000th of the others' RMS. Roundings in one order turn it, which is 0.073 after four steps, in another not,
+# which is 0.002; AdamW, with its eps of 1e-8, is then at 0.033.)
+ONE_SIGN = 2 / 448**0.5
+# A window's loss is compared at the weights with which the run read it, for an update's error is told above, and how
+# much of it the next losses show is no constant: a large step of plain SGD multiplies it, and so does a sign. So the
+# optimizer does not count here. What is left is the products' rounding, of which a mean over tokens shows this share
+# of what it does to the update of matrices (measured: at most a 390th with bf16, a 920th with fp16, an 810th in fp32);
+# a micro-batch left out is at 0.27, a loss that is summed in bf16 at 0.0017, of 0.001 that bf16 weights may be off by.
+OF_LOSS = 1 / 200
 # One gradient through torch.compile's partitioner, relative; and a loss after four steps through generated code
 PARTITIONED, GENERATED = 1e-5, 1e-4
 # torchao's state on one matrix after 20 steps: 4 bits are 16 values per element (measured 0.20), float8 has a 3-bit
@@ -64,7 +73,10 @@ def allowed(*techniques, on_card=False):
     known = UPDATE | (ON_CARD if on_card else {})
     each = [known.get(technique, EXACT) for technique in techniques]
     matrices, vectors = (sum(parts) for parts in zip(*each, strict=True))
-    return matrices, vectors, OF_LOSS * max(matrices, vectors)
+    if {"precision=16", "optim=adafactor"} <= {*techniques}:
+        vectors = max(vectors, ONE_SIGN)
+    rounded = [known.get(technique, EXACT)[0] for technique in techniques if not technique.startswith("optim=")]
+    return matrices, vectors, OF_LOSS * max([EXACT[0], *rounded])
 
 
 def within(found, most):

@@ -81,7 +81,7 @@ def search(
         Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
     """
     libraries = process.rss_bytes()
-    gpu, beside = (card.size, card.beside) if card else (None, 0)
+    gpu, beside, capability = (card.size, card.beside, card.capability) if card else (None, 0, None)
     configs: dict[tuple, DictConfig] = {}
 
     def config_of(recipe: Mapping[str, str]) -> DictConfig:  # composed once: it takes a tenth of a second
@@ -93,7 +93,7 @@ def search(
     depth = model_depth(cfg)
     sizes = [int(option["batch_size"]) for option in options]
     rates = machine(on_card, card, Settings(cfg).multiplies_in)
-    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, rates)
+    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, rates, capability)
     options = list(workable(options, typed, config_of, devices, card))
     if not options and card is not None and not card.has_bf16:
         raise Refused(NO_BF16)
@@ -106,7 +106,7 @@ def search(
         derived.append(Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg)), seconds))
     ranked = sorted((r for r in derived if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
-        exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices, beside)
+        exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices, beside, capability)
         ranked[number] = Recipe(recipe.overrides, exact, recipe.seconds, traced=True)
         if exact.fits(gpu, ram):
             break
@@ -224,8 +224,8 @@ def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) 
         if cfg is not None:
             sizes[yaml.stem] = outline(cfg).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
-        beside = plan.card.beside if plan.card else 0
-        if predict(compose({**recipe, "model": name}), on_card, beside=beside).fits(plan.gpu, plan.ram):
+        of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
+        if predict(compose({**recipe, "model": name}), on_card, **of_card).fits(plan.gpu, plan.ram):
             return name
     return None
 

@@ -69,7 +69,8 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 
 def _notes(plan: Plan) -> list[str]:
     estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
-    return [*_facts(plan), *(f"about: {why}" for why in estimates)]
+    advised = dict.fromkeys(recipe.prediction.advice for recipe in plan.recipes if recipe.prediction.advice)
+    return [*_facts(plan), *(f"about: {why}" for why in estimates), *advised]
 
 
 def _facts(plan: Plan) -> list[str]:
@@ -107,4 +108,6 @@ def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> s
     lines.append(f"It {verdict} {' and '.join(sizes)}.")
     if prediction.estimate:
         lines.append(f"An estimate: {prediction.estimate}")
+    if prediction.advice:
+        lines.append(prediction.advice)
     return "\n".join(lines)

@@ -102,15 +102,17 @@ class Trace:
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
+    advice: str | None = None  # where attention takes the math kernel
 
 
-def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
+def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: float | None = None) -> Trace:
     """Train one window and evaluate once, without memory.
 
     Args:
         cfg: resolved, with a number for batch_size.
         on_card: as CUDA does it, also where there is no CUDA.
         depth: blocks of the model; None: as many as it has.
+        capability: of the card; None: see `card.kernels`.
 
     Raises:
         Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
@@ -124,7 +126,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         FakeTensorMode(),
         shapes,
         tensors_count_as_real(),
-        card.kernels(on_card),
+        card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
         module = _module(cfg, config, make)
@@ -152,6 +154,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         work=shapes.work,
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
+        advice=attention and attention.advice,
     )
 
 

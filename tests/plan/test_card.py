@@ -106,6 +106,16 @@ def test_a_run_has_all_of_them_at_once(config):
     assert traced(config(*typed, *DROPS), False).total - plain > 3 * 8 * 2 * 64 * 64 * 4 + 7 * elements * 4
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
+def test_a_run_that_is_on_a_card_already_is_traced_as_one_in_mind(config, precision):
+    """Its precision was told about the card, where nothing is that is traced: autocast would cast nothing."""
+    phases = [
+        trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), True).phases
+        for cfg in (config(*GPT2, f"precision={precision}", f"device={device}") for device in ("cpu", "cuda"))
+    ]
+    assert phases[0] == phases[1]
+
+
 def test_a_step_on_all_tensors_at_once_takes_a_copy_of_them():
     def beside(wrap):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))

@@ -117,7 +117,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
     Raises:
         Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
     """
-    cfg = OmegaConf.merge(cfg, {"device": "cpu"})
+    cfg = _here(cfg)
     config = _of_depth(model.architecture_of(cfg), depth)
     make, scratch = _optimizer(cfg, on_card)
     run, shapes = Settings(cfg), Shapes()
@@ -156,6 +156,12 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         places=places(window.points, recorder.marks),
         advice=attention and attention.advice,
     )
+
+
+def _here(cfg: DictConfig) -> DictConfig:
+    """Tensors without memory lie on the CPU, also where a run on a card has told its precision about the card."""
+    precision = {"precision": {"device": "cpu"}} if "device" in cfg.trainer.plugins.precision else {}
+    return OmegaConf.merge(cfg, {"device": "cpu", "trainer": {"plugins": precision}})
 
 
 def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> CausalLM:

@@ -21,8 +21,9 @@ from lowmem import gpus, internals, kept_results
 from lowmem.gpus import Card
 from lowmem.gradient_checkpointing import Alone
 from lowmem.memory.tracker import StorageTracker, highest
-from lowmem.plan import at_start, attend, attention, card
+from lowmem.plan import at_start, attend, attention, card, table
 from lowmem.plan.attention import CUDNN, EFFICIENT, FLASH, MATH, Call, kernel
+from lowmem.plan.recipes import Plan, Recipe
 from lowmem.plan.trace import trace
 from lowmem.plan.work import work_of
 from lowmem.units import GIB
@@ -349,13 +350,16 @@ def test_what_to_type_is_what_this_card_has_a_kernel_for():
     assert attention.advice(call(BF16, 64, grouped=True), 8.6) is None
 
 
-def test_a_run_says_it_once_when_it_starts(config, monkeypatch, caplog):
+def test_run_and_plan_say_it_once(config, monkeypatch, caplog):
     monkeypatch.setattr(gpus, "here", lambda: Card(8 * GIB, "a card in mind", capability=8.6))
     said = {}
     for precision in ("tf32", "bf16"):
         caplog.clear()
         cfg = config(*LLAMA, "device=cuda", "plan=check", f"precision={precision}")
         with caplog.at_level("INFO"):
-            at_start.checked(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), [])
+            prediction = at_start.checked(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), [])
         said[precision] = [line for line in caplog.messages if "math kernel" in line]
+        plan = Plan([Recipe((), prediction, 1.0)] * 2, None, None, 1)
+        for shown in (table.of_plan(plan, [], 9), table.of_prediction(prediction, None, None)):
+            assert [line for line in shown.splitlines() if "math kernel" in line] == said[precision]
     assert len(said["tf32"]) == 1 and "type precision=bf16" in said["tf32"][0] and said["bf16"] == []

@@ -111,6 +111,24 @@ def test_attention_is_the_operator_that_a_dispatch_mode_sees():
     assert internals.ATTENTION_ON_CPU in internals.ATTENTION and len({*internals.ATTENTION}) == 4, message
 
 
+@pytest.mark.parametrize("name", ["FLASH", "EFFICIENT", "CUDNN", "MATH"])
+def test_attention_of_a_card_has_shapes_and_gradients_without_one(name):
+    of_each = {
+        "FLASH": lambda *qkv: internals.ATTENTION_FLASH(*qkv, 0.1, True),
+        "EFFICIENT": lambda *qkv: internals.ATTENTION_EFFICIENT(*qkv, None, True, 0.1, True),
+        "CUDNN": lambda *qkv: internals.ATTENTION_CUDNN(*qkv, None, True, 0.1, True),
+        "MATH": lambda *qkv: internals.ATTENTION_MATH.decompose(*qkv, None, 0.1, True),
+    }
+    message = breaks("plans for cards: what attention saves there")
+    with internals.FakeTensorMode(), Seen() as seen:
+        q, k, v = (torch.empty(2, 4, 64, 16, requires_grad=True) for _ in range(3))
+        out = of_each[name](q, k, v)[0]
+        assert type(out.grad_fn).__name__.startswith("ScaledDotProduct") == (name != "MATH"), message
+        out.sum().backward()
+    assert q.grad.shape == k.grad.shape == v.grad.shape == (2, 4, 64, 16), message
+    assert bool({*internals.ATTENTION_BACKWARD} & {*seen.functions}) == (name != "MATH"), message
+
+
 def test_a_question_for_a_number_is_an_operator():
     with Seen() as seen:
         assert bool(torch.ones(()) > 0)

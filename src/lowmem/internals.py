@@ -28,7 +28,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = (
     "ATTENTION",
+    "ATTENTION_BACKWARD",
     "ATTENTION_BACKWARD_ON_CPU",
+    "ATTENTION_CUDNN",
+    "ATTENTION_EFFICIENT",
+    "ATTENTION_FLASH",
+    "ATTENTION_MATH",
     "ATTENTION_ON_CPU",
     "GROUPED_PRODUCTS",
     "READ_A_NUMBER",
@@ -54,12 +59,18 @@ aten = torch.ops.aten
 # one of these, the only ones that a dispatch mode sees.
 ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-ATTENTION = (
-    ATTENTION_ON_CPU,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+ATTENTION_FLASH = aten._scaled_dot_product_flash_attention.default
+ATTENTION_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+ATTENTION_CUDNN = aten._scaled_dot_product_cudnn_attention.default
+ATTENTION = (ATTENTION_ON_CPU, ATTENTION_FLASH, ATTENTION_EFFICIENT, ATTENTION_CUDNN)
+ATTENTION_BACKWARD = (
+    ATTENTION_BACKWARD_ON_CPU,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
 )
+# Products and a softmax, where no kernel will do: a dispatch mode sees those, but for an inference, where it sees this.
+ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
 

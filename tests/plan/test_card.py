@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import nn
 
+from lowmem.internals import FakeTensorMode
 from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.tracker import StorageTracker
 from lowmem.optim.build import MakeOptimizer
@@ -53,8 +54,8 @@ def test_attention_draws_its_mask_again_and_a_cpu_keeps_scores():
 
     scores = batch * heads * tokens * tokens * 4
     assert kept(attend, q, k, v) > 2 * scores
-    with card.kernels(True):  # the result, and a sum per row
-        assert kept(attend, q, k, v) <= v.nbytes + batch * heads * tokens * 4
+    with FakeTensorMode() as fake, card.kernels(True):  # the result, a sum per row, and where its numbers began
+        assert kept(attend, *map(fake.from_tensor, (q, k, v))) == v.nbytes + batch * heads * tokens * 4 + 2 * 8
 
 
 @pytest.mark.parametrize("name", [*card.IN_FP32, *card.SUMS_IN_FP32])
@@ -103,6 +104,16 @@ def test_a_run_has_all_of_them_at_once(config):
     elements = 8 * 64 * 64  # of a hidden state; dropout stands behind the embedding and twice in each of three blocks
     assert traced(config(*typed, *DROPS), True).total - plain == pytest.approx(7 * elements * 1, rel=0.35)
     assert traced(config(*typed, *DROPS), False).total - plain > 3 * 8 * 2 * 64 * 64 * 4 + 7 * elements * 4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
+def test_a_run_that_is_on_a_card_already_is_traced_as_one_in_mind(config, precision):
+    """Its precision was told about the card, where nothing is that is traced: autocast would cast nothing."""
+    phases = [
+        trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), True).phases
+        for cfg in (config(*GPT2, f"precision={precision}", f"device={device}") for device in ("cpu", "cuda"))
+    ]
+    assert phases[0] == phases[1]
 
 
 def test_a_step_on_all_tensors_at_once_takes_a_copy_of_them():

@@ -140,7 +140,7 @@ def test_bad_input_is_answered_with_a_sentence(planned, typed, says):
 
 
 def test_a_model_that_cannot_be_traced_gets_an_estimate(planned, monkeypatch):
-    def asks(*_):
+    def asks(*_, **__):
         raise RuntimeError("data-dependent: how many tokens does expert 3 get?")
 
     exact = planned("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])[2]["recipes"][0]

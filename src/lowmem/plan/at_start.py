@@ -65,6 +65,8 @@ def checked(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
         return None
     card, ram = _free(cfg), _host()
     prediction = _predicted(cfg, card)
+    if prediction.advice is not None:
+        log.info(prediction.advice)
     if prediction.estimate is not None:
         log.info(f"The prediction is an estimate: {prediction.estimate}")
     elif not prediction.fits(card and card.size, ram):
@@ -102,7 +104,8 @@ def could_fit(cfg: DictConfig) -> bool:
 
 
 def _predicted(cfg: DictConfig, card: Card | None) -> Prediction:
-    return predict(cfg, on_card=cfg.device == "cuda", beside=card.beside if card else 0)
+    of_card = {"beside": card.beside, "capability": card.capability} if card else {}
+    return predict(cfg, on_card=cfg.device == "cuda", **of_card)
 
 
 def _free(cfg: DictConfig) -> Card | None:

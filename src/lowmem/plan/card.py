@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowmem import gpus
 from lowmem.internals import has_kernel, replaced_kernels
 from lowmem.optim.build import MakeOptimizer
+from lowmem.plan.attend import Attend
 
 # What CUDA's autocast computes in fp32 and a CPU's leaves in 16 bits (AT_FORALL_FP32 and _FP32_SET_OPT_DTYPE in
 # aten/src/ATen/autocast_mode.h), as far as language models use it. Not every torch has them all: 2.11 leaves rms_norm.
@@ -25,33 +27,37 @@ SUMS_IN_FP32 = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "s
 
 
 @contextmanager
-def kernels(on_card: bool) -> Iterator[None]:
-    """Dropout, attention and autocast as CUDA computes them.
+def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend | None]:
+    """Dropout, attention and autocast as CUDA computes them. Args: capability: of the card; None: of the one that is
+    here, or else of the reference. Yields: what stands in the place of torch's attention, if anything does.
 
     Dropout: aten/src/ATen/native/cuda/Dropout.cu keeps a mask of one byte per element; on a CPU autograd keeps the
     noise in the input's dtype (aten/src/ATen/native/Dropout.cpp).
-    Attention with dropout: the flash and memory-efficient kernels draw their mask again in backward
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); on a CPU torch falls back to products of (B, heads, T, T).
     """
 
     if not on_card:
-        yield
+        yield None
         return
-    attention = F.scaled_dot_product_attention
+    attend = Attend(capability or _capability())
+    with patch.object(F, "scaled_dot_product_attention", attend), _dropout(), _autocast():
+        yield attend
 
-    def without_dropout(*args, dropout_p: float = 0.0, **kwargs) -> Tensor:
-        return attention(*args, **kwargs)
 
-    with (
-        patch.object(F, "dropout", _dropout),
-        patch.object(F, "scaled_dot_product_attention", without_dropout),
-        _autocast(),
-    ):
+def _capability() -> float:
+    card = gpus.here() if torch.cuda.is_available() else gpus.named(gpus.REFERENCE)
+    return card.capability
+
+
+@contextmanager
+def _dropout() -> Iterator[None]:
+    """Registered where autograd is, below Python: operators that are made of others, as math attention is, have it."""
+
+    def on_card(input: Tensor, p: float, train: bool) -> Tensor:
+        return torch.ops.aten.native_dropout(input, p, True)[0] if train and p > 0 else input
+
+    with replaced_kernels("AutogradCPU") as ours:
+        ours.impl("dropout", on_card)
         yield
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class Derivation:
     batches: tuple[int, int]
     on_card: bool
     machine: Machine
+    capability: float | None = None  # of the card
     traces: int = 0  # that were needed
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class Derivation:
         of_passes, of_parameters = self.needed(recipe, cfg)
         passes = Corners(self.traced(*of_passes), self.depth, int(recipe["batch_size"]))
         parameters = Corners(self.traced(*of_parameters), self.depth, 1)
-        derived = replace(self.of_parameters(recipe, cfg), pinned=_pinned(passes))
+        derived = replace(self.of_parameters(recipe, cfg), pinned=_pinned(passes), advice=passes.any.advice)
         leave = Settings(cfg).masters or Settings(cfg).in_backward
         derived.phases |= {
             "forward": _pass("forward", passes, parameters, derived, leave, batches),
@@ -112,7 +113,7 @@ class Derivation:
             return 0.0
         small = min(batches)
         by_depth = {depth: t for depth, batch, t in self.traced(passes, batches) if batch == small}
-        third = trace(OmegaConf.merge(self.compose(passes), {"batch_size": small}), self.on_card, THIRD)
+        third = self._trace(self.compose(passes), small, THIRD)
         self.traces += 1
         exact = {place: top.with_all_gradients for place, top in third.places.items()}
 
@@ -134,12 +135,15 @@ class Derivation:
             # Up to this micro-batch the loss is one chunk, which grows with it; beyond it are several of one size.
             knee = -(-cfg.loss.get("rows", 1) // cfg.seq_len)
             self._corners[key] = [
-                (depth, batch, trace(OmegaConf.merge(cfg, {"batch_size": batch}), self.on_card, depth))
+                (depth, batch, self._trace(cfg, batch, depth))
                 for depth in DEPTHS
                 for batch in sorted({*batches, min(max(knee, batches[0]), batches[1])})
             ]
             self.traces += len(self._corners[key])
         return self._corners[key]
+
+    def _trace(self, cfg: DictConfig, batch: int, depth: int) -> Trace:
+        return trace(OmegaConf.merge(cfg, {"batch_size": batch}), self.on_card, depth, self.capability)
 
 
 def micro_batches(cfg: DictConfig, recipe: Mapping[str, str]) -> int:

@@ -58,7 +58,7 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     else:
         if emulates(card, cfg):
             raise Refused(NO_BF16)
-        prediction = predict(cfg, on_card, devices, card.beside if card else 0)
+        prediction = predict(cfg, on_card, devices, *((card.beside, card.capability) if card else ()))
         gpu = card and card.size
         said = table.of_prediction(prediction, gpu, ram)
         recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(gpu, ram)}

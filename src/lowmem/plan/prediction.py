@@ -48,6 +48,7 @@ class Prediction:
     on_card: bool
     estimate: str | None = None  # why it is one
     beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
+    advice: str | None = None  # where attention takes the math kernel: what to type
 
     @property
     def device_peak(self) -> int:
@@ -88,12 +89,15 @@ class Prediction:
             "phases": {name: asdict(need) for name, need in self.phases.items()},
             "parameters": self.parameters,
             "estimate": self.estimate,
+            "advice": self.advice,
         }
 
 
-def predict(cfg: DictConfig, on_card: bool, devices: int = 1, beside: int = 0) -> Prediction:
+def predict(
+    cfg: DictConfig, on_card: bool, devices: int = 1, beside: int = 0, capability: float | None = None
+) -> Prediction:
     """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; devices:
-    that share the weights, gradients and state of one model; beside: of a `Card`.
+    that share the weights, gradients and state of one model; beside, capability: of a `Card`.
 
     Raises:
         Refused: what the run itself would be refused for.
@@ -105,9 +109,10 @@ def predict(cfg: DictConfig, on_card: bool, devices: int = 1, beside: int = 0) -
         why = (
             "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
         )
-        return replace(needs(trace(cfg, on_card), cfg, on_card, libraries, devices, beside), estimate=why)
+        traced = trace(cfg, on_card, capability=capability)
+        return replace(needs(traced, cfg, on_card, libraries, devices, beside), estimate=why)
     try:
-        return needs(trace(cfg, on_card), cfg, on_card, libraries, devices, beside)
+        return needs(trace(cfg, on_card, capability=capability), cfg, on_card, libraries, devices, beside)
     except Refused:
         raise
     except Exception as error:
@@ -191,6 +196,7 @@ def needs(
         parameters=shapes.parameters,
         on_card=on_card,
         beside=beside if on_card else 0,
+        advice=shapes.advice,
     )
 
 

@@ -106,7 +106,7 @@ class _Search:
 
     def __init__(self, typed: Typed, card: Card | None, ram: int | None, on_card: bool, devices: int) -> None:
         self.typed, self.ram, self.on_card, self.devices = typed, ram, on_card, devices
-        self.gpu, self.beside = (card.size, card.beside) if card else (None, 0)
+        self.gpu, self.beside, self.capability = (card.size, card.beside, card.capability) if card else (None, 0, None)
         self.libraries = process.rss_bytes()
         found = list(candidates(typed, card, devices))
         if not found and card is not None and not card.has_bf16:
@@ -117,7 +117,9 @@ class _Search:
         self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
         sizes = [int(candidate.option["batch_size"]) for candidate in found]
         rates = machine(on_card, card, Settings(typed.cfg).multiplies_in)
-        self.derivation = Derivation(typed.config, model_depth(typed.cfg), (min(sizes), max(sizes)), on_card, rates)
+        self.derivation = Derivation(
+            typed.config, model_depth(typed.cfg), (min(sizes), max(sizes)), on_card, rates, self.capability
+        )
 
     def recipes(self, rank: int) -> list[Recipe]:
         """Those of a rank that fit, best first, and those that do not."""
@@ -129,7 +131,7 @@ class _Search:
         ranked = sorted((r for r in derived if r.fits(self.gpu, self.ram)), key=_cost)
         for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
             cfg = self.typed.config(as_mapping(recipe.overrides))
-            exact = predict(cfg, self.on_card, self.devices, self.beside)
+            exact = predict(cfg, self.on_card, self.devices, self.beside, self.capability)
             ranked[number] = replace(recipe, prediction=exact, traced=True)
             if exact.fits(self.gpu, self.ram):
                 break
@@ -219,13 +221,14 @@ def model_depth(cfg: DictConfig) -> int:
 def largest_model(plan: Plan, on_card: bool) -> str | None:
     """Of conf/model, smaller than the plan's: the largest with which its smallest recipe fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
-    parameters, beside = plan.recipes[0].prediction.parameters, plan.card.beside if plan.card else 0
+    parameters = plan.recipes[0].prediction.parameters
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         if cfg is not None:
             sizes[yaml.stem] = outline(cfg).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
-        if predict(compose({**recipe, "model": name}), on_card, beside=beside).fits(plan.gpu, plan.ram):
+        of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
+        if predict(compose({**recipe, "model": name}), on_card, **of_card).fits(plan.gpu, plan.ram):
             return name
     return None

@@ -70,8 +70,9 @@ def _notes(plan: Plan) -> list[str]:
     if plan.hopeless:
         counted += f"; {plan.hopeless} more are too large by their weights, gradients and optimizer alone"
     estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
+    advised = dict.fromkeys(recipe.prediction.advice for recipe in plan.recipes if recipe.prediction.advice)
     lines = [f"{counted}; the shapes of {plan.traces} were traced.", *_facts(plan), *_others(plan)]
-    return [*lines, *(f"~: {why}" for why in estimates)]
+    return [*lines, *(f"~: {why}" for why in estimates), *advised]
 
 
 def _others(plan: Plan) -> list[str]:
@@ -79,9 +80,7 @@ def _others(plan: Plan) -> list[str]:
     if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
         return []
     if plan.chosen.changes:
-        return [
-            "Nothing that computes what was typed fits, or nothing closer to it: the last column says what changes."
-        ]
+        return ["Nothing closer to what was typed fits: the last column says what each changes."]
     return ["None changes what is computed. may_change=precision,optim ranks what does beside them."]
 
 
@@ -120,4 +119,6 @@ def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> s
     lines.append(f"It {verdict} {' and '.join(sizes)}.")
     if prediction.estimate:
         lines.append(f"An estimate: {prediction.estimate}")
+    if prediction.advice:
+        lines.append(prediction.advice)
     return "\n".join(lines)

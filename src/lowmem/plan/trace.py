@@ -102,20 +102,22 @@ class Trace:
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
+    advice: str | None = None  # where attention takes the math kernel
 
 
-def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
+def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: float | None = None) -> Trace:
     """Train one window and evaluate once, without memory.
 
     Args:
         cfg: resolved, with a number for batch_size.
         on_card: as CUDA does it, also where there is no CUDA.
         depth: blocks of the model; None: as many as it has.
+        capability: of the card; None: see `card.kernels`.
 
     Raises:
         Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
     """
-    cfg = OmegaConf.merge(cfg, {"device": "cpu"})
+    cfg = _here(cfg)
     config = _of_depth(model.architecture_of(cfg), depth)
     make, scratch = _optimizer(cfg, on_card)
     run, shapes = Settings(cfg), Shapes()
@@ -124,7 +126,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         FakeTensorMode(),
         shapes,
         tensors_count_as_real(),
-        card.kernels(on_card),
+        card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
         module = _module(cfg, config, make)
@@ -152,7 +154,14 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         work=shapes.work,
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
+        advice=attention and attention.advice,
     )
+
+
+def _here(cfg: DictConfig) -> DictConfig:
+    """Tensors without memory lie on the CPU, also where a run on a card has told its precision about the card."""
+    precision = {"precision": {"device": "cpu"}} if "device" in cfg.trainer.plugins.precision else {}
+    return OmegaConf.merge(cfg, {"device": "cpu", "trainer": {"plugins": precision}})
 
 
 def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> CausalLM:

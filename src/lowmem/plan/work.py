@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lowmem.internals import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, OpOverload, schema, tree_leaves
+from lowmem.internals import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, tree_leaves
 
 
 class Work(NamedTuple):
@@ -29,7 +29,7 @@ def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
     if not moved:
         return None
     flops = 0
-    count = flop_registry.get(func.overloadpacket) or _ATTENTION.get(func)
+    count = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
     if count is not None:
         flops = count(*args, **(kwargs or {}), out_val=out)
     dtype = read[0].dtype if read else written[0].dtype
@@ -42,19 +42,16 @@ def _is_view(func: OpOverload) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_, **__) -> int:
+def _attention(query: Tensor, key: Tensor, *_, **__) -> int:
     """(B, heads, T, D): two products of T x T x D, half of them behind the diagonal of a causal model but computed."""
     b, heads, t, d = query.shape
     return 4 * b * heads * t * key.shape[-2] * d
 
 
-def _attention_backward(_, query: Tensor, key: Tensor, value: Tensor, *__, **___) -> int:
+def _attention_backward(_, query: Tensor, key: Tensor, *__, **___) -> int:
     """Five products instead of two."""
-    return 5 * _attention(query, key, value) // 2
+    return 5 * _attention(query, key) // 2
 
 
-# torch counts the kernels of cards alone.
-_ATTENTION = {
-    ATTENTION_ON_CPU: _attention,
-    ATTENTION_BACKWARD_ON_CPU: _attention_backward,
-}
+# The same count for every kernel; torch has none of a CPU's.
+_ATTENTION = dict.fromkeys(ATTENTION, _attention) | dict.fromkeys(ATTENTION_BACKWARD, _attention_backward)

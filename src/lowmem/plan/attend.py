@@ -1,0 +1,152 @@
+"""Attention as a card computes it, on tensors without memory: what its kernel saves, and its scratch in backward.
+
+torch's own operator of the kernel that `attention.py` names is called: its shapes and its autograd are there without a
+card, so what is saved is exact. What a kernel allocates inside its backward, beside the gradients, no operator shows.
+It is added by the formulas of torch's sources, as tensors that live as long as that backward. What is left out: the
+forward pass of flash on short rows may split the keys (2 x multiprocessors x 64 x the head's size x 4 bytes: 9 MiB on
+an H100), cuDNN's plans have a workspace that nobody documents, and the math kernel's softmax marks masked rows within a
+quarter of its scores, which its backward exceeds.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem.internals import ATTENTION_CUDNN, ATTENTION_EFFICIENT, ATTENTION_FLASH, ATTENTION_MATH
+from lowmem.plan.attention import CUDNN, EFFICIENT, FLASH, SHORT, Call, advice, kernel
+
+
+class Attend:
+    """Stands in the place of `F.scaled_dot_product_attention`. Args: capability: of the card."""
+
+    def __init__(self, capability: float) -> None:
+        self.capability = capability
+        self.advice: str | None = None  # of the first call in training that takes the math kernel
+        self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Args: query: (B, heads, T, D); key, value: (B, heads or fewer, T, D)."""
+        query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
+        with torch.autocast("cpu", enabled=False):  # as within any operator that autocast has cast for
+            call = _call(query, key, value, mask, dropout_p, is_causal)
+            if call.trains:
+                self.advice = self.advice or advice(call, self.capability)
+            compute = self._by_kernel.get(kernel(call, self.capability))
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype)  # convert_boolean_attn_mask, in attention.cpp
+            if compute is None:
+                return ATTENTION_MATH.decompose(
+                    query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+                )[0]
+            return compute(query, key, value, mask, call, scale)
+
+
+def _by_autocast(tensor: Tensor | None) -> Tensor | None:
+    """`scaled_dot_product_attention` is of its AT_FORALL_LOWER_PRECISION_FP (ATen/autocast_mode.h)."""
+    if tensor is None or not tensor.is_floating_point() or not torch.is_autocast_enabled("cpu"):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
+
+
+def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> Call:
+    tensors = (query, key, value)
+    return Call(
+        dtype=query.dtype,
+        head=query.shape[-1],
+        value=value.shape[-1],
+        grouped=query.shape[-3] != key.shape[-3],
+        mask=mask is not None,
+        causal=causal,
+        square=query.shape[-2] == key.shape[-2],
+        dropout=dropout,
+        trains=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        plain=all(t.dim() == 4 and t.stride(-1) == 1 for t in tensors),
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Call, scale: float | None) -> Tensor:
+    """Heads are padded to a multiple of 8: pad_last_dim, in attention.cpp."""
+    short = -call.head % 8
+    padded = [F.pad(t, (0, short)) if short else t for t in (query, key, value)]
+    out = ATTENTION_FLASH(*padded, call.dropout, call.causal, scale=scale)[0]
+    _while_backward(out, flash_scratch(query, key))
+    return out[..., : call.head] if short else out
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, scale: float | None):
+    """A mask is padded to a multiple of 8: preprocess_mask, in attention.cpp."""
+    if mask is not None:
+        short, shape = -mask.shape[-1] % 8, (*query.shape[:3], key.shape[2])
+        mask = (F.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask).expand(shape)
+    out = ATTENTION_EFFICIENT(query, key, value, mask, call.trains, call.dropout, call.causal, scale=scale)[0]
+    _while_backward(out, efficient_scratch(query))
+    return out
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, scale: float | None) -> Tensor:
+    out = ATTENTION_CUDNN(query, key, value, mask, call.trains, call.dropout, call.causal, scale=scale)[0]
+    _while_backward(out, cudnn_scratch(query, key))
+    return out
+
+
+def _while_backward(out: Tensor, scratch: list[int]) -> None:
+    """Tensors of these bytes live while the backward of `out` runs, beside the gradients that it returns."""
+    if out.grad_fn is None:
+        return
+    held: list[Tensor] = []
+
+    def before(_: object) -> None:
+        held.extend(torch.empty(size, dtype=torch.uint8) for size in scratch)
+
+    def after(*_: object) -> None:
+        held.clear()
+
+    out.grad_fn.register_prehook(before)
+    out.grad_fn.register_hook(after)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
+    """mha_bwd in cuda/flash_attn/flash_api.cpp: the query's gradient in fp32, a sum for each row; of grouped heads, the
+    gradients of keys and values for every query head, in the query's dtype, before they are summed."""
+    batch, heads, tokens, size = query.shape
+    padded, rows = _up(size, 8), _up(tokens, 128)
+    expanded = query.element_size() * batch * heads * key.shape[-2] * padded
+    summed = 4 * batch * heads * rows
+    return [summed * _up(padded, 32 if padded <= 128 else 64), summed, *[expanded] * 2 * (key.shape[1] < heads)]
+
+
+def efficient_scratch(query: Tensor) -> list[int]:
+    """_efficient_attention_backward in cuda/attention_backward.cu: a sum for each row, and a workspace, no smaller than
+    the product that in fp32 makes the sums. That is workspace_size of cuda/mem_eff_attention/kernel_backward.h, with
+    the larger of the tiles that a card may take: the query's gradient in fp32, and in 16 bits with heads above 64 those
+    of keys and values for each share of the rows."""
+    batch, heads, tokens, size = query.shape
+    many = 4 * batch * heads
+    workspace = many * _up(tokens, 64 if size <= 64 else 128) * _up(size, 64)
+    if query.dtype in SHORT and size > 64:
+        splits = max(1, min(-(-tokens // 64), 200 // (batch * heads)))
+        workspace += many * 2 * splits * 64 * _up(size, 128)
+    return [many * tokens, workspace]
+
+
+def cudnn_scratch(query: Tensor, key: Tensor) -> list[int]:
+    """CompositeSDPABackwardNode of cudnn-frontend: the query's gradient and a sum for each row, in fp32. What its
+    kernels need for grouped heads is taken to be what flash needs."""
+    batch, heads, tokens, size = query.shape
+    expanded = query.element_size() * batch * heads * key.shape[-2] * size
+    summed = 4 * batch * heads * tokens
+    return [summed * size, summed, *[expanded] * 2 * (key.shape[1] < heads)]

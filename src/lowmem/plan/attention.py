@@ -1,0 +1,107 @@
+"""Which of its kernels torch takes for attention on a card: one table for all dtypes, cards and shapes of heads.
+
+The flash, memory-efficient and cuDNN kernels hold nothing of (tokens, tokens). The math kernel, which takes whatever
+they refuse, holds several. The rules are those of torch 2.11 to 2.13, read in aten/src/ATen/native/transformers:
+sdp_utils_cpp.h, and cuda/sdp_utils.cpp for what names no other file. No CPU's torch has them compiled in, so no card
+has confirmed them yet; `torch._fused_sdp_choice` on one does (tests/plan/test_attention.py).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+FLASH, EFFICIENT, CUDNN, MATH = "flash", "efficient", "cuDNN", "math"
+SHORT = (torch.float16, torch.bfloat16)
+SUPPORTED = 12.1  # the newest capability that any fused kernel knows: check_sm_version, cutlassB.h
+# check_prefer_cudnn_attention, with cuDNN above 9.15: that of torch's wheels for CUDA 13. Those for CUDA 12 have an
+# older one and take flash, which needs about as much.
+PREFER_CUDNN = (9.0, 10.0, 10.3)
+# What is advised, first to last.
+COMPUTES_IN = {torch.bfloat16: "precision=bf16", torch.float16: "precision=16", torch.float32: "precision=32"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What torch's choice depends on, of one call of `F.scaled_dot_product_attention`.
+
+    Args: dtype: of query, key and value, after autocast; head, value: sizes of a query's and of a value's head;
+    grouped: several query heads share a key and value; square: as many keys as queries; trains: a gradient is needed;
+    plain: four dimensions, the last one without gaps.
+    """
+
+    dtype: torch.dtype
+    head: int
+    value: int
+    grouped: bool = False
+    mask: bool = False  # written out, not `is_causal`
+    causal: bool = True
+    square: bool = True
+    dropout: float = 0.0
+    trains: bool = True
+    plain: bool = True
+
+
+def kernel(call: Call, capability: float) -> str:
+    """The first that can: select_sdp_backend; the order is ATen/Context.h's sdp_priority_order."""
+    able = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}
+    order = (CUDNN, FLASH, EFFICIENT) if capability in PREFER_CUDNN else (FLASH, EFFICIENT)
+    return next((name for name in order if call.plain and able[name](call, capability)), MATH)
+
+
+def _flash(call: Call, capability: float) -> bool:
+    """can_use_flash_attention. A head that no 8 divides is padded (attention.cpp)."""
+    if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
+        return False
+    if call.head != call.value or call.head > 256 or (call.causal and not call.square):
+        return False
+    # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+    if call.trains and (8.6 <= capability <= 8.9 or capability >= 12.0):
+        return call.head <= 192 or (call.head > 224 and not call.dropout)
+    return True
+
+
+def _efficient(call: Call, capability: float) -> bool:
+    """can_use_mem_efficient_attention, whose check_batch_size_and_num_heads_dense takes no groups up to torch 2.13."""
+    dtypes = (torch.float32, *SHORT) if capability >= 8.0 else (torch.float32, torch.float16)
+    if call.dtype not in dtypes or not 5.0 <= capability <= SUPPORTED or call.grouped:
+        return False
+    multiple = _alignment(call.dtype, capability)
+    return call.head % multiple == 0 and call.value % multiple == 0
+
+
+def _alignment(dtype: torch.dtype, capability: float) -> int:
+    """minimum_gemm_alignment: elements of a head that tensor cores read at once."""
+    if dtype in SHORT and capability >= 7.0:
+        return 8
+    return 4 if capability >= 8.0 else 1
+
+
+def _cudnn(call: Call, capability: float) -> bool:
+    """can_use_cudnn_attention. Newer ones take heads of up to 256 on 9.0, where flash needs about as much."""
+    if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
+        return False
+    if call.dropout * 16 % 1:  # check_cudnn_dropout: it knows sixteenths alone
+        return False
+    return call.head % 8 == call.value % 8 == 0 and max(call.head, call.value) <= 128
+
+
+def advice(call: Call, capability: float) -> str | None:
+    """Where the math kernel would be taken, that it is and what to type instead; None: another is."""
+    if kernel(call, capability) != MATH:
+        return None
+    said = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]
+    said += ["keys and values that several of them share"] * call.grouped + ["a mask"] * call.mask
+    return (
+        f"With {', '.join(said)}, torch has no fused attention for compute capability {capability} and takes its math "
+        f"kernel, which holds (tokens, tokens) for every head, as eager attention does: type {_cure(call, capability)}."
+    )
+
+
+def _cure(call: Call, capability: float) -> str:
+    for dtype, override in COMPUTES_IN.items():
+        if kernel(replace(call, dtype=dtype), capability) != MATH:
+            return override
+    return (
+        "a smaller seq_len or batch_size, or gradient_checkpointing=every_layer to hold one layer's at a time; no "
+        "precision helps"
+    )

@@ -1,0 +1,365 @@
+"""Attention as torch will compute it on a card: which kernel, what it saves, and its scratch in backward.
+
+The formulas stand in attend.py with their sources, and here once more, by hand. A card's own choice is asked for where
+there is one.
+"""
+
+import re
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from test_trace import MODELS
+from torch import nn
+
+from lowmem import gpus, internals, kept_results
+from lowmem.gpus import Card
+from lowmem.gradient_checkpointing import Alone
+from lowmem.memory.tracker import StorageTracker, highest
+from lowmem.plan import at_start, attend, attention, card, table
+from lowmem.plan.attention import CUDNN, EFFICIENT, FLASH, MATH, Call, kernel
+from lowmem.plan.recipes import Plan, Recipe
+from lowmem.plan.trace import trace
+from lowmem.plan.work import work_of
+from lowmem.units import GIB
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+CARDS = (7.5, 8.0, 8.6, 8.9, 9.0, 12.0)
+HEADERS = Path(torch.__file__).parent / "include" / "ATen"
+TRANSFORMERS = HEADERS / "native" / "transformers"
+
+
+# --- which ------------------------------------------------------------------------------------------------------------
+
+
+def call(dtype, head, **more):
+    return Call(dtype, head, more.pop("value", head), **more)
+
+
+GROUPED, MASK, DROPS = {"grouped": True}, {"mask": True, "causal": False}, {"dropout": 0.1}
+# By hand from the rules: the kernels of CARDS, in their order.
+EXPECTED = (
+    (call(FP32, 64), (EFFICIENT,) * 6),
+    (call(FP32, 66), (EFFICIENT, *(MATH,) * 5)),  # from 8.0 on four elements at once
+    (call(FP32, 64, **MASK, **DROPS), (EFFICIENT,) * 6),
+    (call(FP32, 64, **GROUPED), (MATH,) * 6),  # Llama in fp32 or TF32
+    (call(BF16, 64), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),
+    (call(BF16, 64, **GROUPED), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),
+    (call(BF16, 64, **GROUPED, **DROPS), (MATH, FLASH, FLASH, FLASH, FLASH, FLASH)),
+    (call(BF16, 64, dropout=0.125), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),  # in sixteenths
+    (call(BF16, 64, **MASK), (MATH, EFFICIENT, EFFICIENT, EFFICIENT, CUDNN, EFFICIENT)),
+    (call(BF16, 66), (MATH, *(FLASH,) * 5)),  # padded to 72
+    (call(BF16, 66, **MASK), (MATH,) * 6),
+    (call(BF16, 208), (MATH, FLASH, EFFICIENT, EFFICIENT, FLASH, EFFICIENT)),
+    (call(BF16, 208, trains=False), (MATH, *(FLASH,) * 5)),
+    (call(BF16, 208, **GROUPED), (MATH, FLASH, MATH, MATH, FLASH, MATH)),
+    (call(BF16, 256, **GROUPED), (MATH, *(FLASH,) * 5)),  # Gemma
+    (call(BF16, 256, **DROPS), (MATH, FLASH, EFFICIENT, EFFICIENT, FLASH, EFFICIENT)),
+    (call(BF16, 320), (MATH, *(EFFICIENT,) * 5)),
+    (call(BF16, 192, value=128), (MATH, *(EFFICIENT,) * 5)),  # DeepSeek
+    (call(BF16, 64, square=False), (MATH, EFFICIENT, EFFICIENT, EFFICIENT, CUDNN, EFFICIENT)),
+    (call(BF16, 64, plain=False), (MATH,) * 6),
+    (call(FP16, 64), (EFFICIENT, FLASH, FLASH, FLASH, CUDNN, FLASH)),
+    (call(FP16, 64, **GROUPED), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),
+    (call(FP16, 66), (MATH, *(FLASH,) * 5)),
+)
+
+
+def differ(takes):
+    return [one for one, names in EXPECTED if tuple(takes(one, card) for card in CARDS) != names]
+
+
+def test_the_table_says_what_the_rules_do():
+    assert differ(kernel) == []
+    assert kernel(call(BF16, 64), 13.0) == MATH and kernel(call(BF16, 64), 10.3) == CUDNN
+
+
+@pytest.mark.parametrize("forgotten", [{"grouped": False}, {"mask": False}, {"dropout": 0.0}, {"dtype": BF16}])
+def test_a_table_that_forgets_a_rule_does_not(forgotten):
+    assert differ(lambda one, capability: kernel(replace(one, **forgotten), capability))
+
+
+# --- what the installed torch says without a card ---------------------------------------------------------------------
+
+
+def test_kernels_are_tried_in_this_order():
+    flash, efficient, math, cudnn = 1, 2, 0, 3  # at::SDPBackend
+    assert torch._C._get_sdp_priority_order()[:4] == [flash, efficient, math, cudnn]
+    (order,) = re.findall(r"sdp_priority_order = \{(.*?)\}", (HEADERS / "Context.h").read_text(), re.S)
+    assert re.findall(r"SDPBackend::([a-z]+)", order)[:3] == ["flash", "efficient", "math"]
+
+
+def test_efficient_attention_has_kernels_for_these_cards():
+    text = (TRANSFORMERS / "cuda/mem_eff_attention/kernels/cutlassB.h").read_text()
+    found = re.findall(r"is_same_v<DT, (?:cutlass::)?(\w+)> && (\d+) <= cc && cc <= (\d+)", text)
+    dtypes = {"half_t": FP16, "bfloat16_t": BF16, "float": FP32}
+    assert {name for name, _, _ in found} == {*dtypes}
+    for (name, dtype), capability in product(
+        dtypes.items(), (3.7, 5.0, 6.1, 7.0, 7.5, 8.0, 8.6, 9.0, 10.3, 12.1, 13.0)
+    ):
+        has = any(kind == name and int(low) <= round(10 * capability) <= int(high) for kind, low, high in found)
+        assert attention._efficient(call(dtype, 64), capability) == has, (name, capability)
+
+
+def test_efficient_attention_takes_no_groups():
+    """Where torch learns it, its header and its shapes say so, and `attention._efficient` may take them."""
+    assert "supports_mqa" not in (TRANSFORMERS / "sdp_utils_cpp.h").read_text()
+    with internals.FakeTensorMode():
+        q, k, v = made(FP32, 4, 2, 64, 16)
+        out = internals.ATTENTION_EFFICIENT(q, k, v, None, True)[0]
+        with pytest.raises(RuntimeError, match="invalid gradient"):
+            out.sum().backward()
+
+
+@pytest.mark.gpu
+def test_the_card_that_is_here_takes_what_the_table_says():
+    capability, names = gpus.here().capability, {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
+    wrong = []
+    heads = (64, 66, 80, 128, 208, 256, 320)
+    for dtype, head, kv, mask, dropout in product((FP32, BF16, FP16), heads, (4, 2), (False, True), (0.0, 0.1)):
+        if mask and kv == 2:
+            continue  # transformers repeats heads under a mask
+        q, k, v = made(dtype, 4, kv, 64, head, device="cuda")
+        written = torch.ones(1, 1, 64, 64, dtype=torch.bool, device="cuda").tril() if mask else None
+        takes = torch._fused_sdp_choice(q, k, v, written, dropout, not mask, enable_gqa=kv != 4)
+        one = call(dtype, head, grouped=kv != 4, mask=mask, causal=not mask, dropout=dropout)
+        wrong += [(one, names[int(takes)])] * (kernel(one, capability) != names[int(takes)])
+    assert wrong == []
+
+
+# --- what each saves, and its scratch ---------------------------------------------------------------------------------
+
+
+def made(dtype, heads, groups, tokens, size, batch=1, device=None):
+    """query, key and value as models have them: (B, heads, T, D), lying in memory as (B, T, heads, D)."""
+    shapes = ((batch, tokens, n, size) for n in (heads, groups, groups))
+    return [torch.empty(s, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for s in shapes]
+
+
+def measured(capability, tensors, **more):
+    """Bytes that stay for backward, the result among them, and what backward takes beyond those and its gradient."""
+    with internals.FakeTensorMode(), card.kernels(True, capability), StorageTracker({}) as tracker:
+        q, k, v = made(*tensors)
+        given = tracker.now
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape != q.shape, **more)
+        saved, gradient = tracker.now - given, torch.empty_like(out)
+        before, tracker.phase = tracker.now, "backward"
+        out.backward(gradient)
+    return saved, highest(tracker.timeline())["backward"].total - before
+
+
+def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
+    """Rounded to 256 tokens and to a size of 96."""
+    out, numbers = 2 * batch * heads * tokens * size, 3 * 8
+    gradients = 2 * batch * tokens * size * (heads + 2 * groups)
+    scratch = 4 * batch * heads * 256 * 96 + 4 * batch * heads * 256 + 2 * out
+    return out + 4 * batch * heads * tokens + numbers, gradients + scratch
+
+
+def efficient_by_hand(batch=2, heads=4, tokens=72, size=24):
+    """Rounded to 96 tokens in forward, and to tiles of 64 x 64 in backward."""
+    out, numbers = 4 * batch * heads * tokens * size, 2 * 8
+    return out + 4 * batch * heads * 96 + numbers, 3 * out + 4 * batch * heads * tokens + 4 * batch * heads * 128 * 64
+
+
+def math_by_hand(batch=2, heads=4, groups=2, tokens=96, size=8):
+    """Saved: softmax, scaled query and key, value for every head. Backward: the gradients of softmax and scores; that
+    of the value takes the place of the value."""
+    scores, out = 4 * batch * heads * tokens**2, 4 * batch * heads * tokens * size
+    return scores + 3 * out + out, 2 * scores
+
+
+BY_HAND = {
+    FLASH: ((BF16, 4, 2, 160, 80, 2), flash_by_hand),
+    EFFICIENT: ((FP32, 4, 4, 72, 24, 2), efficient_by_hand),
+    MATH: ((FP32, 4, 2, 96, 8, 2), math_by_hand),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_is_saved_and_what_backward_takes_is_what_the_sources_say(name):
+    tensors, by_hand = BY_HAND[name]
+    assert measured(8.6, tensors) == by_hand()
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_wrong_kernel_saves_something_else(name, monkeypatch):
+    other = {FLASH: EFFICIENT, EFFICIENT: FLASH, MATH: FLASH}[name]
+    monkeypatch.setattr(attend, "kernel", lambda *_: other)
+    tensors, by_hand = BY_HAND[name]
+    if name == FLASH:  # the other kernel knows no groups
+        tensors, by_hand = tensors[:2] + tensors[1:2] + tensors[3:], partial(by_hand, groups=4)
+    saved, taken = measured(8.6, tensors)
+    assert saved != by_hand()[0] and taken != by_hand()[1]
+
+
+@pytest.mark.parametrize("name", [FLASH, EFFICIENT])
+def test_without_its_scratch_backward_would_take_less(name, monkeypatch):
+    monkeypatch.setattr(attend, "_while_backward", lambda *_: None)
+    tensors, by_hand = BY_HAND[name]
+    saved, taken = measured(8.6, tensors)
+    assert saved == by_hand()[0] and taken < by_hand()[1]
+
+
+def test_math_keeps_what_dropout_drops_and_a_byte_for_each():
+    tensors, _ = BY_HAND[MATH]
+    scores = 4 * 2 * 4 * 96**2
+    assert measured(8.6, tensors, dropout_p=0.1)[0] - measured(8.6, tensors)[0] == scores + scores // 4
+
+
+def test_scratch_of_models_that_people_have():
+    """In MiB, by hand: GPT-2 XL and Llama 3.1 8B under flash; 32 heads of many sizes under the memory-efficient one."""
+    mib = 2**20
+    with internals.FakeTensorMode():
+        gpt2, llama = made(BF16, 25, 25, 1024, 64, 4), made(BF16, 32, 8, 4096, 128)
+        assert attend.flash_scratch(*gpt2[:2]) == [25 * mib, 25 * mib // 64]
+        assert attend.flash_scratch(*llama[:2]) == [64 * mib, mib // 2, 32 * mib, 32 * mib]
+        assert attend.cudnn_scratch(*llama[:2]) == [64 * mib, mib // 2, 32 * mib, 32 * mib]
+        for size, wide, short in ((64, 32, 32), (80, 64, 76), (128, 64, 76), (192, 96, 120), (256, 128, 152)):
+            for dtype, expected in ((FP32, wide), (BF16, short)):
+                query = made(dtype, 32, 32, 4096, size)[0]
+                assert attend.efficient_scratch(query) == [mib // 2, expected * mib], (size, dtype)
+
+
+def test_a_mask_is_written_out_in_the_dtype_of_the_query_and_padded():
+    """In each layer: torch keeps its own copy. 20 tokens are padded to 24."""
+    with internals.FakeTensorMode(), card.kernels(True, 8.6), StorageTracker({}) as tracker:
+        q, k, v = made(BF16, 4, 4, 20, 16)
+        mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+        given = tracker.now
+        kept = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        saved = tracker.now - given
+    assert kept.shape == q.shape
+    assert saved == q.nbytes + 4 * 4 * 32 + 2 * 8 + 2 * 20 * 24  # result, sums of rows, random state, mask
+
+
+def test_heads_that_no_eight_divides_are_padded():
+    saved, _ = measured(8.6, (BF16, 4, 2, 160, 66, 2))
+    queries = 2 * 2 * 4 * 160 * 72  # and half as many of keys and of values
+    assert saved == queries + 2 * queries + 4 * 2 * 4 * 160 + 3 * 8
+
+
+def test_autocast_decides_the_dtype():
+    with internals.FakeTensorMode(), card.kernels(True, 8.6) as attention:
+        q, k, v = made(FP32, 4, 2, 64, 16)
+        with torch.autocast("cpu", dtype=BF16):
+            assert F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).dtype == BF16
+        assert attention.advice is None
+        assert F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).dtype == FP32
+        assert "float32" in attention.advice
+
+
+@pytest.mark.parametrize("capability, dropout, mask", [(8.6, 0.1, False), (8.6, 0.0, True), (9.0, 0.0, False)])
+def test_operations_are_counted_as_torch_counts_them(capability, dropout, mask):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flops = []
+
+    class Counts(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            flops.append(getattr(work_of(func, args, kwargs, out), "flops", 0))
+            return out
+
+    with internals.FakeTensorMode(), card.kernels(True, capability), Counts():
+        q, k, v = made(BF16, 4, 4, 64, 16)
+        masks = torch.ones(64, 64, dtype=torch.bool) if mask else None
+        with FlopCounterMode(display=False) as counter:
+            F.scaled_dot_product_attention(q, k, v, masks, dropout, is_causal=not mask).sum().backward()
+    assert sum(flops) == counter.get_total_flops() == 7 * 2 * 4 * 64 * 64 * 16
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability, mask", [(8.6, False), (8.6, True), (9.0, False)])
+@pytest.mark.parametrize("contexts, times", [(kept_results.contexts, 1), (None, 2)])
+def test_selective_checkpointing_keeps_attention_whatever_its_kernel(capability, mask, contexts, times):
+    """As on a card: these operators are those that a card's attention ends in. Dropout makes it draw numbers."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            heads = self.linear(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            written = torch.ones(32, 32, dtype=torch.bool) if mask else None
+            out = F.scaled_dot_product_attention(heads, heads, heads, written, 0.125, is_causal=not mask)
+            return F.gelu(self.linear(out.transpose(1, 2).flatten(2)))
+
+    seen = []
+
+    class See(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with internals.FakeTensorMode(), card.kernels(True, capability), See():
+        block = Block()
+        Alone(block, **({"contexts": contexts} if contexts else {}))
+        block(torch.empty(2, 32, 64, requires_grad=True)).sum().backward()
+    assert sum(func in internals.ATTENTION for func in seen) == times
+    assert sum(func in internals.ATTENTION_BACKWARD for func in seen) == 1
+
+
+def traced(config, *typed, capability=8.6, on_card=True):
+    cfg = OmegaConf.create(OmegaConf.to_container(config(*typed), resolve=True))
+    return trace(cfg, on_card, capability=capability)
+
+
+LLAMA = [*MODELS["llama"], "seq_len=128", "batch_size=2", "optim=sgd", "loss=chunked"]
+
+
+@pytest.mark.parametrize("checkpointing, layers", [("none", 2), ("offload", 1)])
+def test_grouped_heads_in_fp32_hold_every_product_of_tokens(config, checkpointing, layers):
+    """The same model in bf16 has a kernel that does not. What a layer holds of them stays or is made again."""
+    typed = [*LLAMA, f"gradient_checkpointing={checkpointing}"]
+    wide, short = (traced(config, *typed, f"precision={precision}") for precision in ("tf32", "bf16"))
+    assert wide.advice and short.advice is None
+    heads = config(*LLAMA).model.architecture.num_attention_heads
+    scores = 4 * 2 * heads * 128**2
+    attention, sizes = layers * scores + 2 * scores, {}
+    for name, one in (("wide", wide), ("short", short)):
+        sizes[name] = max(point.total for point in one.phases.values())
+    assert sizes["wide"] - sizes["short"] > 0.9 * attention
+    assert "a mask" not in wide.advice and "share" in wide.advice
+
+
+def test_a_cpu_and_eager_attention_are_left_as_they_are(config):
+    eager = [traced(config, *LLAMA, "model.attention=eager", capability=c) for c in (7.5, 8.6)]
+    assert eager[0].phases == eager[1].phases and eager[0].advice is None
+    assert traced(config, *LLAMA, on_card=False).advice is None
+
+
+def test_what_to_type_is_what_this_card_has_a_kernel_for():
+    cures = {
+        (FP32, 64, True, 8.6): "type precision=bf16.",
+        (BF16, 64, False, 7.5): "type precision=16.",
+        (FP16, 66, False, 7.5): "type precision=32.",
+        (FP32, 64, True, 7.5): "no precision helps.",
+    }
+    for (dtype, head, grouped, capability), cure in cures.items():
+        said = attention.advice(call(dtype, head, grouped=grouped), capability)
+        assert said.endswith(cure) and said.count(". ") == 0, said
+    assert attention.advice(call(BF16, 64, grouped=True), 8.6) is None
+
+
+def test_run_and_plan_say_it_once(config, monkeypatch, caplog):
+    monkeypatch.setattr(gpus, "here", lambda: Card(8 * GIB, "a card in mind", capability=8.6))
+    said = {}
+    for precision in ("tf32", "bf16"):
+        caplog.clear()
+        cfg = config(*LLAMA, "device=cuda", "plan=check", f"precision={precision}")
+        with caplog.at_level("INFO"):
+            prediction = at_start.checked(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), [])
+        said[precision] = [line for line in caplog.messages if "math kernel" in line]
+        plan = Plan([Recipe((), prediction, 1.0)] * 2, None, None, 1)
+        for shown in (table.of_plan(plan, [], 9), table.of_prediction(prediction, None, None)):
+            assert [line for line in shown.splitlines() if "math kernel" in line] == said[precision]
+    assert len(said["tf32"]) == 1 and "type precision=bf16" in said["tf32"][0] and said["bf16"] == []

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.runner import measure, write
@@ -27,10 +28,12 @@ def row(model: str, card: str) -> dict:
 
     folder = os.environ["ROW_FOLDER"]
     sys.argv = ["plan.py", f"model={model}", f"gpu={card}GiB", f"ram={RAM}GiB", f"hydra.run.dir={folder}"]
-    cli.start(plan.main)
+    with suppress(SystemExit):  # where nothing fits
+        cli.start(plan.main)
     written = json.loads((Path(folder) / "plan.json").read_text())
     first = written["recipes"][0]
-    keys = ("overrides", "fits", "device_need_bytes", "device_peak_bytes", "host_peak_bytes", "peak_phase")
+    keys = ("overrides", "changes", "fits", "device_need_bytes", "reserved_peak_bytes", "device_peak_bytes")
+    keys += ("host_peak_bytes", "peak_phase")
     return {key: first[key] for key in keys} | {
         "seconds": written["seconds"],
         "recipes": len(written["recipes"]),
@@ -40,10 +43,10 @@ def row(model: str, card: str) -> dict:
 
 def table(found: dict) -> str:
     lines = [
-        f"The host has {RAM} GiB. Device: what CUDA's allocator is predicted to reserve, and half a GiB assumed for "
-        "the context; 2 % of each card is kept free. None of these was run on a card.",
+        f"The host has {RAM} GiB. Device: the smallest card that works, half a GiB assumed for the context; 2 % of each "
+        "card is kept free. None of these was run on a card.",
         "",
-        "| model | card | the fastest recipe that fits | device GiB | host GiB | peak in | that fit | s to plan |",
+        "| model | card | the fastest recipe that fits | changes | device GiB | host GiB | that fit | s to plan |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, (one,) in found.items():
@@ -52,7 +55,8 @@ def table(found: dict) -> str:
         recipe = f"`{recipe}`" if one["fits"] else f"none; the smallest: `{recipe}`"
         bytes_of = [f"{one[key] / GIB:.1f}" for key in ("device_need_bytes", "host_peak_bytes")]
         fitting = f"{one['fitting']} of {one['recipes']}"
-        cells = [model, card, recipe, *bytes_of, one["peak_phase"], fitting, f"{one['seconds']:.0f}"]
+        changes = ", ".join(one["changes"]) or "nothing"
+        cells = [model, card, recipe, changes, *bytes_of, fitting, f"{one['seconds']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

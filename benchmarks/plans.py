@@ -43,8 +43,8 @@ def row(model: str, card: str) -> dict:
 
 def table(found: dict) -> str:
     lines = [
-        f"The host has {RAM} GiB. Device: the smallest card that works, half a GiB assumed for the context; 2 % of each "
-        "card is kept free. None of these was run on a card.",
+        f"The host has {RAM} GiB. Device: the smallest card that works, half a GiB of it assumed for the context; 2 % "
+        "of each card is kept free. None of these was run on a card.",
         "",
         "| model | card | the fastest recipe that fits | changes | device GiB | host GiB | that fit | s to plan |",
         "|---|---|---|---|---|---|---|---|",

@@ -23,6 +23,7 @@ EVERY = {
     "architectures": "every causal family of transformers under the techniques that reach into a model",
     "plan_error": "predicted over measured",
     "plan_time": "counted times beside a stopwatch's",
+    "published": "peaks that other projects measured on cards, beside the plan's",
     "plans": "what the planner chooses for known models and cards",
     "pages": "the tables of docs/, from what the others left",
 }

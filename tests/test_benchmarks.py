@@ -1,9 +1,20 @@
 """What the benchmarks stand on: loops that take turns, and the same mathematics in every one of them."""
 
+import dataclasses
+import json
+import re
+import statistics
+
 import pytest
-from benchmarks import turns
+import torch
+from benchmarks import published, turns
 from benchmarks.loops import RECIPES
+from benchmarks.runner import RESULTS
 from benchmarks.side_by_side import LOOPS
+from transformers import AutoModelForCausalLM
+
+from lowmem.model import architecture_of
+from lowmem.overrides import composed
 
 # A loop of as many steps as it is told. It writes down when each of its steps begins and ends.
 COUNTING = """
@@ -109,3 +120,46 @@ print(json.dumps(loops.plain("adafactor", "tiny")))
     rows = {"wrong": ["-c", wrong], "plain": ["-m", "benchmarks.loops", "plain", "adafactor", "tiny"]}
     found = turns.together(rows)
     assert found["wrong"]["losses"] != found["plain"]["losses"]
+
+
+def test_every_published_figure_says_where_it_stands_and_in_what():
+    assert len(published.ALL) >= 10
+    for one in published.ALL:
+        assert one.url.startswith("https://github.com/") and re.fullmatch("[0-9a-f]{40}", one.commit), one.name
+        assert one.unit in ("GB", "GiB") and one.measure in ("allocated", "active", "reserved"), one.name
+        assert one.card and one.differs and one.bytes > 10**9, one.name
+    assert len({one.name for one in published.ALL}) == len({one.figure for one in published.ALL}) == len(published.ALL)
+
+
+def test_what_was_published_is_what_was_compared_and_within_what_is_asked():
+    found = json.loads((RESULTS / "published.json").read_text())["figures"]
+    assert {name: tuple(of["overrides"]) for name, of in found.items()} == {o.name: o.overrides for o in published.ALL}
+    assert {name: of["published_bytes"] for name, of in found.items()} == {
+        o.name: round(o.bytes) for o in published.ALL
+    }
+    errors = sorted(abs(published.error(of)) for of in found.values())
+    assert statistics.median(errors) <= 0.05 and errors[-1] <= 0.12
+
+
+@pytest.mark.parametrize(
+    "wrong", [(), ("gradient_checkpointing=every_layer",), ("seq_len=900",)], ids=("right", "checkpointed", "shorter")
+)
+def test_a_published_peak_is_predicted_and_a_wrong_setting_is_found_out(wrong):
+    """The smallest of them: a GPT-2 of 163M parameters, its head not tied, on an A100."""
+    (one,) = (one for one in published.ALL if "7. flash" in one.name)
+    asked = dataclasses.replace(one, overrides=(*one.overrides, *wrong))
+    assert (abs(published.predicted(asked) / one.bytes - 1) <= 0.05) == (not wrong)
+
+
+# of each project's model, where it says so itself or a published config does
+COUNTED = {"TinyLlama": 1_100_048_384, "Qwen2.5": 2_022_229_504, "StableCode": 566_369_280, "in the book": 163_009_536}
+COUNTED |= {"5 x 2048 packed": 3_212_749_824, "Llama 2 7B": 6_738_415_616, "Llama 2 1B": 1_004_348_928}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
+    (one,) = (one for one in published.ALL if name in one.name)
+    cfg = composed(one.overrides)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(architecture_of(cfg))
+    assert sum(p.numel() for p in theirs.parameters()) == COUNTED[name]

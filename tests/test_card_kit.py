@@ -18,6 +18,8 @@ from benchmarks.card.kit import Kit
 
 from conftest import ROOT
 from lowmem.errors import Refused
+from lowmem.overrides import composed
+from lowmem.settings import Settings
 from lowmem.units import GIB
 
 STAGES = (
@@ -358,6 +360,22 @@ def test_every_stage_has_its_time_and_no_case_more_than_it():
         for size in SIZES.values():
             assert all(isinstance(c, Case) and c.seconds <= module.STAGE.seconds for c in module.cases(size).values())
     assert len(memory.recipes()) >= 12
+
+
+def test_one_recipe_has_no_kernel_but_the_one_that_holds_attentions_scores():
+    """Grouped heads in fp32, no block computed again, sequences at which the scores are a large part."""
+    cfg = composed(memory.recipes()["llama: precision=32, 2 x 1024"])
+    heads = cfg.model.architecture
+    assert cfg.weights_dtype == "float32" and Settings(cfg).multiplies_in == "float32" and cfg.seq_len == 1024
+    assert heads.num_key_value_heads < heads.num_attention_heads and not Settings(cfg).checkpointing.saves
+
+
+def test_all_three_sizes_are_compared_and_what_could_not_be_measured_is_left_out():
+    one = {"predicted": {"device_peak": 99, "reserved_peak": 110, "smallest_cap": 102}, "phases": {}}
+    said = memory.says({"a": one | {"allocated": 100, "reserved": 100, "smallest_cap": 100}})
+    assert "live predicted -1.0% to -1.0%" in said and "reserved predicted +10.0%" in said
+    assert "smallest cap predicted +2.0% to +2.0% of measured" in said
+    assert "smallest" not in memory.says({"a": one | {"allocated": 100, "reserved": 100, "smallest_cap": None}})
 
 
 def test_the_link_and_the_products_are_measured(here):

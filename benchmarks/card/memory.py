@@ -1,7 +1,7 @@
 """Stage 3: what was predicted beside what a card holds, and the least that it can be made to work in.
 
-Twelve recipes and two with bitsandbytes, most of them those of benchmarks/plan_error.py: live bytes by phase, what the
-allocator reserves, and the smallest cap (`set_per_process_memory_fraction`) under which two steps and an evaluation
+Thirteen recipes and two with bitsandbytes, most of them those of benchmarks/plan_error.py: live bytes by phase, what
+the allocator reserves, and the smallest cap (`set_per_process_memory_fraction`) under which two steps and an evaluation
 still work, each try in a process of its own. Then: whether paged state leaves the allocator's memory, also after
 `resume=`; what a run says that dies of memory; and whether the allocator's snapshots can be read.
 """
@@ -27,12 +27,15 @@ PHASES = ("forward", "backward", "step", "evaluation")
 
 
 def recipes() -> dict[str, list[str]]:
-    """Name -> what is typed: the preset's techniques, what is shipped, and each mixed recipe of plan_error.py once."""
+    """Name -> what is typed: the preset's techniques, what is shipped, each mixed recipe of plan_error.py once, and one
+    for which torch has no kernel but the one that holds attention's scores: grouped heads in fp32."""
     rows = plan_error.rows()
     mixed = [name for name in rows if ": precision=" in name][::2]
     wanted = ("(as shipped)", *mixed, "llama: 1 x 1024", "qwen3: 16 x 64")
     preset = [*plan_error.GPT2, *plan_error.USUAL, *PRESET]
-    return {"gpt2: the preset's techniques": preset} | {name: rows[name] for name in wanted}
+    scores = [*plan_error.LLAMA, *plan_error.sized(2, 1024), "precision=32"]
+    found = {"gpt2: the preset's techniques": preset} | {name: rows[name] for name in wanted}
+    return found | {"llama: precision=32, 2 x 1024": scores}
 
 
 def cases(size: Size) -> Mapping[str, Case]:
@@ -205,15 +208,15 @@ def asked_by(file: Path, package: str) -> bool:
 def says(results: Mapping[str, dict]) -> str:
     measured = [one for one in results.values() if "phases" in one]
     parts = []
-    for what, key in (("live", "allocated"), ("reserved", "reserved")):
-        off = [one["predicted"][PREDICTED[key]] / one[key] - 1 for one in measured if one[key]]
+    for what, key in (("live", "allocated"), ("reserved", "reserved"), ("smallest cap", "smallest_cap")):
+        off = [one["predicted"][PREDICTED[key]] / one[key] - 1 for one in measured if one.get(key)]
         if off:
             parts.append(f"{what} predicted {min(off):+.1%} to {max(off):+.1%} of measured")
     wrong = [name for name, one in results.items() if not one.get("right", True)]
     return ", ".join(parts) + (f"; not right: {', '.join(wrong)}" if wrong else "")
 
 
-PREDICTED = {"allocated": "device_peak", "reserved": "reserved_peak"}
+PREDICTED = {"allocated": "device_peak", "reserved": "reserved_peak", "smallest_cap": "smallest_cap"}
 
 
 def table(results: Mapping[str, dict]) -> str:

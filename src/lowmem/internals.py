@@ -139,5 +139,5 @@ def cpu_multiplies_in(name: str) -> bool:
 
 def tensors_count_as_real() -> AbstractContextManager:
     """transformers takes tensors without memory for a graph that is recorded for later, and writes every mask out.
-    Instead: a way to tell it that nothing is recorded."""
-    return patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)
+    Instead: a way to tell it that nothing is recorded. A mock in its place would hold all tensors it is asked about."""
+    return patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False)

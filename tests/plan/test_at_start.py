@@ -17,8 +17,7 @@ def test_predicted_stands_beside_measured(command, tmp_path):
     assert code == 0 and "predicted / measured" in said
     for phase in ("forward", "backward", "step", "evaluation"):
         predicted = summary["predicted"]["phases"][phase]["device"]
-        inputs = 4 * 16 * 8  # a fake tensor is copied by `.to(device)`
-        assert predicted - inputs == summary["peak_bytes_by_phase"][phase]["device"], phase
+        assert predicted == summary["peak_bytes_by_phase"][phase]["device"], phase
     libraries = summary["predicted"]["host_bytes_by_category"]["libraries"]
     assert libraries == summary["rss_before_model_bytes"]
 

@@ -292,9 +292,6 @@ class Steady(Callback):
         self.shapes.phase = "backward"
 
     def on_after_backward(self, *_) -> None:
-        self.shapes.phase = "forward"
-
-    def on_before_optimizer_step(self, *_) -> None:
         self.shapes.phase = "step"
 
     def on_train_batch_end(self, *_) -> None:

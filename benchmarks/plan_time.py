@@ -46,18 +46,16 @@ def row(name: str) -> dict:
 
 def counted() -> dict[str, float]:
     """The planner's seconds of each recipe."""
-    from lowmem.instantiate import instantiate
     from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.plan.machine import machine
     from lowmem.plan.trace import trace
+    from lowmem.plan.window import of_trace
 
     here, found = machine(on_card=False), {}
     for name in RECIPES:
         cfg = resolved(composed(typed(name)), on_card=False)
-        shapes = trace(cfg, on_card=False)
-        seconds = here.seconds(shapes.work, ("forward", "backward"))
-        found[name] = here.window(cfg, shapes, seconds, instantiate(cfg.accumulation).largest)
+        found[name] = of_trace(here, cfg, trace(cfg, on_card=False)).seconds
     return found
 
 

@@ -17,6 +17,7 @@ from lowmem.memory.tracker import Point
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
+from lowmem.plan.window import PASSES, STEP, seconds, window
 from lowmem.settings import Settings
 from lowmem.units import CATEGORIES
 
@@ -72,8 +73,10 @@ class Derivation:
             "step": _step(passes, parameters),
             "evaluation": _evaluation(passes, parameters, derived),
         }
-        pass_seconds = passes.at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
-        return derived, self.machine.window(cfg, derived, pass_seconds, batches)
+        taken = _taken(self.machine, passes, parameters)
+        if not leave:  # each micro-batch but the first adds its gradients to those that are there
+            taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
+        return derived, window(self.machine, cfg, derived, taken, batches).seconds
 
     def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
@@ -216,6 +219,12 @@ def _line(points: Mapping[int, float], x: int) -> float:
 def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host: int) -> Point:
     held = {"weights": weights, "gradients": gradients, "optimizer": state, "activations": rest}
     return Point(phase, dict.fromkeys(CATEGORIES, 0) | held, host)
+
+
+def _taken(machine: Machine, passes: Corners, parameters: Corners) -> dict[str, float]:
+    """Seconds of each phase of a trace's work."""
+    corners = dict.fromkeys(PASSES, passes) | dict.fromkeys(STEP, parameters)
+    return {phase: of.at(lambda t, phase=phase: seconds(machine, t, phase)) for phase, of in corners.items()}
 
 
 def _pinned(passes: Corners) -> list[int]:

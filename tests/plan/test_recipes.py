@@ -1,6 +1,7 @@
 """Recipes: derived from small traces as exactly as if each were traced, ranked, and only what may be changed is."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,6 +14,7 @@ from lowmem.plan.derive import Derivation, bilinear
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import needs
 from lowmem.plan.trace import trace
+from lowmem.plan.window import of_trace
 from lowmem.plan.work import Work
 from lowmem.techniques import techniques
 
@@ -38,7 +40,7 @@ RECIPES = [
 
 
 def machine():
-    return Machine("a card", steps={}, **gpus.named(gpus.REFERENCE).rates)
+    return Machine("a card", **gpus.named(gpus.REFERENCE).rates)
 
 
 def card(size, **said):
@@ -65,12 +67,15 @@ def composed(config):
 
 @pytest.mark.parametrize("ways", [RECIPES[::4], pytest.param(RECIPES, marks=pytest.mark.slow)])
 def test_derived_recipes_are_those_that_are_traced(composed, ways):
-    derivation = Derivation(composed, DEPTH, (1, 8), True, machine())
+    rates = replace(machine(), overhead=0.0)
+    derivation = Derivation(composed, DEPTH, (1, 8), True, rates)
     for way in ways:
         recipe = as_override(*way)
         cfg = composed(recipe)
-        derived = needs(derivation.trace(recipe, cfg)[0], cfg, True, 0)
-        traced = needs(trace(cfg, on_card=True), cfg, True, 0)
+        shapes, seconds = derivation.trace(recipe, cfg)
+        itself = trace(cfg, on_card=True)
+        assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01), way
+        derived, traced = (needs(found, cfg, True, 0) for found in (shapes, itself))
         for phase, need in traced.phases.items():
             # to the byte where a place is linear in depth and batch; scalars and rounded rates make the rest
             assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), (way, phase)

@@ -9,6 +9,7 @@ was counted: the median of the last runs counts, with two more that were as coun
 """
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from lowmem.memory.process import processor
 from lowmem.plan.work import Work
 from lowmem.precision.widened import widened
 
-CACHE = Path("~/.cache/lowmem").expanduser()
+CACHE = Path(os.environ.get("LOWMEM_RATES", "~/.cache/lowmem")).expanduser()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RATES = 3  # raise it when what is measured changes: older files are then not read
 KEPT = timedelta(days=7)

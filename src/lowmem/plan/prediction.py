@@ -48,6 +48,7 @@ class Prediction:
     on_card: bool
     estimate: str | None = None  # why it is one
     beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
+    shapes: Trace | None = None  # whose work tells the time
 
     @property
     def device_peak(self) -> int:
@@ -191,6 +192,7 @@ def needs(
         parameters=shapes.parameters,
         on_card=on_card,
         beside=beside if on_card else 0,
+        shapes=replace(shapes, events=[], places={}),
     )
 
 

@@ -23,9 +23,16 @@ from lowmem.settings import Settings
 MATRIX = (1024, 4096)  # like those of a model
 
 
+def knows_update(machine: Machine, cfg: DictConfig) -> bool:
+    """Whether nothing has to be timed: what a card updates is counted alone."""
+    if machine.link is not None and not Settings(cfg).masters:
+        return True
+    return _kind(cfg) in (machine.host or machine).updates
+
+
 def pace_of_update(machine: Machine, cfg: DictConfig) -> float:
     """Args: machine: this one's processors."""
-    kind = f"{cfg.optim._target_} of {_updated_as(cfg)}"
+    kind = _kind(cfg)
     if kind not in machine.updates:
         quiet = not others_compute("cpu")
         machine.updates[kind] = timed(cfg) / counted(machine, cfg)
@@ -73,9 +80,10 @@ def _update(cfg: DictConfig, make: MakeOptimizer) -> Iterator[Callable[[], None]
         plugin.teardown()
 
 
-def _updated_as(cfg: DictConfig) -> str:
-    """What an update's time depends on besides the optimizer: whether masters are stepped, or fp32 weights, or 16 bits
-    that are widened and rounded."""
-    if Settings(cfg).masters:
-        return "masters"
-    return "float32" if cfg.weights_dtype == "float32" else cfg.trainer.plugins.precision._target_
+def _kind(cfg: DictConfig) -> str:
+    """What an update's time depends on: the optimizer, and whether it steps masters, or fp32 weights, or 16 bits that
+    are widened and rounded."""
+    held = "masters" if Settings(cfg).masters else "float32"
+    if cfg.weights_dtype != "float32":
+        held = cfg.trainer.plugins.precision._target_
+    return f"{cfg.optim._target_} of {held}"

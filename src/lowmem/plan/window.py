@@ -14,10 +14,11 @@ from omegaconf import DictConfig
 
 from lowmem.plan.machine import Machine
 from lowmem.plan.trace import Trace
-from lowmem.plan.update import pace_of_update
+from lowmem.plan.update import knows_update, pace_of_update
 from lowmem.settings import Settings
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
+LONG = 0.1  # seconds of a step: in a shorter one the training loop itself takes its part
 HALF = 2  # bytes of a gradient, and of a weight, that travels
 
 
@@ -73,6 +74,23 @@ def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
         hidden = max(forward, offloaded)
         step = taken["step"] + max(first, _beyond(hidden, update), _beyond(hidden, travel))
     return Window(passes, micro_batches * waits, step)
+
+
+def refine(machine: Machine, cfg: DictConfig, shapes: Trace, measured: float) -> float | None:
+    """The machine learns from a run how long passes of its dtype take: what of a step is not counted for transfers or
+    the update is taken to be theirs.
+
+    Args: measured: seconds of a step.
+
+    Returns: those that were counted; None: it is not known what such an update takes here.
+    """
+    if not knows_update(machine, cfg):
+        return None
+    counted, kind = of_trace(machine, cfg, shapes), Settings(cfg).multiplies_in
+    if measured >= LONG:
+        rest = measured - counted.transfers - counted.step
+        machine.learn(kind, rest / (counted.passes / machine.pace(kind)))
+    return counted.seconds
 
 
 def _beyond(hidden: float, whole: float) -> float:

@@ -43,6 +43,7 @@ class Derivation:
 
     def __post_init__(self) -> None:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
+        self._counted: dict[int, Mapping[str, float]] = {}  # by id of a trace
         self._errors: dict[str, float] = {}  # at THIRD, by checkpointing
 
     def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
@@ -73,10 +74,17 @@ class Derivation:
             "step": _step(passes, parameters),
             "evaluation": _evaluation(passes, parameters, derived),
         }
-        taken = _taken(self.machine, passes, parameters)
+        taken = {phase: passes.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in PASSES}
+        taken |= {phase: parameters.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in STEP}
         if not leave:  # each micro-batch but the first adds its gradients to those that are there
             taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
         return derived, window(self.machine, cfg, derived, taken, batches).seconds
+
+    def _seconds(self, shapes: Trace) -> Mapping[str, float]:
+        """Counted once for all recipes that share a trace, which `_corners` keeps."""
+        if id(shapes) not in self._counted:
+            self._counted[id(shapes)] = seconds(self.machine, shapes)
+        return self._counted[id(shapes)]
 
     def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
@@ -219,12 +227,6 @@ def _line(points: Mapping[int, float], x: int) -> float:
 def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host: int) -> Point:
     held = {"weights": weights, "gradients": gradients, "optimizer": state, "activations": rest}
     return Point(phase, dict.fromkeys(CATEGORIES, 0) | held, host)
-
-
-def _taken(machine: Machine, passes: Corners, parameters: Corners) -> dict[str, float]:
-    """Seconds of each phase of a trace's work."""
-    corners = dict.fromkeys(PASSES, passes) | dict.fromkeys(STEP, parameters)
-    return {phase: of.at(lambda t, phase=phase: seconds(machine, t, phase)) for phase, of in corners.items()}
 
 
 def _pinned(passes: Corners) -> list[int]:

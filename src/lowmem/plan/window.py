@@ -34,17 +34,18 @@ class Window(NamedTuple):
         return sum(self)
 
 
-def seconds(machine: Machine, shapes: Trace, phase: str) -> float:
-    """Of a trace's operators in a phase, on the side where they are."""
-    on_host = shapes.steps_on_host and phase in STEP
-    where = machine.host if on_host and machine.host else machine
-    return sum(where.operator(work) * times for (of, work), times in shapes.work.items() if of == phase)
+def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
+    """By phase, of a trace's operators, on the side where they are."""
+    host = machine.host if shapes.steps_on_host and machine.host else machine
+    taken = dict.fromkeys((*PASSES, *STEP), 0.0)
+    for (phase, work), times in shapes.work.items():
+        taken[phase] += times * (machine if phase in PASSES else host).operator(work)
+    return taken
 
 
 def of_trace(machine: Machine, cfg: DictConfig, shapes: Trace) -> Window:
     """Of a run that was traced as it is."""
-    taken = {phase: seconds(machine, shapes, phase) for phase in (*PASSES, *STEP)}
-    return window(machine, cfg, shapes, taken, Settings(cfg).windows.largest)
+    return window(machine, cfg, shapes, seconds(machine, shapes), Settings(cfg).windows.largest)
 
 
 def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:

@@ -15,6 +15,7 @@ from math import nan
 from pathlib import Path
 from statistics import median
 
+from lowmem.memory.process import processor
 from lowmem.report.summary import versions
 
 ROOT = Path(__file__).parents[1]
@@ -79,15 +80,7 @@ def ratio(found: Mapping[str, Sequence[Mapping]], one: str, other: str, key: str
 
 
 def machine() -> dict[str, object]:
-    model = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    return {"processor": model, "cores": os.cpu_count(), "system": platform.system(), "versions": versions()}
-
-
-def _lines(file: str) -> list[str]:
-    return Path(file).read_text().splitlines() if Path(file).exists() else []
+    return {"processor": processor(), "cores": os.cpu_count(), "system": platform.system(), "versions": versions()}
 
 
 def write(name: str, result: Mapping, table: str) -> None:

@@ -157,8 +157,9 @@ def same_seed():
 
 @pytest.fixture(autouse=True)
 def no_rates_are_kept(tmp_path_factory, monkeypatch):
-    """What a busy machine that runs tests can do is not what the next plan should count with."""
+    """What a busy machine that runs tests can do is not what the next plan should count with, nor a child's."""
     monkeypatch.setattr("lowmem.plan.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
+    monkeypatch.setenv("LOWMEM_RATES", str(tmp_path_factory.getbasetemp() / "rates"))
 
 
 @pytest.fixture

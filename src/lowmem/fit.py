@@ -66,6 +66,8 @@ def fit(
             if wanted.work == "export":
                 summary |= summary_of(wanted.saved)
             if wanted.work == "train":
+                if prediction:
+                    summary["predicted"]["seconds_per_step"] = at_start.refined(cfg, prediction, training.metrics)
                 _picture(training, cfg, output_dir, summary, choices)
             _report(training, output_dir, summary)
             training.stop.waits_no_longer(summary["interrupted"])

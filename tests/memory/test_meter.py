@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lowmem.memory.ledger import PHASES
 from lowmem.memory.meter import MemoryMeter, curve, is_compiled
+from lowmem.precision.master import HostMasters
 from lowmem.precision.plugin import FullPrecision
 from lowmem.units import CATEGORIES
 from made_up import Allocator
@@ -57,6 +59,35 @@ def test_categories_add_up_and_are_the_sizes_of_the_objects(rows):
     assert int(steady["step"]["activations_bytes"]) < 0.05 * int(steady["backward"]["activations_bytes"])
     assert int(steady["evaluation"]["activations_bytes"]) < int(steady["backward"]["activations_bytes"])
     assert int(steady["evaluation"]["gradients_bytes"]) == 0
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-master"])
+def test_what_is_computed_again_is_backward_and_the_step_begins_where_it_ends(fit, monkeypatch, precision):
+    """Also with masters, whose gradients are still on their way to the host then."""
+    meters, seen, started = [], [], MemoryMeter.on_train_start
+
+    def start(self, *arguments):
+        meters.append(self)
+        started(self, *arguments)
+
+    def told(owner, name, what):
+        original = getattr(owner, name)
+
+        def call(*arguments, **keywords):
+            if arguments[0].__class__ is not GPT2Block or arguments[0].training:
+                seen.append((what, meters[0]._phase))
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, call)
+
+    monkeypatch.setattr(MemoryMeter, "on_train_start", start)
+    told(GPT2Block, "forward", "block")
+    for plugin in (FullPrecision, HostMasters):
+        told(plugin, "unscale", "unscale")
+    two = ("accumulation=fixed", "accumulation.batches=2", "gradient_checkpointing=every_layer", "max_steps=1")
+    fit(*two, f"precision={precision}")
+    micro_batch = [("block", "forward")] * 2 + [("block", "backward")] * 2
+    assert seen == [*micro_batch, *micro_batch, ("unscale", "step")]
 
 
 def test_resident_memory_is_at_least_what_is_alive(rows):

@@ -3,12 +3,14 @@
 import csv
 import json
 import re
+from datetime import date
 
 import pytest
 import torch
 
 from lowmem import build
 from lowmem.memory import process
+from lowmem.plan import machine, window
 
 
 def test_predicted_stands_beside_measured(command, tmp_path):
@@ -123,3 +125,22 @@ def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command, tmp_
 def test_fit_is_a_size_or_a_word(command, value):
     code, said = command(f"plan={value}")
     assert code == 1 and f"plan={value}: give a size such as 12GiB" in said and "Or one of check, auto, off." in said
+
+
+def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_path):
+    """Of this machine, if some are; a run of a few steps tells nothing, and what it was predicted to take is said."""
+    monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
+    monkeypatch.setattr(window, "LONG", 0.0)
+
+    def counted(steps):
+        summary, _ = fit("plan=check", f"max_steps={steps}", folder=f"of {steps} steps")
+        return summary["predicted"]["seconds_per_step"]
+
+    assert counted(14) is None and not machine.CACHE.exists()
+    rates = machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat())
+    rates.save()
+    assert counted(15) is None  # what an update takes is not known, and not measured then
+    rates.updates["torch.optim.AdamW of float32"] = 1.0
+    rates.save()
+    assert counted(5) is None and not machine.kept(False).runs
+    assert counted(16) > 0 and len(machine.kept(False).runs["float32"]) == 1

@@ -1,6 +1,9 @@
 """The rates of a machine: what measuring them leaves behind."""
 
+import json
+import time
 import weakref
+from datetime import date, timedelta
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ def test_what_was_measured_with_is_given_back_to_the_card(monkeypatch, kept):
         return found
 
     monkeypatch.setattr(torch, "ones", watched)
-    monkeypatch.setattr(machine, "_seconds", lambda call, device: (call(), 1.0)[1])
+    monkeypatch.setattr(machine, "fastest", lambda call, device: (call(), 1.0)[1])
     monkeypatch.setattr(machine, "_rates", lambda device: rates("cpu"))
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: given_back.append(not any(one() is not None for one in made))
@@ -37,7 +40,7 @@ def test_a_card_with_a_name_has_its_own_rates(monkeypatch):
     """Also where another is here; a bare size has those of the one that is here, or else of the reference."""
     monkeypatch.setattr(machine, "measured", lambda name, device: machine.Machine(f"measured-{device}", {}, 1.0, 1.0))
     monkeypatch.setattr(machine, "_file", lambda name: machine.CACHE / "no such folder" / name)
-    monkeypatch.setattr(machine.Machine, "save", lambda self: None)
+    monkeypatch.setattr(machine, "others_compute", lambda device: True)
     monkeypatch.setattr(machine, "_name", lambda on_card: "any")
     reference, size = gpus.named(gpus.REFERENCE).rates, gpus.card("12GiB")
     for here in (False, True):
@@ -51,3 +54,73 @@ def test_a_card_with_a_name_has_its_own_rates(monkeypatch):
     assert machine.machine(True, size).flops == machine.machine(True).flops == reference["flops"]
     fast = machine.machine(True, size, "tensorfloat32").flops
     assert fast == reference["flops"] | {"float32": reference["flops"]["tensorfloat32"]} != reference["flops"]
+
+
+@pytest.fixture
+def measurements(monkeypatch, tmp_path):
+    """What is measured of a made-up machine, each time it is."""
+    made = []
+
+    def measured(name, device):
+        made.append(machine.Machine(name, {"float32": 1.0 + len(made)}, 1.0, 1.0))
+        return made[-1]
+
+    monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
+    monkeypatch.setattr(machine, "measured", measured)
+    monkeypatch.setattr(machine, "others_compute", lambda device: False)
+    return made
+
+
+def days_later(monkeypatch, days):
+    class Later(date):
+        @classmethod
+        def today(cls):
+            return date.today() + timedelta(days=days)
+
+    monkeypatch.setattr(machine, "date", Later)
+
+
+@pytest.mark.parametrize(("days", "again"), [(0, False), (6, False), (7, True), (400, True)])
+def test_rates_are_kept_for_a_week(measurements, monkeypatch, days, again):
+    first = machine.machine(False)
+    (file,) = machine.CACHE.iterdir()
+    said = json.loads(file.read_text())
+    assert said["measured_on"] == date.today().isoformat()
+    for part in (f"{torch.get_num_threads()}-threads", f"torch-{torch.__version__}", *machine.processor().split()):
+        assert part.strip("()") in file.name
+    days_later(monkeypatch, days)
+    assert (machine.machine(False).flops != first.flops) == again and len(measurements) == 1 + again
+
+
+@pytest.mark.parametrize("when", [("before",), ("after",)])
+def test_what_was_measured_while_others_computed_is_used_and_not_kept(measurements, monkeypatch, when):
+    answers = iter([True] if when == ("before",) else [False, True])
+    monkeypatch.setattr(machine, "others_compute", lambda device: next(answers))
+    assert machine.machine(False).flops == {"float32": 1.0} and not machine.CACHE.exists()
+    monkeypatch.setattr(machine, "others_compute", lambda device: False)
+    assert machine.machine(False).flops == machine.machine(False).flops == {"float32": 2.0}
+
+
+@pytest.mark.parametrize(("had", "busy"), [(0.95, False), (0.5, True)])
+def test_who_gets_half_of_a_processor_shares_it(monkeypatch, had, busy):
+    """Beside made-up clocks: of every second this process has a part."""
+    seconds, threads = iter(range(1000)), torch.get_num_threads()
+    spent = []
+    monkeypatch.setattr(time, "perf_counter", lambda: spent.append(float(next(seconds))) or spent[-1])
+    monkeypatch.setattr(time, "process_time", lambda: had * threads * (spent[-1] if spent else 0.0))
+    assert machine.others_compute("cpu") == busy
+
+
+def test_a_run_that_went_wrong_changes_nothing_and_runs_that_agree_do(measurements):
+    here = machine.machine(False)
+    here.learn("bfloat16", 1000.0)  # it was suspended
+    assert here.pace("bfloat16") == here.pace("float32") == 1.0
+    for _ in range(3):
+        here.learn("bfloat16", 1.3)
+    assert machine.kept(False).pace("bfloat16") == 1.3 and here.pace("float32") == 1.0
+    here.learn("bfloat16", 0.001)
+    assert here.pace("bfloat16") == 1.3
+    assert min(here.runs["bfloat16"]) == 1 / machine.ODD and max(here.runs["bfloat16"]) == machine.ODD
+    for _ in range(100):
+        here.learn("bfloat16", 0.001)
+    assert here.pace("bfloat16") == 1 / machine.ODD and len(here.runs["bfloat16"]) == machine.RUNS

@@ -19,6 +19,7 @@ from lowmem.plan.derive import Derivation, bilinear
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import Need, Prediction, needs
 from lowmem.plan.trace import Trace, trace
+from lowmem.plan.window import of_trace
 from lowmem.plan.work import Work
 from lowmem.techniques import techniques
 
@@ -44,7 +45,7 @@ RECIPES = [
 
 
 def machine():
-    return Machine("a card", steps={}, **gpus.named(gpus.REFERENCE).rates)
+    return Machine("a card", **gpus.named(gpus.REFERENCE).rates)
 
 
 def card(size, **said):
@@ -71,12 +72,15 @@ def composed(config):
 
 @pytest.mark.parametrize("ways", [RECIPES[::4], pytest.param(RECIPES, marks=pytest.mark.slow)])
 def test_derived_recipes_are_those_that_are_traced(composed, ways):
-    derivation = Derivation(composed, DEPTH, (1, 8), True, machine())
+    rates = replace(machine(), overhead=0.0)
+    derivation = Derivation(composed, DEPTH, (1, 8), True, rates)
     for way in ways:
         recipe = as_override(*way)
         cfg = composed(recipe)
-        derived = needs(derivation.trace(recipe, cfg)[0], cfg, True, 0)
-        traced = needs(trace(cfg, on_card=True), cfg, True, 0)
+        shapes, seconds = derivation.trace(recipe, cfg)
+        itself = trace(cfg, on_card=True)
+        assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01), way
+        derived, traced = (needs(found, cfg, True, 0) for found in (shapes, itself))
         for phase, need in traced.phases.items():
             # to the byte where a place is linear in depth and batch; scalars and rounded rates make the rest
             assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), (way, phase)

@@ -1,6 +1,7 @@
 """A run is predicted by tracing it by shape: beside what its meter then measures."""
 
 import csv
+from collections import Counter
 
 import pytest
 import torch
@@ -153,3 +154,53 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
     for operators in (1000, 1500, 1501, 1502, 1503, 2000):
         monkeypatch.setattr("lowmem.plan.trace.OPERATORS", operators)
         assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+def bytes_each(cfg):
+    """Bytes per parameter, by phase."""
+    found, moved = traced(cfg), Counter()
+    for (phase, work), times in found.work.items():
+        moved[phase] += work.moved * times / found.parameters
+    return moved
+
+
+def test_a_step_is_the_norm_the_clipping_and_the_update(config):
+    """In fp32: the norm reads the gradient (4), clipping reads and writes it (8), fused AdamW moves 28."""
+    found = bytes_each(config("clip=1.0"))
+    assert found["step"] == pytest.approx(4 + 8, rel=0.02) and found["update"] == pytest.approx(28, rel=0.02)
+    found = bytes_each(config("clip=null"))
+    assert found["step"] == pytest.approx(4, rel=0.02) and found["update"] == pytest.approx(28, rel=0.02)
+    assert not found["sum"]
+
+
+def test_a_step_inside_backward_is_counted_once_and_not_as_backward(config):
+    after, inside = (bytes_each(config("clip=null", f"optim.in_backward={on}")) for on in ("false", "true"))
+    for phase in ("forward", "backward", "step", "update"):
+        assert inside[phase] == pytest.approx(after[phase], rel=0.02), phase
+
+
+def test_masters_sum_on_the_host_and_step_there(config):
+    """A window of one micro-batch keeps 16 bits: read and written (4), their norm (2), widened (6), unscaled and
+    clipped (16), stepped (28), rounded (6). Of several each adds to an fp32 sum (10), read from then on as such (4)."""
+    one = bytes_each(config("precision=bf16-master", "clip=1.0"))
+    assert [one[phase] for phase in ("sum", "step", "update")] == pytest.approx([4, 2, 56], rel=0.02)
+    some = bytes_each(config("precision=bf16-master", "clip=1.0", "accumulation=fixed", "accumulation.batches=2"))
+    assert [some[phase] for phase in ("sum", "step", "update")] == pytest.approx([10, 4, 58], rel=0.02)
+    early = bytes_each(config("precision=bf16-master", "clip=null"))
+    assert early["update"] == pytest.approx(56 + 2, rel=0.02)  # whether the gradient is finite is seen there
+    assert early["backward"] == pytest.approx(one["backward"], rel=0.02) and early["step"] < 0.01
+
+
+def test_weights_of_16_bits_are_widened_rounded_and_stepped_in_many_passes(config):
+    """Adafactor with random rounding: some 200 bytes per parameter, not 3 weights and 2 states, 6 bytes."""
+    found = bytes_each(config("precision=bf16-sr", "optim=adafactor"))
+    assert 150 < found["update"] < 220 and found["step"] == pytest.approx(2 + 4, rel=0.02)
+
+
+def test_recomputation_is_backward_and_a_norm_no_forward_pass(config):
+    plain, again = (bytes_each(config(f"gradient_checkpointing={kind}")) for kind in ("none", "every_layer"))
+    assert again["forward"] == pytest.approx(plain["forward"], rel=0.02) and again["backward"] > 1.2 * plain["backward"]
+    assert again["step"] == plain["step"]

@@ -90,11 +90,9 @@ class MemoryMeter(Callback):
         self._enter("backward")
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        """What follows is the next forward pass, or the step: it begins with the norm of the gradients."""
         self._settle()
-        self._enter("forward")  # of the next micro-batch, or nothing
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer) -> None:
-        self._enter("step")
+        self._enter("step" if module.last_micro_batch else "forward")
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._settle()

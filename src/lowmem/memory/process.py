@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import mmap
+import platform
 import resource
 import sys
 import time
@@ -13,6 +14,7 @@ import psutil
 from torch import Tensor
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CPUINFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _KIB = 1024
 
@@ -71,6 +73,12 @@ def page_out(tensors: Iterable[Tensor]) -> None:
 def seconds_since_start() -> float:
     """Since the operating system started this process, imports included."""
     return time.time() - _this().create_time()
+
+
+def processor() -> str:
+    """Its model, as far as the system says."""
+    lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def available_bytes() -> int:

@@ -14,15 +14,19 @@ from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.overrides import as_lines, as_mapping, composed, without
 from lowmem.plan.candidates import Typed
+from lowmem.plan.machine import kept
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, search
 from lowmem.plan.table import command
+from lowmem.plan.window import refine
+from lowmem.report.metrics import Metrics
 from lowmem.settings import Settings
 from lowmem.techniques import CHANGEABLE
 from lowmem.units import GIB
 
 log = logging.getLogger(__name__)
 
+ENOUGH = 10  # steps of a run that can tell how long one takes
 LESS = 0.9  # what is tried after a run that did not fit, as a share of what that needed
 
 
@@ -94,6 +98,16 @@ def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction
         f"{said} The fastest recipe that is predicted to need a tenth less, {need:.2f} GiB ({plan.chosen.says}):\n  "
         + command(typed, plan.chosen)
     )
+
+
+def refined(cfg: DictConfig, prediction: Prediction, metrics: Metrics) -> float | None:
+    """Where rates of this machine are kept, a run that ends refines them. Returns: the seconds of a step that were
+    counted; None: nothing is known, or the run was too short to tell."""
+    rates = kept(on_card=cfg.device == "cuda")
+    if rates is None or prediction.estimate or len(metrics.step_seconds) < ENOUGH:
+        return None
+    rates.host = kept(on_card=False) if cfg.device == "cuda" else None
+    return refine(rates, cfg, prediction.shapes, metrics.seconds_per_step())
 
 
 def could_fit(cfg: DictConfig) -> bool:

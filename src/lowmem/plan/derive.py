@@ -17,6 +17,7 @@ from lowmem.memory.tracker import Point
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
+from lowmem.plan.window import PASSES, STEP, seconds, window
 from lowmem.settings import Settings
 from lowmem.units import CATEGORIES
 
@@ -44,6 +45,7 @@ class Derivation:
 
     def __post_init__(self) -> None:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
+        self._counted: dict[int, Mapping[str, float]] = {}  # by id of a trace
         self._errors: dict[str, float] = {}  # at THIRD, by checkpointing
 
     def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
@@ -64,8 +66,17 @@ class Derivation:
             "step": _step(passes, derived),
             "evaluation": _evaluation(passes, parameters, derived),
         }
-        pass_seconds = passes.at(lambda t: self.machine.seconds(t.work, ("forward", "backward")))
-        return derived, self.machine.window(cfg, derived, pass_seconds, batches)
+        taken = {phase: passes.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in PASSES}
+        taken |= {phase: parameters.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in STEP}
+        if not leave:  # each micro-batch but the first adds its gradients to those that are there
+            taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
+        return derived, window(self.machine, cfg, derived, taken, batches).seconds
+
+    def _seconds(self, shapes: Trace) -> Mapping[str, float]:
+        """Counted once for all recipes that share a trace, which `_corners` keeps."""
+        if id(shapes) not in self._counted:
+            self._counted[id(shapes)] = seconds(self.machine, shapes)
+        return self._counted[id(shapes)]
 
     def of_parameters(self, recipe: Mapping[str, str], cfg: DictConfig) -> Trace:
         """What the weights, gradients and state of a recipe need whatever it computes; its step has no activations."""

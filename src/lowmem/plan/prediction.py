@@ -49,6 +49,7 @@ class Prediction:
     estimate: str | None = None  # why it is one
     beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
     advice: str | None = None  # where attention takes the math kernel: what to type
+    shapes: Trace | None = None  # whose work tells the time
 
     @property
     def device_peak(self) -> int:
@@ -197,6 +198,7 @@ def needs(
         on_card=on_card,
         beside=beside if on_card else 0,
         advice=shapes.advice,
+        shapes=replace(shapes, events=[], places={}),
     )
 
 

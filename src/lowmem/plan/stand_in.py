@@ -71,21 +71,24 @@ class StandIn(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._hold(group, p)
+                    self._touch(group, p, p.grad)
         return loss
 
-    def _hold(self, group: dict, p: Tensor) -> None:
+    def _touch(self, group: dict, p: Tensor, gradient: Tensor) -> None:
         rate = self.rates[group["role"], p.numel() < THRESHOLD]
         if not self.state[p]:
             self.state[p]["all"] = _bytes(rate.state, p)
         _bytes(rate.scratch, p)
+        p.add_(gradient)  # as a kernel does: the gradient is read, weight and state are read and written, once
+        self.state[p]["all"].neg_()
 
 
 class OnePassStandIn(StandIn):
     """For an optimizer that reads 16-bit gradients and writes 16-bit weights in its own pass."""
 
-    def step_from(self, gradient: Tensor, group: dict, p: Tensor, *_) -> None:
-        self._hold(group, p)
+    def step_from(self, gradient: Tensor, group: dict, p: Tensor, _, rounded: Tensor) -> None:
+        self._touch(group, p, gradient)
+        rounded.fill_(0.0)
 
 
 def _bytes(rate: float, p: Tensor) -> Tensor:

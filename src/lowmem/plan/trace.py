@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -99,7 +99,9 @@ class Trace:
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
     events: list[tuple[int, int]] = field(default_factory=list)
-    work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
+    # (phase, an operator's work) -> times. Of a micro-batch: forward, backward, and sum, of its gradients on the host.
+    # Of a window: step, all that is done with gradients before they are used, and update.
+    work: Counter[tuple[str, Work]] = field(default_factory=Counter)
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
     advice: str | None = None  # where attention takes the math kernel
@@ -251,6 +253,18 @@ class Shapes(TorchDispatchMode):
             self.work[self.phase, work] += 1
         return out
 
+    def counting(self, phase: str, call: Callable) -> Callable:
+        """The same call, whose work is of this phase wherever it is done."""
+
+        def counted(*args, **kwargs):
+            before, self.phase = self.phase, self.phase and phase  # what is before the window does not count
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.phase = before
+
+        return counted
+
 
 def _experts(a: Tensor, b: Tensor, *args, **kwargs) -> Tensor:
     """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any dtype."""
@@ -277,6 +291,22 @@ class Steady(Callback):
             self._make_gradients(module)
         if not self.accumulates:
             plugin.mark_used(self.early)  # by the step of the window before
+        self._count(plugin)
+
+    def _count(self, plugin: BasePrecision) -> None:
+        """What is done inside backward is not all backward's."""
+        counting, clip = self.shapes.counting, plugin.clip
+
+        def clipped(*args) -> Tensor | None:
+            total = clip(*args)
+            self.shapes.phase = "update"  # nothing comes between
+            return total
+
+        plugin.clip = clipped
+        plugin.use_up, plugin.update = counting("step", plugin.use_up), counting("update", plugin.update)
+        if plugin.optimizer_side == "host":
+            plugin.link.fetch = counting("sum", plugin.link.fetch)
+            plugin.link.update = counting("update", plugin.link.update)
 
     def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
         """The optimizer's state of every parameter exists from the first step on."""
@@ -301,9 +331,6 @@ class Steady(Callback):
         self.shapes.phase = "backward"
 
     def on_after_backward(self, *_) -> None:
-        self.shapes.phase = "forward"
-
-    def on_before_optimizer_step(self, *_) -> None:
         self.shapes.phase = "step"
 
     def on_train_batch_end(self, *_) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lowmem.internals import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, tree_leaves
+from lowmem.internals import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, storage_key, tree_leaves
 
 
 class Work(NamedTuple):
@@ -15,31 +15,67 @@ class Work(NamedTuple):
 
     dtype: torch.dtype  # of the products
     flops: int  # of matrix products and attention; 0: the operator reads and writes
-    moved: int  # bytes read and written
+    moved: int  # bytes read and written; what is changed in place, both
+
+
+class Touched(NamedTuple):
+    """Names of an operator's arguments."""
+
+    read: frozenset[str]
+    changed: frozenset[str]
 
 
 def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
-    """None: a view, or a question about a tensor, which moves nothing."""
-    if _is_view(func):
+    """None: a view, an allocation, or a question about a tensor, which moves nothing."""
+    if _allocates(func):
         return None
-    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    tensors = {id(t): t for t in (*read, *written)}.values()
-    moved = sum(t.numel() * t.element_size() for t in tensors)
-    if not moved:
+    names, touched = _touched(func)
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
+    changed = _tensors([value for name, value in given.items() if name in touched.changed])
+    read = _tensors([value for name, value in given.items() if name in touched.read])
+    there = {storage_key(t) for t in (*read, *changed)}
+    made = [t for t in _tensors(out) if storage_key(t) not in there]
+    moved = sum(map(_bytes, (*read, *changed, *made)))
+    if not moved or not (changed or made):
         return None
     flops = 0
     count = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
     if count is not None:
         flops = count(*args, **(kwargs or {}), out_val=out)
-    dtype = read[0].dtype if read else written[0].dtype
-    return Work(dtype, flops, moved)
+    return Work((read or changed or made)[0].dtype, flops, moved)
+
+
+def _tensors(value: object) -> list[Tensor]:
+    """Each once."""
+    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What of it lies in memory: an expanded one repeats what is there."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 @cache
-def _is_view(func: OpOverload) -> bool:
-    returns = schema(func).returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+def _allocates(func: OpOverload) -> bool:
+    return "empty" in schema(func).name.split("::")[1].split("_")
+
+
+@cache
+def _touched(func: OpOverload) -> tuple[list[str], Touched]:
+    """(names of its arguments, what it does with them)."""
+    name = schema(func).name.split("::")[1]
+    arguments = schema(func).arguments
+    changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    read = {a.name for a in arguments if not a.is_out}
+    if name.startswith("_fused_"):
+        changed.discard("grads")  # which a loss scale would change, and none is handed over
+    if name.removeprefix("_foreach_") in _OVERWRITE or name.endswith("_like") or name.startswith("new_"):
+        read.discard("self")
+    return [a.name for a in arguments], Touched(frozenset(read), frozenset(changed))
+
+
+# What was in the tensor that these change makes no difference.
+_OVERWRITE = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_")
 
 
 def _attention(query: Tensor, key: Tensor, *_, **__) -> int:

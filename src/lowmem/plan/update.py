@@ -1,0 +1,89 @@
+"""How many times longer an optimizer's update takes on this machine's processors than its operators are counted for.
+
+Between a tenth and twenty times: a library's pass over the state may be slow, and operators that follow each other find
+what they read in a processor's cache. So the real update of one matrix is timed, and the same update, as it is traced,
+is counted.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lowmem import build
+from lowmem.instantiate import instantiate
+from lowmem.optim.build import MakeOptimizer
+from lowmem.plan.machine import Machine, fastest, others_compute
+from lowmem.plan.stand_in import stand_in
+from lowmem.plan.trace import Shapes
+from lowmem.settings import Settings
+
+MATRIX = (1024, 4096)  # like those of a model
+
+
+def knows_update(machine: Machine, cfg: DictConfig) -> bool:
+    """Whether nothing has to be timed: what a card updates is counted alone."""
+    if machine.link is not None and not Settings(cfg).masters:
+        return True
+    return _kind(cfg) in (machine.host or machine).updates
+
+
+def pace_of_update(machine: Machine, cfg: DictConfig) -> float:
+    """Args: machine: this one's processors."""
+    kind = _kind(cfg)
+    if kind not in machine.updates:
+        quiet = not others_compute("cpu")
+        machine.updates[kind] = timed(cfg) / counted(machine, cfg)
+        if quiet and not others_compute("cpu"):
+            machine.save()
+    return machine.updates[kind]
+
+
+def timed(cfg: DictConfig) -> float:
+    with _update(cfg, build.optimizer(cfg)) as update:
+        return fastest(update, "cpu")
+
+
+def counted(machine: Machine, cfg: DictConfig) -> float:
+    make, shapes = build.optimizer(cfg), Shapes()
+    if not Settings(cfg).optim.steps_on_shapes:
+        make = stand_in(make, one_kernel=True)
+    with _update(cfg, make) as update:
+        update()  # makes the state
+        with shapes:
+            shapes.phase = "update"
+            update()
+    return sum(machine.operator(work) * times for (_, work), times in shapes.work.items())
+
+
+@contextmanager
+def _update(cfg: DictConfig, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
+    """A window's update of one matrix in host memory, as the precision does it."""
+    on_cpu = OmegaConf.merge(cfg.trainer.plugins.precision, {"device": "cpu"})
+    plugin, probe = instantiate(on_cpu), nn.Linear(*MATRIX, bias=False)
+    probe.to(getattr(torch, cfg.weights_dtype))
+    try:
+        plugin.convert_module(probe)
+        optimizer = plugin.prepare_optimizer(make(probe, plugin.master))
+        gradient = torch.full_like(probe.weight, 1e-3)
+
+        def update() -> None:
+            probe.weight.grad = gradient
+            if Settings(cfg).masters:
+                plugin.collect(probe.weight)
+            optimizer.step()
+
+        yield update
+    finally:
+        plugin.teardown()
+
+
+def _kind(cfg: DictConfig) -> str:
+    """What an update's time depends on: the optimizer, and whether it steps masters, or fp32 weights, or 16 bits that
+    are widened and rounded."""
+    held = "masters" if Settings(cfg).masters else "float32"
+    if cfg.weights_dtype != "float32":
+        held = cfg.trainer.plugins.precision._target_
+    return f"{cfg.optim._target_} of {held}"

@@ -1,0 +1,99 @@
+"""Seconds of an optimizer step: its passes, what they do not hide of the transfers, and what they do not of the step.
+
+What overlaps in a run overlaps here. Offloaded boundaries leave during a forward pass and come back during a backward
+pass (`offload/boundary.py`). Gradients of masters leave during backward, which waits for a slot where the link or the
+host that sums them is slower (`offload/link.py`). With an early step the host updates during the last backward pass;
+else it waits for all gradients and their norm, and updates during the next window's first forward pass. On a CPU all of
+it is done one after the other.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from omegaconf import DictConfig
+
+from lowmem.plan.machine import Machine
+from lowmem.plan.trace import Trace
+from lowmem.plan.update import knows_update, pace_of_update
+from lowmem.settings import Settings
+
+PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
+LONG = 0.1  # seconds of a step: in a shorter one the training loop itself takes its part
+HALF = 2  # bytes of a gradient, and of a weight, that travels
+
+
+class Window(NamedTuple):
+    """Seconds."""
+
+    passes: float
+    transfers: float
+    step: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self)
+
+
+def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
+    """By phase, of a trace's operators, on the side where they are."""
+    host = machine.host if shapes.steps_on_host and machine.host else machine
+    taken = dict.fromkeys((*PASSES, *STEP), 0.0)
+    for (phase, work), times in shapes.work.items():
+        taken[phase] += times * (machine if phase in PASSES else host).operator(work)
+    return taken
+
+
+def of_trace(machine: Machine, cfg: DictConfig, shapes: Trace) -> Window:
+    """Of a run that was traced as it is."""
+    return window(machine, cfg, shapes, seconds(machine, shapes), Settings(cfg).windows.largest)
+
+
+def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
+    """Args: taken: by phase of the trace's work; forward, backward and sum are of one micro-batch."""
+    run = Settings(cfg)
+    pace = machine.pace(run.multiplies_in)
+    forward, backward, update = pace * taken["forward"], pace * taken["backward"], taken["update"]
+    passes = micro_batches * (forward + backward)
+    if machine.link is None:
+        update *= pace_of_update(machine, cfg)
+        return Window(passes, micro_batches * taken["sum"], taken["step"] + update)
+    offloaded = sum(shapes.pinned) / machine.link
+    if not shapes.steps_on_host:
+        waits = _beyond(forward, offloaded) + _beyond(backward, offloaded)
+        return Window(passes, micro_batches * waits, taken["step"] + update)
+
+    host, travel = machine.host or machine, HALF * shapes.parameters / machine.link
+    update *= pace_of_update(host, cfg)
+    update += 2 * HALF * shapes.parameters / host.bandwidth  # read and written again: into the link's slots
+    waits = _beyond(forward, offloaded) + _beyond(backward, max(offloaded, travel, taken["sum"]))
+    # The embeddings, first in a model and last in backward, are most often its largest: nothing hides their update.
+    first = update * shapes.largest / shapes.parameters
+    if run.early:
+        hidden = max(backward, offloaded, travel, taken["sum"])
+        step = max(first, _beyond(hidden, taken["sum"] + taken["step"] + update), _beyond(hidden, offloaded + travel))
+    else:
+        hidden = max(forward, offloaded)
+        step = taken["step"] + max(first, _beyond(hidden, update), _beyond(hidden, travel))
+    return Window(passes, micro_batches * waits, step)
+
+
+def refine(machine: Machine, cfg: DictConfig, shapes: Trace, measured: float) -> float | None:
+    """The machine learns from a run how long passes of its dtype take: what of a step is not counted for transfers or
+    the update is taken to be theirs.
+
+    Args: measured: seconds of a step.
+
+    Returns: those that were counted; None: it is not known what such an update takes here.
+    """
+    if not knows_update(machine, cfg):
+        return None
+    counted, kind = of_trace(machine, cfg, shapes), Settings(cfg).multiplies_in
+    if measured >= LONG:
+        rest = measured - counted.transfers - counted.step
+        machine.learn(kind, rest / (counted.passes / machine.pace(kind)))
+    return counted.seconds
+
+
+def _beyond(hidden: float, whole: float) -> float:
+    """What remains of it after so many seconds beside something else."""
+    return max(0.0, whole - hidden)

@@ -62,6 +62,7 @@ class Derivation:
             steps_on_host=parameters.any.steps_on_host,
             unseen=parameters.any.unseen,
             generated=parameters.any.generated,
+            paged=parameters.bytes(lambda t: t.paged),
             blocks=(self.depth, parameters.any.blocks[1]),
             pinned=_pinned(passes),
         )

@@ -62,7 +62,7 @@ class Machine:
             return self._window_with_masters(cfg, shapes, pass_seconds, micro_batches)
         if self.link is None:
             return micro_batches * pass_seconds + shapes.parameters * self.step_rate(cfg)
-        state = shapes.phases["evaluation"].bytes["optimizer"]
+        state = shapes.phases["evaluation"].bytes["optimizer"] + shapes.paged
         moved = 3 * shapes.weights + 2 * state  # weights read and written, gradients read; state read and written
         return micro_batches * pass_seconds + moved / self.bandwidth
 

@@ -13,12 +13,14 @@ from lowmem.memory import process
 from lowmem.memory.tracker import Point
 from lowmem.model import architecture_of
 from lowmem.offload.link import SLOT_BYTES, SLOTS
+from lowmem.optim.build import PAGED_FROM
 from lowmem.plan.allocator import replay, smallest_limit
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.settings import Settings
 from lowmem.units import CATEGORIES, GIB
 
+BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
 GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
@@ -48,6 +50,7 @@ class Prediction:
     on_card: bool
     estimate: str | None = None  # why it is one
     beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
+    paged: int = 0  # of the optimizer's state, what CUDA moves: to the card where there is room, else to the host
 
     @property
     def device_peak(self) -> int:
@@ -63,8 +66,24 @@ class Prediction:
 
     @property
     def device_need(self) -> int:
-        """What a card must have: the least that torch must reserve, and what lies beside it."""
+        """What a card must have: the least that torch must reserve, and what lies beside it.
+
+        Nothing of what is paged: whoever steps a parameter brings its state in pages of 2 MiB or less, and where there
+        is no room for one, another of them leaves.
+        """
         return self.smallest + self.beside if self.on_card else self.device_peak
+
+    def paged_on_host(self, gpu: int | None) -> int:
+        """Bytes of the paged state that a card of `gpu` bytes has no room for; None: there is always room.
+
+        Pages leave for whatever torch asks for, so it never has to give idle segments back for them.
+        """
+        return 0 if gpu is None else min(self.paged, max(0, self.paged + self.reserved + self.beside - gpu))
+
+    def host_need(self, gpu: int | None) -> int:
+        """What the host must have beside a card of `gpu` bytes."""
+        there = self.paged_on_host(gpu)
+        return max(need.host + (0 if name in BY_HOST else there) for name, need in self.phases.items())
 
     def based_on(self, libraries: int) -> "Prediction":
         """The same of a process that held `libraries` bytes before its model was built: measured, not predicted."""
@@ -73,7 +92,7 @@ class Prediction:
         return replace(self, phases=phases, host_categories={**self.host_categories, "libraries": libraries})
 
     def fits(self, gpu: int | None, ram: int | None) -> bool:
-        return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_peak <= ram)
+        return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_need(gpu) <= ram)
 
     def as_dict(self) -> dict:
         return {
@@ -81,6 +100,7 @@ class Prediction:
             "reserved_peak_bytes": self.reserved,
             "smallest_cap_bytes": self.smallest,
             "device_need_bytes": self.device_need,
+            "paged_bytes": self.paged,
             "host_peak_bytes": self.host_peak,
             "peak_phase": self.peak_phase,
             "peak_bytes_by_category": dict(self.by_category),
@@ -111,10 +131,11 @@ def predict(cfg: DictConfig, on_card: bool, devices: int = 1, beside: int = 0) -
     except Refused:
         raise
     except Exception as error:
-        return replace(needs(outline(cfg), cfg, on_card, libraries, devices, beside), estimate=untraceable(error))
+        why, shapes = untraceable(error), outline(cfg, on_card)
+        return replace(needs(shapes, cfg, on_card, libraries, devices, beside), estimate=why)
 
 
-def outline(cfg: DictConfig) -> Trace:
+def outline(cfg: DictConfig, on_card: bool) -> Trace:
     """Of a model that cannot be traced: weights, gradients and state are counted, and the activations of a transformer
     of its dimensions, 34 bytes per token, layer and hidden unit in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
     """
@@ -126,7 +147,9 @@ def outline(cfg: DictConfig) -> Trace:
     size = getattr(torch, cfg.weights_dtype).itemsize
     run = Settings(cfg)
     on_host = run.masters
-    weights, state = count * (2 if on_host else size), round(count * state_bytes_per_parameter(build.optimizer(cfg)))
+    rate, pageable = state_bytes_per_parameter(build.optimizer(cfg))
+    paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
+    weights, state = count * (2 if on_host else size), round(count * rate) - paged
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
     boundary = tokens * getattr(text, "hidden_size", 1024) * 2
     blocks = 1 if run.checkpointing.saves else layers
@@ -141,7 +164,7 @@ def outline(cfg: DictConfig) -> Trace:
 
     phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
     phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
-    return Trace(count, largest, weights, gradients, on_host, phases=phases)
+    return Trace(count, largest, weights, gradients, on_host, phases=phases, paged=paged)
 
 
 def sharded(whole: Trace, devices: int) -> Trace:
@@ -160,7 +183,7 @@ def sharded(whole: Trace, devices: int) -> Trace:
         return point._replace(bytes=point.bytes | held | {"other": point.bytes["other"] + gathered})
 
     phases = {name: part(point) for name, point in whole.phases.items()}
-    return replace(whole, weights=whole.weights // devices, phases=phases, events=[])
+    return replace(whole, weights=whole.weights // devices, phases=phases, events=[], paged=whole.paged // devices)
 
 
 def needs(
@@ -191,6 +214,7 @@ def needs(
         parameters=shapes.parameters,
         on_card=on_card,
         beside=beside if on_card else 0,
+        paged=shapes.paged,
     )
 
 
@@ -224,8 +248,8 @@ def _host_bytes(shapes: Trace, on_card: bool, size: int) -> dict[str, int]:
         "backward": traced["backward"] + rounding,
         "step": traced["step"] + rounding + (0 if on_card and not shapes.steps_on_host else shapes.unseen),
         "evaluation": traced["evaluation"],
-        "save": traced["evaluation"] + copies,
-        "resume": traced["evaluation"] + largest,
+        "save": traced["evaluation"] + copies + shapes.paged,  # of which nothing is copied: what the host reads moves
+        "resume": traced["evaluation"] + largest + shapes.paged,
     }
 
 

@@ -222,7 +222,7 @@ def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) 
     for yaml in (CONF / "model").glob("*.yaml"):
         cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         if cfg is not None:
-            sizes[yaml.stem] = outline(cfg).parameters
+            sizes[yaml.stem] = outline(cfg, on_card).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
         beside = plan.card.beside if plan.card else 0
         if predict(compose({**recipe, "model": name}), on_card, beside=beside).fits(plan.gpu, plan.ram):

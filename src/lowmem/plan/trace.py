@@ -95,6 +95,7 @@ class Trace:
     steps_on_host: bool  # whether the optimizer does
     unseen: int = 0  # bytes of scratch inside the operators of a step, where the tracker does not see them
     generated: bool = False  # whether torch.compile generates the step
+    paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
@@ -117,7 +118,8 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     """
     cfg = OmegaConf.merge(cfg, {"device": "cpu"})
     config = _of_depth(model.architecture_of(cfg), depth)
-    make, scratch = _optimizer(cfg, on_card)
+    with _quietly():  # a probe's step warns that it is not on a card
+        make, scratch = _optimizer(cfg, on_card)
     run, shapes = Settings(cfg), Shapes()
     with (
         _quietly(),
@@ -146,6 +148,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
         unseen=round(scratch * largest),
         generated=run.optim.generates_code,
+        paged=getattr(trainer.optimizers[0], "paged", 0),
         blocks=_blocks(module.model),
         phases=_phases(recorder, on_card),
         events=window.events,
@@ -207,7 +210,7 @@ def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
         # A card's own kernels need no scratch. Generated ones do, taken to be what the same code needs on a CPU.
         if compiled or Settings(cfg).masters or not on_card:
             scratch = unseen(make)
-        make = stand_in(make, one_kernel=on_card or compiled)
+        make = stand_in(make, one_kernel=on_card or compiled, pages=on_card)
     return (card.foreach(make) if on_card else make), scratch
 
 

@@ -14,7 +14,7 @@ from lowmem.accumulation import divisors
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory import process
-from lowmem.model import architecture_of
+from lowmem.model import architecture_of, period
 from lowmem.overrides import CONF, as_mapping
 from lowmem.plan.derive import Compose, Derivation, Needed
 from lowmem.plan.machine import machine
@@ -78,7 +78,7 @@ def search(
     None: of a CPU only the host limits.
 
     Raises:
-        Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
+        Refused: a model whose blocks are not equal and do not take turns: only single runs can be predicted.
     """
     libraries = process.rss_bytes()
     gpu, beside = (card.size, card.beside) if card else (None, 0)
@@ -90,10 +90,10 @@ def search(
         return configs[key]
 
     options = list(candidates(cfg, typed, card))
-    depth = model_depth(cfg)
+    depth, rounds = model_depth(cfg)
     sizes = [int(option["batch_size"]) for option in options]
     rates = machine(on_card, card, Settings(cfg).multiplies_in)
-    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, rates)
+    derivation = Derivation(config_of, depth, (min(sizes), max(sizes)), on_card, rates, period=rounds)
     options = list(workable(options, typed, config_of, devices, card))
     if not options and card is not None and not card.has_bf16:
         raise Refused(NO_BF16)
@@ -204,15 +204,17 @@ def micro_batches(cfg: DictConfig, fixed: Mapping[str, str]) -> Iterator[tuple[i
         yield batch_size, accumulation if batches > 1 else {}
 
 
-def model_depth(cfg: DictConfig) -> int:
+def model_depth(cfg: DictConfig) -> tuple[int, int]:
+    """How many blocks, and after how many their kinds begin again."""
     config = architecture_of(cfg)
-    kinds = getattr(config, "layer_types", None)
-    if not getattr(config, "num_hidden_layers", None) or (kinds and len(set(kinds)) > 1):
+    depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
+    rounds = period(kinds) if kinds else 1
+    if not depth or rounds is None:
         raise Refused(
-            f"model.name={cfg.model.name}: recipes are derived from a stack of equal blocks, and this model is not "
-            "one. Type search=false to predict one run at a time."
+            f"model.name={cfg.model.name}: recipes are derived from a stack of blocks that are equal or take "
+            "turns, and this model's do not. Type search=false to plan.py to predict one run at a time."
         )
-    return config.num_hidden_layers
+    return depth, rounds
 
 
 def largest_model(plan: Plan, parameters: int, compose: Compose, on_card: bool) -> str | None:

@@ -198,8 +198,9 @@ def _phases(recorder: Recorder, on_card: bool) -> dict[str, Point]:
 def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
     if depth is not None:
         config.num_hidden_layers = depth
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:depth]
+        if kinds := getattr(config, "layer_types", None):
+            period = model.period(kinds) or len(kinds)
+            config.layer_types = [kinds[i % period] for i in range(depth)]
     return config
 
 

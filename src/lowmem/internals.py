@@ -31,7 +31,9 @@ __all__ = (
     "ATTENTION_BACKWARD_ON_CPU",
     "ATTENTION_ON_CPU",
     "GROUPED_PRODUCTS",
+    "NONZERO",
     "READ_A_NUMBER",
+    "SPLIT",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
@@ -61,6 +63,8 @@ ATTENTION = (
     aten._scaled_dot_product_cudnn_attention.default,
 )
 READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
+NONZERO = aten.nonzero.default  # what a mixture calls whose experts take turns: which are used, and by which tokens
+SPLIT = aten.split_with_sizes.default  # what another one calls, with the tokens of each expert
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
 
 

@@ -82,6 +82,7 @@ class Derivation:
             unseen=parameters.any.unseen,
             generated=parameters.any.generated,
             paged=parameters.bytes(lambda t: t.paged),
+            estimate=passes.any.estimate,
             blocks=(self.depth, parameters.any.blocks[1]),
             pinned=_pinned(passes),
         )

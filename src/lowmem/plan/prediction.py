@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lowmem import build
 from lowmem.errors import Refused
@@ -21,6 +21,9 @@ from lowmem.settings import Settings
 from lowmem.units import CATEGORIES, GIB
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
+OUTLINED = (
+    "Counted is a transformer of its widths, which in small runs was from a third too little to a fifth too much."
+)
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
 GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
@@ -131,14 +134,13 @@ def predict(cfg: DictConfig, on_card: bool, devices: int = 1, beside: int = 0) -
     except Refused:
         raise
     except Exception as error:
-        why, shapes = untraceable(error), outline(cfg, on_card)
+        why, shapes = f"{untraceable(error)} {OUTLINED}", outline(cfg, on_card)
         return replace(needs(shapes, cfg, on_card, libraries, devices, beside), estimate=why)
 
 
 def outline(cfg: DictConfig, on_card: bool) -> Trace:
     """Of a model that cannot be traced: weights, gradients and state are counted, and the activations of a transformer
-    of its dimensions, 34 bytes per token, layer and hidden unit in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
-    """
+    of its dimensions."""
     config = architecture_of(cfg)
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
@@ -151,10 +153,11 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
     weights, state = count * (2 if on_host else size), round(count * rate) - paged
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
-    boundary = tokens * getattr(text, "hidden_size", 1024) * 2
+    held = tokens * (4 if "32" in run.multiplies_in else 2)
+    boundary = held * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.checkpointing.saves else layers
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size
-    activations = boundary * layers + 17 * boundary * blocks + logits
+    activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
     gradients = 0 if on_host else weights
     host = count * (4 + (4 if run.accumulates else 2)) + state if on_host else 0
 
@@ -165,6 +168,18 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
     phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
     return Trace(count, largest, weights, gradients, on_host, phases=phases, paged=paged)
+
+
+def _kept_per_token(text: PretrainedConfig) -> int:
+    """Elements that a block keeps, as Korthikanti et al. 2022 count them (arXiv 2205.05198): 9 x hidden outside the
+    MLP; inside one with a gate four times its width, for each of a token's experts, and what enters and leaves those.
+    """
+    hidden = getattr(text, "hidden_size", 1024)
+    sizes = (getattr(text, key, None) for key in ("moe_intermediate_size", "intermediate_size", "n_inner"))
+    width = next((size for size in sizes if isinstance(size, int)), 4 * hidden)
+    used = (getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "top_k"))
+    experts = next((count for count in used if isinstance(count, int)), 0)
+    return 9 * hidden + max(1, experts) * 4 * width + 2 * experts * hidden
 
 
 def sharded(whole: Trace, devices: int) -> Trace:
@@ -215,6 +230,7 @@ def needs(
         on_card=on_card,
         beside=beside if on_card else 0,
         paged=shapes.paged,
+        estimate=shapes.estimate,
     )
 
 

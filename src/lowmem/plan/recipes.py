@@ -103,7 +103,9 @@ def search(
         shapes, seconds = derivation.trace(option, recipe_cfg)
         overrides = tuple(f"{key}={value}" for key, value in option.items() if not _is_default(cfg, key, value, typed))
         need = needs(shapes, recipe_cfg, on_card, libraries, devices, beside)
-        derived.append(Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg)), seconds))
+        derived.append(
+            Recipe(overrides, replace(need, estimate=derivation.estimate(option, recipe_cfg) or need.estimate), seconds)
+        )
     ranked = sorted((r for r in derived if r.fits(gpu, ram)), key=_cost)
     for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
         exact = predict(compose(as_mapping(recipe.overrides)), on_card, devices, beside)

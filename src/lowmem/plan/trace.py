@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -36,7 +36,9 @@ from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
 from lowmem.internals import (
     GROUPED_PRODUCTS,
+    NONZERO,
     READ_A_NUMBER,
+    SPLIT,
     FakeTensorMode,
     TorchDispatchMode,
     tensors_count_as_real,
@@ -53,6 +55,11 @@ from lowmem.settings import Settings
 
 PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
 PYTHON = Path(os.__file__).parent
+EXPERTS = 3  # that stand for all whom a mixture calls one by one: gradients of a third are added to a sum of two
+EVENLY = (
+    "the tokens of its experts depend on numbers, and are taken to be spread evenly. That is the same in sum, too much "
+    "where some experts compute nothing, and too little where a single one takes most of a long sequence."
+)
 OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
 
 
@@ -103,6 +110,7 @@ class Trace:
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)  # (phase, an operator's work) -> times
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
+    estimate: str | None = None  # why it is one
 
 
 def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
@@ -155,6 +163,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
         work=shapes.work,
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
+        estimate=EVENLY if shapes.spread else None,
     )
 
 
@@ -234,6 +243,7 @@ class Shapes(TorchDispatchMode):
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
         self.operators = 0
+        self.spread = False  # whether tokens were, over experts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operators += func.namespace == "aten"  # `prim.device` is asked by C++, where nothing may be raised
@@ -241,10 +251,26 @@ class Shapes(TorchDispatchMode):
             raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
         if func is READ_A_NUMBER:
             return _yes(args[0].dtype)
+        if func is NONZERO:
+            return self._used(args[0])
+        if func is SPLIT and sum(args[1]) != args[0].shape[(args[2:] or (0,))[0]]:
+            args = self._evenly(*args)
         out = (_experts if func is GROUPED_PRODUCTS else func)(*args, **(kwargs or {}))
         if self.phase is not None and (work := work_of(func, args, kwargs, out)) is not None:
             self.work[self.phase, work] += 1
         return out
+
+    def _used(self, mask: Tensor) -> Tensor:
+        """Which experts (E,) are used: some. Which tokens (k, T) use one of them: its share of all."""
+        self.spread = True
+        rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
+        return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
+
+    def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
+        """Counts were asked for as numbers, so these are not those."""
+        self.spread = True
+        share, more = divmod(tokens.shape[dim], len(sizes))
+        return tokens, [share + (i < more) for i in range(len(sizes))], dim
 
 
 def _experts(a: Tensor, b: Tensor, *args, **kwargs) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +19,7 @@ from lowmem.plan.allocator import replay, smallest_limit
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.settings import Settings
-from lowmem.units import CATEGORIES, GIB
+from lowmem.units import CATEGORIES, GIB, MIB
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
 OUTLINED = (
@@ -26,6 +27,9 @@ OUTLINED = (
 )
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
+WOKEN = (
+    12 * MIB
+)  # of the host: code and threads that the first step wakes; 12 to 20 on two cores, in runs of 10M to 60M
 GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
 # Where a recipe was derived its allocations are not known one by one. Of what is allocated at the highest point, what
 # is reserved, and the least that must be: of twelve traced recipes of three models 1.03 to 1.20, and 1.00 to 1.04.
@@ -53,6 +57,7 @@ class Prediction:
     on_card: bool
     estimate: str | None = None  # why it is one
     beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
+    mapped: int = 0  # of a file that is loaded: resident in that phase, and given up where memory is short
     paged: int = 0  # of the optimizer's state, what CUDA moves: to the card where there is room, else to the host
 
     @property
@@ -86,7 +91,8 @@ class Prediction:
     def host_need(self, gpu: int | None) -> int:
         """What the host must have beside a card of `gpu` bytes."""
         there = self.paged_on_host(gpu)
-        return max(need.host + (0 if name in BY_HOST else there) for name, need in self.phases.items())
+        more = dict.fromkeys(BY_HOST, 0) | {"load": -self.mapped}
+        return max(need.host + more.get(name, there) for name, need in self.phases.items())
 
     def based_on(self, libraries: int) -> "Prediction":
         """The same of a process that held `libraries` bytes before its model was built: measured, not predicted."""
@@ -217,6 +223,8 @@ def needs(
     }
     base = sum(built_on.values())
     device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size)
+    mapped = _mapped(cfg, shapes.parameters, size)
+    host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
     reserved, smallest = _by_the_allocator(shapes, max(device.values()), leaving) if on_card else (0, 0)
     top = max((shapes.phases[name] for name in ("forward", "backward", "step", "evaluation")), key=lambda p: p.total)
@@ -229,6 +237,7 @@ def needs(
         parameters=shapes.parameters,
         on_card=on_card,
         beside=beside if on_card else 0,
+        mapped=mapped,
         paged=shapes.paged,
         estimate=shapes.estimate,
     )
@@ -267,6 +276,16 @@ def _host_bytes(shapes: Trace, on_card: bool, size: int) -> dict[str, int]:
         "save": traced["evaluation"] + copies + shapes.paged,  # of which nothing is copied: what the host reads moves
         "resume": traced["evaluation"] + largest + shapes.paged,
     }
+
+
+def _mapped(cfg: DictConfig, parameters: int, size: int) -> int:
+    """Bytes of a folder's weights, whose pages stay resident until all are read, where they are copied into elements of
+    another size; else they become the tensors' own. Of a hub's files nothing is known beforehand."""
+    folder = Path(cfg.model.name).expanduser()
+    if not (cfg.model.pretrained and folder.is_dir()):
+        return 0
+    held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return 0 if round(held / parameters) == size else held
 
 
 def _by_the_allocator(shapes: Trace, device_peak: int, leaving: int) -> tuple[int, int]:

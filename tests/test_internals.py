@@ -143,6 +143,15 @@ def test_grouped_products_are_an_operator():
     assert out.shape == (4, 8), breaks("plans of mixtures of experts")
 
 
+def test_what_asks_for_the_tokens_of_an_expert_is_an_operator():
+    with Seen() as seen:
+        rows, columns = torch.where(torch.eye(3) > 0)
+        parts = torch.arange(5).split([2, 3])
+    assert [len(one) for one in (rows, columns, *parts)] == [3, 3, 2, 3]
+    message = breaks("plans of mixtures whose experts are called one by one")
+    assert internals.NONZERO in seen.functions and internals.SPLIT in seen.functions, message
+
+
 def test_a_module_tells_that_it_was_compiled_itself():
     module = nn.Linear(2, 2)
     message = breaks("the meter would track compiled code, which it cannot see into")

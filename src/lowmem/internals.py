@@ -36,7 +36,9 @@ __all__ = (
     "ATTENTION_MATH",
     "ATTENTION_ON_CPU",
     "GROUPED_PRODUCTS",
+    "NONZERO",
     "READ_A_NUMBER",
+    "SPLIT",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
@@ -72,6 +74,8 @@ ATTENTION_BACKWARD = (
 # Products and a softmax, where no kernel will do: a dispatch mode sees those, but for an inference, where it sees this.
 ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
+NONZERO = aten.nonzero.default  # what a mixture calls whose experts take turns: which are used, and by which tokens
+SPLIT = aten.split_with_sizes.default  # what another one calls, with the tokens of each expert
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
 
 

@@ -7,7 +7,7 @@ that dtype: the same seed is the same start, whatever the precision.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -81,6 +81,14 @@ def architecture_of(cfg: DictConfig) -> PretrainedConfig:
     spec = OmegaConf.to_container(cfg.model)
     says_all = "model_type" in (spec["architecture"] or {})
     return architecture(**spec | {"pretrained": spec["pretrained"] and not says_all})
+
+
+def period(kinds: Sequence[str]) -> int | None:
+    """Blocks after which their kinds begin again: 2 where two take turns; None: they do not twice."""
+    rounds = (
+        n for n in range(1, max(1, len(kinds) // 2) + 1) if all(kinds[i] == kinds[i % n] for i in range(len(kinds)))
+    )
+    return next(rounds, None)
 
 
 def _of_type(model_type: str, **keys: object) -> PretrainedConfig:

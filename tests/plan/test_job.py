@@ -181,3 +181,33 @@ def test_devices_divide_what_is_sharded(planned):
     assert eight["evaluation"]["device"] == pytest.approx(
         one["evaluation"]["device"] - 7 / 8 * (weights + state) + gathered, abs=100
     )
+
+
+def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, small, tmp_path):
+    """Blocks that take turns, two caps, no sdpa: its blocks are not equal, and are searched all the same."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    from lowmem.data import corpus, tokens
+
+    data = config().data
+    texts = corpus.text(data.path, data.pattern, data.val_fraction)
+    tokens.tokenize(texts, tmp_path / "cache", 300).tokenizer.save_pretrained(tmp_path / "gemma2")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "head_dim": 16, "vocab_size": 300}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 8, "pad_token_id": 0}
+    torch.manual_seed(0)
+    Gemma2ForCausalLM(Gemma2Config(**shape)).to(torch.bfloat16).save_pretrained(tmp_path / "gemma2")
+    typed = ("model=hf", f"model.name={tmp_path / 'gemma2'}", "lr=1e-3", "batch_size=2")
+    code, said = command(*typed, "max_steps=3", "val_every=3", "plan=check", "optim=adamw")
+    assert code == 0, said
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())
+    predicted = measured["predicted"]["phases"]["backward"]["device"]
+    inputs = 2 * 16 * 8  # a fake tensor is copied by `.to(device)`: the tokens, and what the masks are made of
+    assert predicted - 2 * inputs == measured["peak_bytes_by_phase"]["backward"]["device"]
+
+    code, said, written = planned(*typed, "search=false", "gpu=2GiB", "ram=64GiB")
+    assert code == 0 and "It fits a card" in said and written["recipes"][0]["estimate"] is None
+    some = ("precision=bf16", "optim=adamw", "gradient_checkpointing=every_layer", "loss=full")
+    code, said, written = planned(*typed, *some, "gpu=2GiB", "ram=64GiB")
+    assert code == 0 and " model=hf " in said.splitlines()[0], said
+    assert all(recipe["fits"] and recipe["estimate"] is None for recipe in written["recipes"])

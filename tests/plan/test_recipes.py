@@ -357,7 +357,7 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
 def test_the_depth_is_that_of_the_architecture(config):
     for name, depth in (("gpt2-xl", 48), ("llama-3.2-1b", 16), ("qwen3-0.6b", 28)):
         cfg = OmegaConf.create(OmegaConf.to_container(config(f"model={name}"), resolve=True))
-        assert recipes.model_depth(cfg) == depth
+        assert recipes.model_depth(cfg) == (depth, 1)
 
 
 def test_a_model_that_is_no_stack_of_equal_blocks_is_refused_a_search(config):
@@ -424,3 +424,53 @@ def test_recomputation_costs_a_forward_pass_of_the_blocks(composed):
     parameters = 12 * 64 * 64 * DEPTH
     attention = 4 * 8 * 128 * 128 * 64 * DEPTH
     assert flops(plain, "forward") == 2 * 8 * 128 * parameters + attention + head
+
+
+def taking_turns(config, recipe, depth=9):
+    """Gemma 2's blocks see a window of 4 tokens or all, in turns. Without a flash kernel the scores are T x T."""
+    keys = {"model_type": "gemma2", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    keys |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4, "num_hidden_layers": depth}
+    keys |= dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos")], 0)
+    lines = ["model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3"]
+    cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()))
+    cfg.model.architecture = keys
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+
+
+@pytest.mark.parametrize(("depth", "rounds"), [(9, 2), (10, 2), (10, 1)])
+def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch, depth, rounds):
+    """Wrong on purpose: as if all blocks were equal, and the sliding ones held a map that the others do not."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+
+    plain = Gemma2DecoderLayer.forward
+
+    def heavier(self, hidden_states, *args, **kwargs):
+        out = plain(self, hidden_states, *args, **kwargs)
+        return out.exp().log() if self.self_attn.sliding_window else out  # keeps two more of its size
+
+    monkeypatch.setattr(Gemma2DecoderLayer, "forward", heavier)
+    recipe = as_override("bf16", "adamw", "none", "chunked", 4)
+
+    def composed(recipe):
+        return taking_turns(config, recipe, depth)
+
+    cfg = composed(recipe)
+    assert recipes.model_depth(cfg) == (depth, 2)
+    derivation = Derivation(composed, depth, (1, 4), True, machine(), period=rounds)
+    derived, traced = needs(derivation.trace(recipe, cfg)[0], cfg, True, 0), needs(trace(cfg, True), cfg, True, 0)
+    assert (derived.device_peak == pytest.approx(traced.device_peak, rel=0.002)) == (rounds == 2)
+    assert rounds == 1 or derivation.estimate(recipe, cfg) is None
+
+
+@pytest.mark.parametrize("period", range(1, 9))
+def test_the_depths_that_are_traced_end_as_the_model_does(period):
+    for depth in range(2 * period, 60):
+        derivation = Derivation(None, depth, (1, 1), True, None, period=period)
+        one, two = derivation.depths
+        assert 3 <= one < two <= derivation.third and {n % period for n in (one, two, derivation.third)} == {
+            depth % period
+        }
+    assert (Derivation(None, 48, (1, 1), True, None).depths, Derivation(None, 48, (1, 1), True, None).third) == (
+        (3, 4),
+        7,
+    )

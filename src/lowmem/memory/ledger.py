@@ -91,3 +91,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
             todo.extend(value.values())
         elif isinstance(value, list | tuple):
             todo.extend(value)
+
+
+def paged_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What CUDA moves between card and host: torch's allocator has none of it, wherever it lies."""
+    return (tensor for tensor in optimizer_state(optimizer) if getattr(tensor, "is_paged", False))

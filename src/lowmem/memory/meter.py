@@ -69,6 +69,7 @@ class MemoryMeter(Callback):
         self._weights = ledger.weights(module)  # moving a module to a card replaces its buffers
         self._cuda = module.device if module.device.type == "cuda" else None
         plugin = trainer.precision_plugin
+        self.ledger.own("optimizer", lambda: ledger.paged_state(trainer.optimizers[0]), "host")
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), plugin.optimizer_side)
         self.ledger.own("optimizer", plugin.device_tensors)
         self.ledger.own("other", plugin.host_tensors, "host")

@@ -14,6 +14,9 @@ from lowmem.memory.ledger import parts
 from lowmem.memory.process import page_out
 from lowmem.optim.bitsandbytes_cpu import in_one_pass
 
+BUFFERS = ("state1", "state2")  # of bitsandbytes' state, what a paged optimizer pages
+PAGED_FROM = 100_000  # elements of a parameter: of a smaller one it pages none (its `get_state_buffer`)
+
 
 def itself(p: nn.Parameter) -> nn.Parameter:
     return p
@@ -106,6 +109,13 @@ def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_post_hook(after)
 
 
+def pageable(optimizer: Optimizer) -> list[Tensor]:
+    """The state that CUDA would page, were its parameter large and on a card."""
+    if not getattr(optimizer, "is_paged", False):
+        return []
+    return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
+
+
 def _restore_paged(optimizer: Optimizer) -> None:
     """bitsandbytes restores paged state as ordinary tensors of the device, which may not have the room for it (its
     issues 782 and 1381); on a CPU, as a checkpoint of a card remembers it: as paged, which nothing is there.
@@ -118,7 +128,7 @@ def _restore_paged(optimizer: Optimizer) -> None:
         theirs(state_dict, move_to_device=False)
         for p, state in optimizer.state.items():
             for key, saved in state.items():  # one after the other: what was read of it is let go
-                if key in ("state1", "state2"):
+                if key in BUFFERS:
                     state[key] = optimizer.get_state_buffer(p, dtype=saved.dtype).copy_(saved)
                 elif isinstance(saved, Tensor):
                     state[key] = saved.to(p.device)

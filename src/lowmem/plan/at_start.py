@@ -49,7 +49,7 @@ def with_recipe(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
         raise Refused(
             f"plan={cfg.plan}: nothing fits{' that computes what was typed' if others else ''}. The smallest recipe, "
             f"{command(typed, least)}, needs {least.prediction.device_need / GIB:.2f} GiB of the device and "
-            f"{least.prediction.host_peak / GIB:.1f} of the host. Type {instead}a smaller seq_len or model."
+            f"{least.prediction.host_need(plan.gpu) / GIB:.1f} of the host. Type {instead}a smaller seq_len or model."
         )
     log.info(
         f"plan={cfg.plan}: {' '.join(plan.chosen.overrides) or 'nothing to change'} ({plan.chosen.says}), the fastest "
@@ -143,7 +143,7 @@ def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction,
     held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
     lines = [
         f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({held}; highest in "
-        f"{prediction.peak_phase}) and {prediction.host_peak / GIB:.1f} GiB of the host."
+        f"{prediction.peak_phase}) and {prediction.host_need(card and card.size) / GIB:.1f} GiB of the host."
     ]
     if card is not None:
         lines.append(f"The device has {card.size / GIB:.2f} GiB free.")

@@ -3,13 +3,16 @@
 What a run holds at one place of a pass (before the first block, inside the last one, at the loss, ...) is linear in the
 number of blocks and in the sequences of a micro-batch. So each way to compute (dtype, checkpointing, loss) is traced
 with 3 and with 4 blocks, at the smallest and at the largest micro-batch, and a line through them leads to the model's
-own depth. Weights, gradients and the optimizer's state are added to that: they come from traces with hardly a token,
+own depth. (Where kinds of blocks take turns, as in Gemma 2, the two depths are a whole round apart.)
+Weights, gradients and the optimizer's state are added to that: they come from traces with hardly a token,
 one for each precision and optimizer. Whether every block does add the same is seen from a third number of blocks, once
 for each checkpointing; where it does not, the derivation is called an estimate.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
+from math import isqrt
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,9 +24,9 @@ from lowmem.plan.window import PASSES, STEP, seconds, window
 from lowmem.settings import Settings
 from lowmem.units import CATEGORIES
 
-DEPTHS = (3, 4)  # the fewest with a first, a last and something between
-THIRD = 7  # a number of blocks that is neither a square nor even: segments of several blocks do not divide it
-BENT = 0.01  # error at THIRD of a line through DEPTHS, of the highest place: beyond that it is no line
+FEWEST = 3  # blocks with a first, a last and something between
+THIRD = 7  # blocks, at least, of a third depth: no square, nor of segments of three or four
+BENT = 0.01  # error at the third depth of a line through two, of the highest place: beyond that it is no line
 OF_THE_STEP = ("precision", "optim", "optim.in_backward")  # overrides that parameters alone are traced with
 SHORT = 8  # tokens of a trace for what the parameters alone need
 
@@ -42,11 +45,27 @@ class Derivation:
     machine: Machine
     capability: float | None = None  # of the card
     traces: int = 0  # that were needed
+    period: int = 1  # blocks after which their kinds begin again
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """As few blocks as tell a line, which end as the model's own do."""
+        fewest = FEWEST + (self.depth - FEWEST) % self.period
+        return fewest, fewest + self.period
+
+    @property
+    def third(self) -> int:
+        """A number of blocks that segments of several do not divide, unless they divide the model's own."""
+
+        def tells(n: int) -> bool:
+            return n >= THIRD and isqrt(n) ** 2 != n and all(n % k or not self.depth % k for k in (3, 4))
+
+        return next(filter(tells, count(self.depths[1] + self.period, self.period)))
 
     def __post_init__(self) -> None:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
         self._counted: dict[int, Mapping[str, float]] = {}  # by id of a trace
-        self._errors: dict[str, float] = {}  # at THIRD, by checkpointing
+        self._errors: dict[str, float] = {}  # at the third depth, by checkpointing
 
     def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
         """Args: recipe: override -> value, the groups and batch_size among them; cfg: of its precision and optim.
@@ -58,7 +77,12 @@ class Derivation:
         of_passes, of_parameters = self.needed(recipe, cfg)
         passes = Corners(self.traced(*of_passes), self.depth, int(recipe["batch_size"]))
         parameters = Corners(self.traced(*of_parameters), self.depth, 1)
-        derived = replace(self.of_parameters(recipe, cfg), pinned=_pinned(passes), advice=passes.any.advice)
+        derived = replace(
+            self.of_parameters(recipe, cfg),
+            pinned=_pinned(passes),
+            advice=passes.any.advice,
+            estimate=passes.any.estimate,
+        )
         leave = Settings(cfg).masters or Settings(cfg).in_backward
         derived.phases |= {
             "forward": _pass("forward", passes, parameters, derived, leave, batches),
@@ -90,6 +114,7 @@ class Derivation:
             steps_on_host=parameters.any.steps_on_host,
             unseen=parameters.any.unseen,
             generated=parameters.any.generated,
+            paged=parameters.bytes(lambda t: t.paged),
             blocks=(self.depth, parameters.any.blocks[1]),
             phases={"step": Point("step", held | {"activations": 0}, parameters.bytes(_host("step")))},
         )
@@ -114,23 +139,23 @@ class Derivation:
         if error <= BENT:
             return None
         return (
-            f"with gradient_checkpointing={checkpointing} not every block adds the same; derived from {DEPTHS} blocks, "
-            f"{THIRD} are {error:.0%} off. Type search=false for this run alone, traced."
+            f"with gradient_checkpointing={checkpointing} not every block adds the same; derived from {self.depths} "
+            f"blocks, {self.third} are {error:.0%} off. Type search=false for this run alone, traced."
         )
 
     def _error_at_third(self, passes: Mapping[str, str], batches: tuple[int, int]) -> float:
         """The largest error of a place, as a share of the highest place."""
-        if self.depth <= max(DEPTHS):
+        if self.depth <= max(self.depths):
             return 0.0
         small = min(batches)
         by_depth = {depth: t for depth, batch, t in self.traced(passes, batches) if batch == small}
-        third = self._trace(self.compose(passes), small, THIRD)
+        third = self._trace(self.compose(passes), small, self.third)
         self.traces += 1
         exact = {place: top.with_all_gradients for place, top in third.places.items()}
 
         def derived(place: str) -> float:
             bytes_at = _at_place(place, "with_all_gradients")
-            return _line({depth: bytes_at(t) for depth, t in by_depth.items()}, THIRD)
+            return _line({depth: bytes_at(t) for depth, t in by_depth.items()}, self.third)
 
         return max(abs(derived(place) - size) for place, size in exact.items()) / max(exact.values())
 
@@ -147,7 +172,7 @@ class Derivation:
             knee = -(-cfg.loss.get("rows", 1) // cfg.seq_len)
             self._corners[key] = [
                 (depth, batch, self._trace(cfg, batch, depth))
-                for depth in DEPTHS
+                for depth in self.depths
                 for batch in sorted({*batches, min(max(knee, batches[0]), batches[1])})
             ]
             self.traces += len(self._corners[key])

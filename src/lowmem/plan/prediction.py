@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lowmem import build
 from lowmem.errors import Refused
@@ -13,14 +14,22 @@ from lowmem.memory import process
 from lowmem.memory.tracker import Point
 from lowmem.model import architecture_of
 from lowmem.offload.link import SLOT_BYTES, SLOTS
+from lowmem.optim.build import PAGED_FROM
 from lowmem.plan.allocator import replay, smallest_limit
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.settings import Settings
-from lowmem.units import CATEGORIES, GIB
+from lowmem.units import CATEGORIES, GIB, MIB
 
+BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
+OUTLINED = (
+    "Counted is a transformer of its widths, which in small runs was from a third too little to a fifth too much."
+)
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
+WOKEN = (
+    12 * MIB
+)  # of the host: code and threads that the first step wakes; 12 to 20 on two cores, in runs of 10M to 60M
 GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
 # Where a recipe was derived its allocations are not known one by one. Of what is allocated at the highest point, what
 # is reserved, and the least that must be: of twelve traced recipes of three models 1.03 to 1.20, and 1.00 to 1.04.
@@ -50,6 +59,8 @@ class Prediction:
     beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
     advice: str | None = None  # where attention takes the math kernel: what to type
     shapes: Trace | None = None  # whose work tells the time
+    mapped: int = 0  # of a file that is loaded: resident in that phase, and given up where memory is short
+    paged: int = 0  # of the optimizer's state, what CUDA moves: to the card where there is room, else to the host
 
     @property
     def device_peak(self) -> int:
@@ -65,8 +76,25 @@ class Prediction:
 
     @property
     def device_need(self) -> int:
-        """What a card must have: the least that torch must reserve, and what lies beside it."""
+        """What a card must have: the least that torch must reserve, and what lies beside it.
+
+        Nothing of what is paged: whoever steps a parameter brings its state in pages of 2 MiB or less, and where there
+        is no room for one, another of them leaves.
+        """
         return self.smallest + self.beside if self.on_card else self.device_peak
+
+    def paged_on_host(self, gpu: int | None) -> int:
+        """Bytes of the paged state that a card of `gpu` bytes has no room for; None: there is always room.
+
+        Pages leave for whatever torch asks for, so it never has to give idle segments back for them.
+        """
+        return 0 if gpu is None else min(self.paged, max(0, self.paged + self.reserved + self.beside - gpu))
+
+    def host_need(self, gpu: int | None) -> int:
+        """What the host must have beside a card of `gpu` bytes."""
+        there = self.paged_on_host(gpu)
+        more = dict.fromkeys(BY_HOST, 0) | {"load": -self.mapped}
+        return max(need.host + more.get(name, there) for name, need in self.phases.items())
 
     def based_on(self, libraries: int) -> "Prediction":
         """The same of a process that held `libraries` bytes before its model was built: measured, not predicted."""
@@ -75,7 +103,7 @@ class Prediction:
         return replace(self, phases=phases, host_categories={**self.host_categories, "libraries": libraries})
 
     def fits(self, gpu: int | None, ram: int | None) -> bool:
-        return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_peak <= ram)
+        return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_need(gpu) <= ram)
 
     def as_dict(self) -> dict:
         return {
@@ -83,6 +111,7 @@ class Prediction:
             "reserved_peak_bytes": self.reserved,
             "smallest_cap_bytes": self.smallest,
             "device_need_bytes": self.device_need,
+            "paged_bytes": self.paged,
             "host_peak_bytes": self.host_peak,
             "peak_phase": self.peak_phase,
             "peak_bytes_by_category": dict(self.by_category),
@@ -117,13 +146,13 @@ def predict(
     except Refused:
         raise
     except Exception as error:
-        return replace(needs(outline(cfg), cfg, on_card, libraries, devices, beside), estimate=untraceable(error))
+        why, shapes = f"{untraceable(error)} {OUTLINED}", outline(cfg, on_card)
+        return replace(needs(shapes, cfg, on_card, libraries, devices, beside), estimate=why)
 
 
-def outline(cfg: DictConfig) -> Trace:
+def outline(cfg: DictConfig, on_card: bool) -> Trace:
     """Of a model that cannot be traced: weights, gradients and state are counted, and the activations of a transformer
-    of its dimensions, 34 bytes per token, layer and hidden unit in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
-    """
+    of its dimensions."""
     config = architecture_of(cfg)
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
@@ -132,12 +161,15 @@ def outline(cfg: DictConfig) -> Trace:
     size = getattr(torch, cfg.weights_dtype).itemsize
     run = Settings(cfg)
     on_host = run.masters
-    weights, state = count * (2 if on_host else size), round(count * state_bytes_per_parameter(build.optimizer(cfg)))
+    rate, pageable = state_bytes_per_parameter(build.optimizer(cfg))
+    paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
+    weights, state = count * (2 if on_host else size), round(count * rate) - paged
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
-    boundary = tokens * getattr(text, "hidden_size", 1024) * 2
+    held = tokens * (4 if "32" in run.multiplies_in else 2)
+    boundary = held * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.checkpointing.saves else layers
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size
-    activations = boundary * layers + 17 * boundary * blocks + logits
+    activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
     gradients = 0 if on_host else weights
     host = count * (4 + (4 if run.accumulates else 2)) + state if on_host else 0
 
@@ -147,7 +179,19 @@ def outline(cfg: DictConfig) -> Trace:
 
     phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
     phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
-    return Trace(count, largest, weights, gradients, on_host, phases=phases)
+    return Trace(count, largest, weights, gradients, on_host, phases=phases, paged=paged)
+
+
+def _kept_per_token(text: PretrainedConfig) -> int:
+    """Elements that a block keeps, as Korthikanti et al. 2022 count them (arXiv 2205.05198): 9 x hidden outside the
+    MLP; inside one with a gate four times its width, for each of a token's experts, and what enters and leaves those.
+    """
+    hidden = getattr(text, "hidden_size", 1024)
+    sizes = (getattr(text, key, None) for key in ("moe_intermediate_size", "intermediate_size", "n_inner"))
+    width = next((size for size in sizes if isinstance(size, int)), 4 * hidden)
+    used = (getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "top_k"))
+    experts = next((count for count in used if isinstance(count, int)), 0)
+    return 9 * hidden + max(1, experts) * 4 * width + 2 * experts * hidden
 
 
 def sharded(whole: Trace, devices: int) -> Trace:
@@ -166,7 +210,7 @@ def sharded(whole: Trace, devices: int) -> Trace:
         return point._replace(bytes=point.bytes | held | {"other": point.bytes["other"] + gathered})
 
     phases = {name: part(point) for name, point in whole.phases.items()}
-    return replace(whole, weights=whole.weights // devices, phases=phases, events=[])
+    return replace(whole, weights=whole.weights // devices, phases=phases, events=[], paged=whole.paged // devices)
 
 
 def needs(
@@ -185,6 +229,8 @@ def needs(
     }
     base = sum(built_on.values())
     device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size)
+    mapped = _mapped(cfg, shapes.parameters, size)
+    host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
     reserved, smallest = _by_the_allocator(shapes, max(device.values()), leaving) if on_card else (0, 0)
     top = max((shapes.phases[name] for name in ("forward", "backward", "step", "evaluation")), key=lambda p: p.total)
@@ -199,6 +245,9 @@ def needs(
         beside=beside if on_card else 0,
         advice=shapes.advice,
         shapes=replace(shapes, events=[], places={}),
+        mapped=mapped,
+        paged=shapes.paged,
+        estimate=shapes.estimate,
     )
 
 
@@ -232,9 +281,19 @@ def _host_bytes(shapes: Trace, on_card: bool, size: int) -> dict[str, int]:
         "backward": traced["backward"] + rounding,
         "step": traced["step"] + rounding + (0 if on_card and not shapes.steps_on_host else shapes.unseen),
         "evaluation": traced["evaluation"],
-        "save": traced["evaluation"] + copies,
-        "resume": traced["evaluation"] + largest,
+        "save": traced["evaluation"] + copies + shapes.paged,  # of which nothing is copied: what the host reads moves
+        "resume": traced["evaluation"] + largest + shapes.paged,
     }
+
+
+def _mapped(cfg: DictConfig, parameters: int, size: int) -> int:
+    """Bytes of a folder's weights, whose pages stay resident until all are read, where they are copied into elements of
+    another size; else they become the tensors' own. Of a hub's files nothing is known beforehand."""
+    folder = Path(cfg.model.name).expanduser()
+    if not (cfg.model.pretrained and folder.is_dir()):
+        return 0
+    held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return 0 if round(held / parameters) == size else held
 
 
 def _by_the_allocator(shapes: Trace, device_peak: int, leaving: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory import process
-from lowmem.model import architecture_of
+from lowmem.model import architecture_of, period
 from lowmem.overrides import CONF, as_lines, as_mapping
 from lowmem.plan.candidates import Candidate, Typed, candidates
 from lowmem.plan.changes import Change, Tier
@@ -86,7 +86,7 @@ def search(typed: Typed, card: Card | None, ram: int | None, on_card: bool, devi
     Args: card: None: of a CPU only the host limits; devices: that share one model.
 
     Raises:
-        Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
+        Refused: a model whose blocks are not equal and do not take turns: only single runs can be predicted.
     """
     search = _Search(typed, card, ram, on_card, devices)
     tried: list[Recipe] = []
@@ -117,8 +117,9 @@ class _Search:
         self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
         sizes = [int(candidate.option["batch_size"]) for candidate in found]
         rates = machine(on_card, card, Settings(typed.cfg).multiplies_in)
+        depth, rounds = model_depth(typed.cfg)
         self.derivation = Derivation(
-            typed.config, model_depth(typed.cfg), (min(sizes), max(sizes)), on_card, rates, self.capability
+            typed.config, depth, (min(sizes), max(sizes)), on_card, rates, self.capability, period=rounds
         )
 
     def recipes(self, rank: int) -> list[Recipe]:
@@ -162,7 +163,7 @@ class _Search:
         option, cfg = candidate.option, candidate.cfg
         shapes, seconds = self.derivation.trace(option, cfg)
         need = needs(shapes, cfg, self.on_card, self.libraries, self.devices, self.beside)
-        need = replace(need, estimate=self.derivation.estimate(option, cfg))
+        need = replace(need, estimate=self.derivation.estimate(option, cfg) or need.estimate)
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
         return Recipe(overrides, need, seconds, candidate.changes, _rank(candidate, self.typed.may_change))
 
@@ -207,15 +208,17 @@ def _cost(recipe: Recipe) -> tuple[int, int, int]:
     return round(math.log(recipe.seconds) / math.log(SAME)), len(recipe.changes), recipe.prediction.device_need
 
 
-def model_depth(cfg: DictConfig) -> int:
+def model_depth(cfg: DictConfig) -> tuple[int, int]:
+    """How many blocks, and after how many their kinds begin again."""
     config = architecture_of(cfg)
-    kinds = getattr(config, "layer_types", None)
-    if not getattr(config, "num_hidden_layers", None) or (kinds and len(set(kinds)) > 1):
+    depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
+    rounds = period(kinds) if kinds else 1
+    if not depth or rounds is None:
         raise Refused(
-            f"model.name={cfg.model.name}: recipes are derived from a stack of equal blocks, and this model is not "
-            "one. Type search=false to predict one run at a time."
+            f"model.name={cfg.model.name}: recipes are derived from a stack of blocks that are equal or take "
+            "turns, and this model's do not. Type search=false to plan.py to predict one run at a time."
         )
-    return config.num_hidden_layers
+    return depth, rounds
 
 
 def largest_model(plan: Plan, on_card: bool) -> str | None:
@@ -226,7 +229,7 @@ def largest_model(plan: Plan, on_card: bool) -> str | None:
     for yaml in (CONF / "model").glob("*.yaml"):
         cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         if cfg is not None:
-            sizes[yaml.stem] = outline(cfg).parameters
+            sizes[yaml.stem] = outline(cfg, on_card).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
         of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
         if predict(compose({**recipe, "model": name}), on_card, **of_card).fits(plan.gpu, plan.ram):

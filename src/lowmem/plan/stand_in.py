@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lowmem.memory import process
 from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.tracker import StorageTracker
-from lowmem.optim.build import MakeOptimizer
+from lowmem.optim.build import PAGED_FROM, MakeOptimizer, pageable
 
 SIDE = 256  # of a probe: whole blocks of every optimizer that holds its state in blocks
 WIDE = 2048  # of a probe so large that malloc has no room at hand for its scratch, and asks the system
@@ -30,10 +30,12 @@ class Rate(NamedTuple):
 
     state: float
     scratch: float  # on top of the state, while a parameter is stepped
+    pageable: float  # of the state, what CUDA pages on a card where the parameter is large
 
 
-def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
-    """Args: one_kernel: a step is a single kernel (a card's, or generated), which makes no tensors for its scratch."""
+def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimizer:
+    """Args: one_kernel: a step is a single kernel (a card's, or generated), which makes no tensors for its scratch;
+    pages: whether there is a card that pages state, if the optimizer does."""
     with torch.compiler.set_stance("force_eager"):  # generated code has the same state, and takes seconds to make
         rates = {
             (role, small): _rate(make, one_kernel, role, small)
@@ -41,7 +43,8 @@ def stand_in(make: MakeOptimizer, one_kernel: bool) -> MakeOptimizer:
             for small in (False, True)
         }
     one_pass = hasattr(make(nn.Linear(1, 1)), "step_from")
-    return MakeOptimizer(partial(OnePassStandIn if one_pass else StandIn, rates=rates), make.embedding_bits)
+    kind = OnePassStandIn if one_pass else StandIn
+    return MakeOptimizer(partial(kind, rates=rates, pages=pages), make.embedding_bits)
 
 
 def unseen(make: MakeOptimizer) -> float:
@@ -59,11 +62,17 @@ def unseen(make: MakeOptimizer) -> float:
 
 
 class StandIn(Optimizer):
-    """Args: params: groups with a `role`; rates: by role, and by whether the parameter is small."""
+    """Args: params: groups with a `role`; rates: by role, and by whether the parameter is small; pages: whether there
+    is a card that pages state: `paged` then counts it, and no tensor holds it, since torch allocates none of it."""
 
-    def __init__(self, params, rates: Mapping[tuple[str, bool], Rate]) -> None:
+    def __init__(self, params, rates: Mapping[tuple[str, bool], Rate], pages: bool = False) -> None:
         super().__init__(params, {"lr": 0.0})
-        self.rates = rates
+        self.rates, self.pages = rates, pages
+
+    @property
+    def paged(self) -> int:
+        """Bytes."""
+        return sum(state.get("paged", 0) for state in self.state.values())
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -77,7 +86,9 @@ class StandIn(Optimizer):
     def _touch(self, group: dict, p: Tensor, gradient: Tensor) -> None:
         rate = self.rates[group["role"], p.numel() < THRESHOLD]
         if not self.state[p]:
-            self.state[p]["all"] = _bytes(rate.state, p)
+            leaves = rate.pageable if self.pages and p.numel() >= PAGED_FROM else 0.0
+            self.state[p]["all"] = _bytes(rate.state - leaves, p)
+            self.state[p]["paged"] = round(leaves * p.numel())
         _bytes(rate.scratch, p)
         p.add_(gradient)  # as a kernel does: the gradient is read, weight and state are read and written, once
         self.state[p]["all"].neg_()
@@ -111,14 +122,14 @@ class Probe(nn.Module):
 
 
 def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate:
-    (one, scratch), (two, _) = (_stepped(make, Probe(role, small, count)) for count in (1, 2))
+    (one, scratch, pageable), (two, *_) = (_stepped(make, Probe(role, small, count)) for count in (1, 2))
     elements = SMALL if small else SIDE * SIDE
-    return Rate((two - one) / elements, 0.0 if one_kernel else scratch / elements)
+    return Rate((two - one) / elements, 0.0 if one_kernel else scratch / elements, pageable / elements)
 
 
-def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int]:
-    """(bytes of state, bytes of scratch) of the second real step; the first makes the state. What generated code takes
-    is not in it."""
+def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int, int]:
+    """Bytes (of state, of scratch, of state that is pageable) of the second real step; the first makes the state. What
+    generated code takes is not in it."""
     optimizer = make(probe)
     ledger = Ledger()
     ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])
@@ -129,9 +140,11 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int]:
     with StorageTracker(ledger.storages()) as tracker:
         optimizer.step()
     top = max(point.total for point in tracker.timeline())
-    return ledger.bytes()["optimizer"], top - sum(ledger.bytes().values())
+    state = ledger.bytes()["optimizer"]
+    return state, top - sum(ledger.bytes().values()), sum(t.nbytes for t in pageable(optimizer))
 
 
-def state_bytes_per_parameter(make: MakeOptimizer) -> float:
-    """Of a large matrix, counted on the state that one step leaves."""
-    return _stepped(make, Probe("matrix", small=False, count=1))[0] / SIDE**2
+def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
+    """(all, pageable) of a large matrix, counted on the state that one step leaves."""
+    state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
+    return state / SIDE**2, leaves / SIDE**2

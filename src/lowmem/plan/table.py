@@ -34,13 +34,14 @@ def nothing_fits(plan: Plan) -> str:
     short = []
     if plan.gpu is not None and need.device_need > plan.gpu:
         short.append(f"{(need.device_need - plan.gpu) / GIB:.1f} GiB of the card")
-    if plan.ram is not None and need.host_peak > plan.ram:
-        short.append(f"{(need.host_peak - plan.ram) / GIB:.1f} GiB of the host")
+    host = need.host_need(plan.gpu)
+    if plan.ram is not None and host > plan.ram:
+        short.append(f"{(host - plan.ram) / GIB:.1f} GiB of the host")
     return "\n".join(
         [
             f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
             f"  {command(plan.typed.lines, least)}",
-            f"It needs {need.device_need / GIB:.1f} GiB of a card and {need.host_peak / GIB:.1f} GiB of host memory. "
+            f"It needs {need.device_need / GIB:.1f} GiB of a card and {host / GIB:.1f} GiB of host memory. "
             "Type a smaller seq_len or model; batch_size is 1 in the smallest.",
         ]
     )
@@ -59,7 +60,7 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
         f"{'~' if need.estimate else ''}{need.device_need / GIB:.2f}",
         "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.2f}",
         f"{(need.reserved + need.beside) / GIB:.2f}" if need.on_card else "",
-        f"{need.host_peak / GIB:.1f}",
+        f"{need.host_need(plan.gpu) / GIB:.1f}",
         need.peak_phase,
         recipe.says,
     )
@@ -91,11 +92,21 @@ def _facts(plan: Plan) -> list[str]:
         "GiB. device: the smallest card that works; reserves: what CUDA's allocator takes of one with room; both with "
         f"{_beside(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
     ]
+    if plan.recipes[0].prediction.paged:
+        found.append(_paged(plan.recipes[0].prediction, plan.gpu))
     return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
 
 
 def _beside(prediction: Prediction) -> str:
     return f"{prediction.beside / GIB:.2f} GiB for CUDA's context and kernels"
+
+
+def _paged(prediction: Prediction, gpu: int | None) -> str:
+    state, host = prediction.paged / GIB, prediction.paged_on_host(gpu) / GIB
+    return (
+        f"beside that {state:.2f} GiB of state are paged: {state - host:.2f} lie on the card, where there is room, and "
+        f"{host:.2f} on the host (all of it while a checkpoint is written or read)"
+    )
 
 
 def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> str:
@@ -114,6 +125,8 @@ def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> s
             f"CUDA reserves {reserved:.2f} GiB where there is room, and works with {prediction.smallest / GIB:.2f}: "
             f"with {_beside(prediction)} a card of {need:.2f}"
         )
+    if prediction.paged:
+        lines.append(_paged(prediction, gpu))
     verdict = "fits" if prediction.fits(gpu, ram) else "does not fit"
     sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
     lines.append(f"It {verdict} {' and '.join(sizes)}.")

@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -36,7 +36,9 @@ from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
 from lowmem.internals import (
     GROUPED_PRODUCTS,
+    NONZERO,
     READ_A_NUMBER,
+    SPLIT,
     FakeTensorMode,
     TorchDispatchMode,
     tensors_count_as_real,
@@ -53,6 +55,11 @@ from lowmem.settings import Settings
 
 PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
 PYTHON = Path(os.__file__).parent
+EXPERTS = 3  # that stand for all whom a mixture calls one by one: gradients of a third are added to a sum of two
+EVENLY = (
+    "the tokens of its experts depend on numbers, and are taken to be spread evenly. That is the same in sum, too much "
+    "where some experts compute nothing, and too little where a single one takes most of a long sequence."
+)
 OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
 
 
@@ -95,6 +102,7 @@ class Trace:
     steps_on_host: bool  # whether the optimizer does
     unseen: int = 0  # bytes of scratch inside the operators of a step, where the tracker does not see them
     generated: bool = False  # whether torch.compile generates the step
+    paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
@@ -105,6 +113,7 @@ class Trace:
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
     advice: str | None = None  # where attention takes the math kernel
+    estimate: str | None = None  # why it is one
 
 
 def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: float | None = None) -> Trace:
@@ -121,7 +130,8 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
     """
     cfg = _here(cfg)
     config = _of_depth(model.architecture_of(cfg), depth)
-    make, scratch = _optimizer(cfg, on_card)
+    with _quietly():  # a probe's step warns that it is not on a card
+        make, scratch = _optimizer(cfg, on_card)
     run, shapes = Settings(cfg), Shapes()
     with (
         _quietly(),
@@ -150,6 +160,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
         unseen=round(scratch * largest),
         generated=run.optim.generates_code,
+        paged=getattr(trainer.optimizers[0], "paged", 0),
         blocks=_blocks(module.model),
         phases=_phases(recorder, on_card),
         events=window.events,
@@ -157,6 +168,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
         advice=attention and attention.advice,
+        estimate=EVENLY if shapes.spread else None,
     )
 
 
@@ -206,8 +218,9 @@ def _phases(recorder: Recorder, on_card: bool) -> dict[str, Point]:
 def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
     if depth is not None:
         config.num_hidden_layers = depth
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:depth]
+        if kinds := getattr(config, "layer_types", None):
+            period = model.period(kinds) or len(kinds)
+            config.layer_types = [kinds[i % period] for i in range(depth)]
     return config
 
 
@@ -218,7 +231,7 @@ def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
         # A card's own kernels need no scratch. Generated ones do, taken to be what the same code needs on a CPU.
         if compiled or Settings(cfg).masters or not on_card:
             scratch = unseen(make)
-        make = stand_in(make, one_kernel=on_card or compiled)
+        make = stand_in(make, one_kernel=on_card or compiled, pages=on_card)
     return (card.foreach(make) if on_card else make), scratch
 
 
@@ -241,6 +254,7 @@ class Shapes(TorchDispatchMode):
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
         self.operators = 0
+        self.spread = False  # whether tokens were, over experts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operators += func.namespace == "aten"  # `prim.device` is asked by C++, where nothing may be raised
@@ -248,6 +262,10 @@ class Shapes(TorchDispatchMode):
             raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
         if func is READ_A_NUMBER:
             return _yes(args[0].dtype)
+        if func is NONZERO:
+            return self._used(args[0])
+        if func is SPLIT and sum(args[1]) != args[0].shape[(args[2:] or (0,))[0]]:
+            args = self._evenly(*args)
         out = (_experts if func is GROUPED_PRODUCTS else func)(*args, **(kwargs or {}))
         if self.phase is not None and (work := work_of(func, args, kwargs, out)) is not None:
             self.work[self.phase, work] += 1
@@ -264,6 +282,18 @@ class Shapes(TorchDispatchMode):
                 self.phase = before
 
         return counted
+
+    def _used(self, mask: Tensor) -> Tensor:
+        """Which experts (E,) are used: some. Which tokens (k, T) use one of them: its share of all."""
+        self.spread = True
+        rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
+        return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
+
+    def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
+        """Counts were asked for as numbers, so these are not those."""
+        self.spread = True
+        share, more = divmod(tokens.shape[dim], len(sizes))
+        return tokens, [share + (i < more) for i in range(len(sizes))], dim
 
 
 def _experts(a: Tensor, b: Tensor, *args, **kwargs) -> Tensor:

@@ -74,15 +74,11 @@ class Derivation:
             What `trace` would, but for the allocator's events; seconds of an optimizer step.
         """
         batches = micro_batches(cfg, recipe)
-        of_passes, of_parameters = self.needed(recipe, cfg)
-        passes = Corners(self.traced(*of_passes), self.depth, int(recipe["batch_size"]))
-        parameters = Corners(self.traced(*of_parameters), self.depth, 1)
-        derived = replace(
-            self.of_parameters(recipe, cfg),
-            pinned=_pinned(passes),
-            advice=passes.any.advice,
-            estimate=passes.any.estimate,
-        )
+        for_passes, for_parameters = self.needed(recipe, cfg)
+        passes = Corners(self.traced(*for_passes), self.depth, int(recipe["batch_size"]))
+        parameters = Corners(self.traced(*for_parameters), self.depth, 1)
+        of_passes = {"pinned": _pinned(passes), "advice": passes.any.advice, "estimate": passes.any.estimate}
+        derived = replace(self.of_parameters(recipe, cfg), **of_passes)
         leave = Settings(cfg).masters or Settings(cfg).in_backward
         derived.phases |= {
             "forward": _pass("forward", passes, parameters, derived, leave, batches),

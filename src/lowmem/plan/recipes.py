@@ -164,6 +164,8 @@ class _Search:
         shapes, seconds = self.derivation.trace(option, cfg)
         need = needs(shapes, cfg, self.on_card, self.libraries, self.devices, self.beside)
         need = replace(need, estimate=self.derivation.estimate(option, cfg) or need.estimate)
+        if link := self.derivation.machine.link:
+            seconds += 2 * need.paged_on_host(self.gpu) / link  # each of its pages comes and leaves
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
         return Recipe(overrides, need, seconds, candidate.changes, _rank(candidate, self.typed.may_change))
 

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 # Tensors with shape, dtype and storage and no memory: the planner's runs. Instead: the meta device, and a stand-in for
 # what asks on which device a tensor is.
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Sees each operator: the meter, the planner and selective checkpointing. torch's notes on extending it name this one;
 # there is no other.
@@ -27,11 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = (
+    "ASKS_FOR_DEVICE",
     "ATTENTION",
     "ATTENTION_BACKWARD_ON_CPU",
     "ATTENTION_ON_CPU",
     "GROUPED_PRODUCTS",
     "READ_A_NUMBER",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
@@ -39,6 +41,7 @@ __all__ = (
     "cpu_multiplies_in",
     "has_kernel",
     "is_traceable_wrapper_subclass",
+    "like_fake",
     "open_checkpoint",
     "replaced_kernels",
     "schema",
@@ -50,6 +53,7 @@ __all__ = (
 )
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 # torch's operators of attention, by kernel: `F.scaled_dot_product_attention` is what the public calls, and it ends in
 # one of these, the only ones that a dispatch mode sees.
 ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -61,6 +65,7 @@ ATTENTION = (
     aten._scaled_dot_product_cudnn_attention.default,
 )
 READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
+ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where a tensor without memory would lie
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
 
 
@@ -68,6 +73,17 @@ def storage_key(tensor: Tensor | UntypedStorage) -> int:
     """The same for all tensors in one storage, as long as it lives. Instead: nothing; `data_ptr` is 0 of every tensor
     without memory."""
     return (tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata
+
+
+def like_fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor of `mode` with the storage of this one of the meta device. Instead: the class's own constructor, which
+    takes as long as all the rest of an operator; what it sets is the same for each tensor of a mode on a CPU."""
+    if "of_a_fake" not in mode.__dict__:
+        mode.of_a_fake = dict(FakeTensor(mode, torch.empty(0, device="meta"), CPU).__dict__)
+    fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(mode.of_a_fake)
+    return fake
 
 
 def schema(func: OpOverload) -> torch.FunctionSchema:

@@ -26,7 +26,7 @@ import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -34,30 +34,20 @@ import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
-from lowmem.internals import (
-    GROUPED_PRODUCTS,
-    READ_A_NUMBER,
-    FakeTensorMode,
-    TorchDispatchMode,
-    tensors_count_as_real,
-)
+from lowmem.internals import tensors_count_as_real
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
+from lowmem.plan.shapes import Shapes, TooLong
 from lowmem.plan.stand_in import stand_in, unseen
-from lowmem.plan.work import Work, work_of
+from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
 
 PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
 PYTHON = Path(os.__file__).parent
-OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
-
-
-class TooLong(Exception):
-    """A trace that would not end in a time that anyone waits."""
 
 
 def untraceable(error: Exception) -> str:
@@ -121,7 +111,6 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     run, shapes = Settings(cfg), Shapes()
     with (
         _quietly(),
-        FakeTensorMode(),
         shapes,
         tensors_count_as_real(),
         card.kernels(on_card),
@@ -220,36 +209,6 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-class Shapes(TorchDispatchMode):
-    """Answers what cannot be known without numbers, and counts the work of every operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase: str | None = None
-        self.work: Counter[tuple[str, Work]] = Counter()
-        self.operators = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operators += func.namespace == "aten"  # `prim.device` is asked by C++, where nothing may be raised
-        if self.operators > OPERATORS and func.namespace == "aten":
-            raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
-        if func is READ_A_NUMBER:
-            return _yes(args[0].dtype)
-        out = (_experts if func is GROUPED_PRODUCTS else func)(*args, **(kwargs or {}))
-        if self.phase is not None and (work := work_of(func, args, kwargs, out)) is not None:
-            self.work[self.phase, work] += 1
-        return out
-
-
-def _experts(a: Tensor, b: Tensor, *args, **kwargs) -> Tensor:
-    """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any dtype."""
-    return GROUPED_PRODUCTS(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
-
-
-def _yes(dtype: torch.dtype) -> bool | float | int:
-    return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
 
 
 class Steady(Callback):

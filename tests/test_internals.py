@@ -46,6 +46,30 @@ def test_fake_tensors_have_a_storage_without_memory():
     assert huge.untyped_storage().nbytes() == 4 << 40 and huge.device.type == "cpu", message
 
 
+def test_a_tensor_without_memory_is_made_as_torch_makes_it():
+    with internals.LeanFakeTensorMode() as mode:
+        theirs = torch.empty(3, 4)
+    made = mode.holding(torch.empty(3, 4, device="meta"))
+    message = breaks("every plan")
+    assert type(made) is type(theirs) is internals.FakeTensor and made.device == theirs.device, message
+    assert made.__dict__ == theirs.__dict__, message
+    keys = [str(torch._C._dispatch_keys(tensor)) for tensor in (made, theirs)]
+    assert keys[0] == keys[1], message
+
+
+def test_a_question_for_the_device_is_an_operator():
+    class Counted(internals.LeanFakeTensorMode):
+        asked = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.asked += func is internals.ASKS_FOR_DEVICE
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    with Counted() as mode:
+        torch.ones(2, requires_grad=True).sum().backward()
+    assert mode.asked, breaks("the time of a plan: that it is answered at once")
+
+
 def test_a_storage_has_one_key_and_no_other_has_it():
     with internals.FakeTensorMode():
         a, b = torch.empty(4), torch.empty(4)

@@ -35,13 +35,13 @@ __all__ = (
     "READ_A_NUMBER",
     "FakeTensor",
     "FakeTensorMode",
+    "LeanFakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "compiled_itself",
     "cpu_multiplies_in",
     "has_kernel",
     "is_traceable_wrapper_subclass",
-    "like_fake",
     "open_checkpoint",
     "replaced_kernels",
     "schema",
@@ -69,21 +69,29 @@ ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
 
 
+class LeanFakeTensorMode(FakeTensorMode):
+    """A mode of tensors without memory on a CPU, for who knows what an operator yields. Instead: the mode as it is, and
+    a trace takes three times as long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled within, and to make sure of it takes as long as an operator
+
+    def holding(self, tensor: Tensor) -> FakeTensor:
+        """One with the storage of a tensor of the meta device. The class's own constructor takes as long as all the
+        rest of an operator, to set what is the same for each tensor of a mode."""
+        if not hasattr(self, "same_of_all"):
+            self.same_of_all = dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
+        fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self.same_of_all)
+        return fake
+
+
 def storage_key(tensor: Tensor | UntypedStorage) -> int:
     """The same for all tensors in one storage, as long as it lives. Instead: nothing; `data_ptr` is 0 of every tensor
     without memory."""
     return (tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata
-
-
-def like_fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A tensor of `mode` with the storage of this one of the meta device. Instead: the class's own constructor, which
-    takes as long as all the rest of an operator; what it sets is the same for each tensor of a mode on a CPU."""
-    if "of_a_fake" not in mode.__dict__:
-        mode.of_a_fake = dict(FakeTensor(mode, torch.empty(0, device="meta"), CPU).__dict__)
-    fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
-    torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(mode.of_a_fake)
-    return fake
 
 
 def schema(func: OpOverload) -> torch.FunctionSchema:

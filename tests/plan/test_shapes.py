@@ -26,7 +26,14 @@ def computed():
     x, y = torch.empty(4, 6), torch.empty(6, dtype=torch.bfloat16)
     yield from (x + y, x.t(), x[1:, ::2], x[:, 3].view(2, 2), x.add_(1), x.add_(1.0), x * x, x * torch.empty(4, 6))
     yield from (*x.split(2), *x.max(0), torch.cat([x, x]), y.float(), y.to(torch.bfloat16), x.view(torch.int32))
-    yield from (x.t().contiguous(), x.reshape(24), x.t().reshape(24), torch.empty_like(x.t()), x.sum(), x.expand(2, 4, 6))
+    yield from (
+        x.t().contiguous(),
+        x.reshape(24),
+        x.t().reshape(24),
+        torch.empty_like(x.t()),
+        x.sum(),
+        x.expand(2, 4, 6),
+    )
     yield from (torch.full((3,), 1), torch.full((3,), 1.0), torch.full((3,), True), x.t() @ x, x == 1, y.argmax())
     yield from torch.native_dropout(x, 0.5, True)
 
@@ -44,8 +51,7 @@ def test_what_is_made_again_is_what_torch_works_out():
     assert again.work == first.work
 
 
-def test_an_argument_that_is_not_noted_is_not_missed(monkeypatch):
-    """The check above fails where a key leaves something out: here, which of the tensors are one."""
+def test_a_tensor_that_is_given_twice_is_read_once():
     seen = Shapes()
     seen.phase = "forward"
     with seen:
@@ -54,6 +60,17 @@ def test_an_argument_that_is_not_noted_is_not_missed(monkeypatch):
         x * torch.empty(8)
     moved = sorted(work.moved for _, work in seen.work)
     assert moved[-2:] == [64, 96]
+
+
+def test_a_dtype_that_is_not_named_is_that_of_now():
+    with Shapes():
+        wide = torch.empty(4)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            narrow = torch.empty(4)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_what_depends_on_numbers_is_not_noted():

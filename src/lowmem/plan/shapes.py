@@ -17,9 +17,8 @@ from lowmem.internals import (
     GROUPED_PRODUCTS,
     READ_A_NUMBER,
     FakeTensor,
-    FakeTensorMode,
+    LeanFakeTensorMode,
     OpOverload,
-    like_fake,
     schema,
     storage_key,
 )
@@ -30,6 +29,7 @@ OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops unti
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
+NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 class TooLong(Exception):
@@ -60,7 +60,7 @@ class Known(NamedTuple):
 _known: dict[tuple, Known] = {}  # of this process: by operator and what is known of its arguments
 
 
-class Shapes(FakeTensorMode):
+class Shapes(LeanFakeTensorMode):
     """Answers what cannot be known without numbers, counts the work of every operator, and tells whoever tracks."""
 
     def __init__(self) -> None:
@@ -69,10 +69,6 @@ class Shapes(FakeTensorMode):
         self.work: Counter[tuple[str, Work]] = Counter()
         self.operators = 0
         self._inside = False  # an operator that torch writes as several others
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a trace, and to make sure of it takes longer than an operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ASKS_FOR_DEVICE:  # by C++, as often as all else together
@@ -97,7 +93,7 @@ class Shapes(FakeTensorMode):
 
     def _computed(self, func, types, args: tuple, kwargs: dict) -> tuple[object, Work | None]:
         tensors: list[Tensor] = []
-        key: list = [func, torch.is_inference_mode_enabled()]
+        key: list = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         plain = _noted(args, key, tensors) and (not kwargs or _noted(kwargs.values(), key, tensors))
         if plain:
             key += kwargs
@@ -125,7 +121,7 @@ class Shapes(FakeTensorMode):
         else:
             storage = tensors[made.view_of].untyped_storage()
             like = torch.empty(0, dtype=made.dtype, device="meta").set_(storage, made.offset, made.shape, made.stride)
-        return like_fake(self, like)
+        return self.holding(like)
 
     def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
         """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any."""
@@ -190,9 +186,6 @@ def _as_made(one: object, kept: dict[int, int]) -> Made | None:
         if made.offset or again.untyped_storage().nbytes() != one.untyped_storage().nbytes():
             return None
     return made
-
-
-NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 def _yes(dtype: torch.dtype) -> bool | float | int:

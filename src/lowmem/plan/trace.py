@@ -26,7 +26,7 @@ import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -34,7 +34,7 @@ import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
-from lowmem.internals import tensors_count_as_real
+from lowmem.internals import storage_key, tensors_count_as_real
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
@@ -229,14 +229,23 @@ class Steady(Callback):
             plugin.mark_used(self.early)  # by the step of the window before
 
     def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
-        """The optimizer's state of every parameter exists from the first step on."""
+        """The optimizer's state of every parameter exists from the first step on. Two of a kind are stepped; what they
+        have then tells what the others of the kind would."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        kinds: dict[tuple, list[Tensor]] = {}
         for p in module.parameters():
             stepped = plugin.master(p)
-            if id(stepped) in groups:
-                stepped.grad = torch.empty_like(stepped)
-                (plugin.update if stepped is p else step_one)(optimizer, groups[id(stepped)], stepped)
-                stepped.grad = None
+            if id(stepped) not in groups:
+                continue
+            group = groups[id(stepped)]
+            kind = kinds.setdefault((id(group), stepped.shape, stepped.stride(), stepped.dtype), [])
+            kind.append(stepped)
+            if len(kind) > 2 and not any(True for _ in plugin.device_tensors()):
+                optimizer.state[stepped] = another(*(optimizer.state[one] for one in kind[:2]))
+                continue
+            stepped.grad = torch.empty_like(stepped)
+            (plugin.update if stepped is p else step_one)(optimizer, group, stepped)
+            stepped.grad = None
 
     def _make_gradients(self, module: LightningModule) -> None:
         for p in module.parameters():
@@ -258,6 +267,17 @@ class Steady(Callback):
 
     def on_train_batch_end(self, *_) -> None:
         self.shapes.phase = None
+
+
+def another(first: object, second: object) -> object:
+    """The state of a third parameter, of those of two of its kind: what both share is everybody's."""
+    if isinstance(second, Tensor):
+        return second if storage_key(second) == storage_key(first) else torch.empty_like(second)
+    if isinstance(second, dict):
+        return {key: another(first[key], value) for key, value in second.items()}
+    if isinstance(second, list | tuple):
+        return type(second)(map(another, first, second))
+    return second
 
 
 class Windows:

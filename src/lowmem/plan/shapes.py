@@ -73,6 +73,8 @@ class Shapes(LeanFakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ASKS_FOR_DEVICE:  # by C++, as often as all else together
             return args[0].device
+        if func.namespace == "profiler":  # marks of torch.optim around each step
+            return func(*args, **(kwargs or {}))
         if self._inside:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         if func.namespace == "aten":
@@ -156,6 +158,8 @@ def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object,
         return None
     if schema(func).is_mutable:
         written = [argument.name for argument in schema(func).arguments if argument.is_write]
+        if out is None:  # several are changed, and nothing is yielded
+            return Known((None,), None, False, work)
         if out is not args[0] or written != [schema(func).arguments[0].name]:
             return None
         return Known((), None, True, work)

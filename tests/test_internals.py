@@ -40,7 +40,7 @@ def test_a_dispatch_mode_sees_each_operator_also_in_backward():
 
 
 def test_fake_tensors_have_a_storage_without_memory():
-    with internals.FakeTensorMode():
+    with internals.LeanFakeTensorMode():
         huge = torch.empty(1 << 40)
     message = breaks("every plan")
     assert huge.untyped_storage().nbytes() == 4 << 40 and huge.device.type == "cpu", message
@@ -71,7 +71,7 @@ def test_a_question_for_the_device_is_an_operator():
 
 
 def test_a_storage_has_one_key_and_no_other_has_it():
-    with internals.FakeTensorMode():
+    with internals.LeanFakeTensorMode():
         a, b = torch.empty(4), torch.empty(4)
     for one, other in ((a, b), (torch.empty(4), torch.empty(4))):
         key = internals.storage_key(one)
@@ -144,7 +144,7 @@ def test_a_question_for_a_number_is_an_operator():
 def test_grouped_products_are_an_operator():
     a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
     ends = torch.tensor([1, 4], dtype=torch.int32)
-    with internals.FakeTensorMode() as fake:
+    with internals.LeanFakeTensorMode() as fake:
         out = internals.GROUPED_PRODUCTS(*map(fake.from_tensor, (a, b)), offs=fake.from_tensor(ends))
     assert out.shape == (4, 8), breaks("plans of mixtures of experts")
 
@@ -202,7 +202,7 @@ def test_torch_tells_whether_this_cpu_has_units(name):
 def test_transformers_leaves_a_mask_out_for_tensors_without_memory():
     from transformers.utils import import_utils
 
-    with internals.FakeTensorMode():
+    with internals.LeanFakeTensorMode():
         x = torch.empty(1)
         before = import_utils.is_tracing(x)
         with internals.tensors_count_as_real():

@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -25,11 +25,13 @@ from lowmem import help, signals, spelling
 from lowmem.check import check_places, check_values
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, composed, key, parted, quoted, unquoted, without
+from lowmem.plan.helper import helper
 from lowmem.runs import claim, folders, sweep
 from lowmem.starting import undisturbed
 from lowmem.terminal import folded
 
 SWEEP = ("-m", "--multirun")
+LOADING = "Loading torch, Lightning and transformers ..."  # for some five seconds
 
 _failures: list[str] = []  # of this command
 
@@ -167,7 +169,7 @@ def run(cfg: DictConfig) -> float:
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         check_values(cfg)
         check_places(cfg)
-        with undisturbed():
+        with undisturbed(LOADING):
             from lowmem.fit import fit  # which imports torch
 
         return fit(cfg, output_dir, choices, typed)
@@ -184,10 +186,11 @@ def plan(cfg: DictConfig) -> None:
     """Predict instead of run."""
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
-        with undisturbed():
-            from lowmem.plan.job import plan
+        with (helper() if cfg.search is True else None) or nullcontext() as beside:
+            with undisturbed(LOADING):
+                from lowmem.plan.job import plan
 
-        plan(cfg, output_dir, choices, typed)
+            plan(cfg, output_dir, choices, typed, beside)
 
     _guarded(job, cfg)
 

@@ -34,7 +34,6 @@ __all__ = (
     "GROUPED_PRODUCTS",
     "READ_A_NUMBER",
     "FakeTensor",
-    "FakeTensorMode",
     "LeanFakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",

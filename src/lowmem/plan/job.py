@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from lowmem.memory import process
 from lowmem.memory.limit import parse
 from lowmem.overrides import as_lines, composed, without
 from lowmem.plan import table
+from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import NO_BF16, Plan, emulates, largest_model, search
 from lowmem.quiet import quiet
@@ -24,8 +26,14 @@ from lowmem.settings import Settings
 OURS = ("gpu", "ram", "search", "rows", "devices", "strategy")  # keys of conf/plan.yaml
 
 
-def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: Sequence[str]) -> dict:
-    """Prints the plan and leaves plan.json in `output_dir`.
+def plan(
+    cfg: DictConfig,
+    output_dir: Path,
+    choices: Mapping[str, str],
+    typed: Sequence[str],
+    helper: Helper | None = None,
+) -> dict:
+    """Prints the plan and leaves plan.json in `output_dir`. Args: helper: traces a part of a search.
 
     Raises:
         Refused: a size, a run or a model that cannot be planned.
@@ -42,14 +50,16 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     quiet()
     model.check_architecture(cfg)
     card = gpus.here() if card is None and on_card else card
-    ram = ram if ram is not None else process.available_bytes()
+    if ram is None:
+        ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # it is gone by the time of the run
     typed = without(OURS, typed)
     if cfg.search:
-        searched = search(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), card, ram, on_card, devices)
+        compose = partial(_composed, typed, on_card=on_card)
+        searched = search(cfg, typed, compose, card, ram, on_card, devices, helper)
         said, written = table.of_plan(searched, typed, cfg.rows), _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
             parameters = searched.recipes[0].prediction.parameters
-            smaller = largest_model(searched, parameters, lambda recipe: _composed(typed, recipe, on_card), on_card)
+            smaller = largest_model(searched, parameters, compose, on_card)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
         if emulates(card, cfg):

@@ -3,11 +3,14 @@
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from threading import Thread
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from lowmem.accumulation import divisors
@@ -17,6 +20,7 @@ from lowmem.memory import process
 from lowmem.model import architecture_of
 from lowmem.overrides import CONF, as_mapping
 from lowmem.plan.derive import Compose, Derivation, Needed
+from lowmem.plan.helper import Helper
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
 from lowmem.plan.trace import untraceable
@@ -73,9 +77,10 @@ def search(
     ram: int | None,
     on_card: bool,
     devices: int = 1,
+    helper: Helper | None = None,
 ) -> Plan:
     """Args: cfg: as typed, resolved; typed: the overrides, which no recipe touches; compose: overrides -> config; card:
-    None: of a CPU only the host limits.
+    None: of a CPU only the host limits; helper: traces a part.
 
     Raises:
         Refused: a model that is not a stack of equal blocks: only single runs can be predicted.
@@ -97,7 +102,7 @@ def search(
     options = list(workable(options, typed, config_of, devices, card))
     if not options and card is not None and not card.has_bf16:
         raise Refused(NO_BF16)
-    _trace_all(cfg, derivation, [need for option in options for need in derivation.needed(*option)])
+    _trace_all(cfg, derivation, [need for option in options for need in derivation.needed(*option)], helper)
     derived = []
     for option, recipe_cfg in options:
         shapes, seconds = derivation.trace(option, recipe_cfg)
@@ -141,28 +146,74 @@ def emulates(card: Card | None, cfg: DictConfig) -> bool:
     return card is not None and not card.has_bf16 and Settings(cfg).multiplies_in == "bfloat16"
 
 
-def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]) -> None:
+def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed], helper: Helper | None = None) -> None:
     """The part of a search that takes long: how long is said after the first trace.
 
     Raises:
         Refused: a model that cannot be traced.
     """
-    unique = list({str(need): need for need in needed}.values())
-    start = time.perf_counter()
-    tqdm.write(f"Tracing {len(unique)} ways to compute by shape ...", file=sys.stderr)
-    with tqdm(unique, desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
-        for number, need in enumerate(bar, start=1):
-            try:
-                derivation.traced(*need)
-            except Refused:
-                raise
-            except Exception as error:
-                raise Refused(
-                    f"model.name={cfg.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
-                    "search=false to plan.py for an estimate of one run."
-                ) from None
-            if number == 1 and (seconds := (time.perf_counter() - start) * len(unique)) > WAIT:
-                tqdm.write(f"... which takes about {seconds:.0f} s.", file=sys.stderr)
+    todo = deque({str(need): need for need in needed}.values())
+    tqdm.write(f"Tracing {len(todo)} ways to compute by shape ...", file=sys.stderr)
+    with tqdm(total=len(todo), desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
+        with _helped(derivation, todo, helper, bar.update):
+            _trace(cfg, derivation, todo, 2 if helper else 1, bar.update)
+        _trace(cfg, derivation, todo, 1, bar.update)  # what the helper was not able to
+
+
+def _trace(
+    cfg: DictConfig, derivation: Derivation, todo: deque[Needed], processes: int, done: Callable[[], object]
+) -> None:
+    said = False
+    while need := _taken(todo.popleft):
+        start = time.perf_counter()
+        try:
+            derivation.traced(*need)
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused(
+                f"model.name={cfg.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
+                "search=false to plan.py for an estimate of one run."
+            ) from None
+        done()
+        if not said and (seconds := (time.perf_counter() - start) * len(todo) / processes) > WAIT:
+            tqdm.write(f"... which takes about {seconds:.0f} s.", file=sys.stderr)
+        said = True
+
+
+@contextmanager
+def _helped(
+    derivation: Derivation, todo: deque[Needed], helper: Helper | None, done: Callable[[], object]
+) -> Iterator[None]:
+    """The helper takes what is to do from the end, and gives back what it cannot trace."""
+    if helper is None:
+        yield
+        return
+    for need in todo:
+        derivation.corners(*need)  # composed here: Hydra is for one thread
+
+    def take() -> None:
+        while need := _taken(todo.pop):
+            corners = derivation.corners(*need)
+            jobs = [(OmegaConf.to_container(cfg), derivation.on_card, depth) for depth, _, cfg in corners]
+            if (traces := helper.traces(jobs)) is None:
+                todo.append(need)
+                return
+            derivation.take(*need, traces)
+            done()
+
+    thread = Thread(target=take, daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _taken(take: Callable[[], Needed]) -> Needed | None:
+    """None: nothing is left."""
+    try:
+        return take()
+    except IndexError:
+        return None
 
 
 def _cost(recipe: Recipe) -> tuple[int, int]:

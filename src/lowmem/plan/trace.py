@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -195,9 +195,20 @@ def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
     if not Settings(cfg).optim.steps_on_shapes:
         # A card's own kernels need no scratch. Generated ones do, taken to be what the same code needs on a CPU.
         if compiled or Settings(cfg).masters or not on_card:
-            scratch = unseen(make)
-        make = stand_in(make, one_kernel=on_card or compiled)
+            scratch = _once(unseen, cfg, make)
+        make = _once(stand_in, cfg, make, on_card or compiled)
     return (card.foreach(make) if on_card else make), scratch
+
+
+_probed: dict[tuple, object] = {}  # of this process: what was found, by who asked and of which optimizer
+
+
+def _once(probe: Callable, cfg: DictConfig, make: MakeOptimizer, *more: object) -> object:
+    """What a probe of an optimizer finds: real steps, which are the same in every trace."""
+    key = (probe, str(cfg.optim), *more)
+    if key not in _probed:
+        _probed[key] = probe(make, *more)
+    return _probed[key]
 
 
 @contextmanager

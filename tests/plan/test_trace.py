@@ -154,3 +154,14 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
     for operators in (1000, 1500, 1501, 1502, 1503, 2000):
         monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", operators)
         assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
+
+
+def test_the_state_of_a_third_parameter_is_that_of_two_of_its_kind():
+    from lowmem.plan.trace import another
+
+    table = torch.ones(4)  # of all parameters
+    first, second = ({"step": 1, "moments": [torch.ones(2, 3)], "table": table} for _ in range(2))
+    third = another(first, second)
+    assert third["step"] == 1 and third["table"] is table
+    (moment,) = third["moments"]
+    assert moment.shape == (2, 3) and moment is not second["moments"][0]

@@ -40,14 +40,38 @@ def test_a_dispatch_mode_sees_each_operator_also_in_backward():
 
 
 def test_fake_tensors_have_a_storage_without_memory():
-    with internals.FakeTensorMode():
+    with internals.LeanFakeTensorMode():
         huge = torch.empty(1 << 40)
     message = breaks("every plan")
     assert huge.untyped_storage().nbytes() == 4 << 40 and huge.device.type == "cpu", message
 
 
+def test_a_tensor_without_memory_is_made_as_torch_makes_it():
+    with internals.LeanFakeTensorMode() as mode:
+        theirs = torch.empty(3, 4)
+    made = mode.holding(torch.empty(3, 4, device="meta"))
+    message = breaks("every plan")
+    assert type(made) is type(theirs) is internals.FakeTensor and made.device == theirs.device, message
+    assert made.__dict__ == theirs.__dict__, message
+    keys = [str(torch._C._dispatch_keys(tensor)) for tensor in (made, theirs)]
+    assert keys[0] == keys[1], message
+
+
+def test_a_question_for_the_device_is_an_operator():
+    class Counted(internals.LeanFakeTensorMode):
+        asked = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.asked += func is internals.ASKS_FOR_DEVICE
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    with Counted() as mode:
+        torch.ones(2, requires_grad=True).sum().backward()
+    assert mode.asked, breaks("the time of a plan: that it is answered at once")
+
+
 def test_a_storage_has_one_key_and_no_other_has_it():
-    with internals.FakeTensorMode():
+    with internals.LeanFakeTensorMode():
         a, b = torch.empty(4), torch.empty(4)
     for one, other in ((a, b), (torch.empty(4), torch.empty(4))):
         key = internals.storage_key(one)
@@ -138,7 +162,7 @@ def test_a_question_for_a_number_is_an_operator():
 def test_grouped_products_are_an_operator():
     a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
     ends = torch.tensor([1, 4], dtype=torch.int32)
-    with internals.FakeTensorMode() as fake:
+    with internals.LeanFakeTensorMode() as fake:
         out = internals.GROUPED_PRODUCTS(*map(fake.from_tensor, (a, b)), offs=fake.from_tensor(ends))
     assert out.shape == (4, 8), breaks("plans of mixtures of experts")
 
@@ -205,7 +229,7 @@ def test_torch_tells_whether_this_cpu_has_units(name):
 def test_transformers_leaves_a_mask_out_for_tensors_without_memory():
     from transformers.utils import import_utils
 
-    with internals.FakeTensorMode():
+    with internals.LeanFakeTensorMode():
         x = torch.empty(1)
         before = import_utils.is_tracing(x)
         with internals.tensors_count_as_real():

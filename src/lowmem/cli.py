@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -25,11 +25,13 @@ from lowmem import help, signals, spelling
 from lowmem.check import check_places, check_values
 from lowmem.errors import Refused
 from lowmem.overrides import CONF, composed, key, parted, quoted, unquoted, without
+from lowmem.plan.helper import helper
 from lowmem.runs import claim, folders, sweep
 from lowmem.starting import undisturbed
 from lowmem.terminal import folded
 
 SWEEP = ("-m", "--multirun")
+LOADING = "Loading torch, Lightning and transformers ..."  # for some five seconds
 
 NOTHING_FITS = 2  # the exit code of a plan that was made, and has nothing to recommend
 
@@ -173,7 +175,7 @@ def run(cfg: DictConfig) -> float:
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         check_values(cfg)
         check_places(cfg)
-        with undisturbed():
+        with undisturbed(LOADING):
             from lowmem.fit import fit  # which imports torch
 
         return fit(cfg, output_dir, choices, typed)
@@ -190,10 +192,12 @@ def plan(cfg: DictConfig) -> None:
     """Predict instead of run."""
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
-        with undisturbed():
-            from lowmem.plan.job import plan
+        with (helper() if cfg.search is True else None) or nullcontext() as beside:
+            with undisturbed(LOADING):
+                from lowmem.plan.job import plan
 
-        if not any(recipe["fits"] for recipe in plan(cfg, output_dir, choices, typed)["recipes"]):
+            written = plan(cfg, output_dir, choices, typed, beside)
+        if not any(recipe["fits"] for recipe in written["recipes"]):
             _unfit.append(output_dir)
 
     _guarded(job, cfg)

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 # Tensors with shape, dtype and storage and no memory: the planner's runs. Instead: the meta device, and a stand-in for
 # what asks on which device a tensor is.
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Sees each operator: the meter, the planner and selective checkpointing. torch's notes on extending it name this one;
 # there is no other.
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = (
+    "ASKS_FOR_DEVICE",
     "ATTENTION",
     "ATTENTION_BACKWARD",
     "ATTENTION_BACKWARD_ON_CPU",
@@ -39,7 +40,8 @@ __all__ = (
     "NONZERO",
     "READ_A_NUMBER",
     "SPLIT",
-    "FakeTensorMode",
+    "FakeTensor",
+    "LeanFakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "compiled_itself",
@@ -57,6 +59,7 @@ __all__ = (
 )
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 # torch's operators of attention, by kernel: `F.scaled_dot_product_attention` is what the public calls, and it ends in
 # one of these, the only ones that a dispatch mode sees.
 ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -76,7 +79,27 @@ ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
 NONZERO = aten.nonzero.default  # what a mixture calls whose experts take turns: which are used, and by which tokens
 SPLIT = aten.split_with_sizes.default  # what another one calls, with the tokens of each expert
+ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where a tensor without memory would lie
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
+
+
+class LeanFakeTensorMode(FakeTensorMode):
+    """A mode of tensors without memory on a CPU, for who knows what an operator yields. Instead: the mode as it is, and
+    a trace takes three times as long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled within, and to make sure of it takes as long as an operator
+
+    def holding(self, tensor: Tensor) -> FakeTensor:
+        """One with the storage of a tensor of the meta device. The class's own constructor takes as long as all the
+        rest of an operator, to set what is the same for each tensor of a mode."""
+        if not hasattr(self, "same_of_all"):
+            self.same_of_all = dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
+        fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self.same_of_all)
+        return fake
 
 
 def storage_key(tensor: Tensor | UntypedStorage) -> int:

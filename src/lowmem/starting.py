@@ -1,14 +1,19 @@
 """Imports without Python's search for garbage."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """torch, Lightning and transformers make half a million objects that all stay: to look through them again and again
+def undisturbed(said: str = "") -> Iterator[None]:
+    """Args: said: to whoever looks at a terminal, and waits.
+
+    torch, Lightning and transformers make half a million objects that all stay: to look through them again and again
     for some that do not is a quarter of the time."""
+    if said and sys.stderr.isatty():
+        print(said, file=sys.stderr, flush=True)
     searching = gc.isenabled()
     gc.disable()
     try:

@@ -27,7 +27,7 @@ def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     assert abs(found.device_peak / measured - 1) < OFF
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
-    monkeypatch.setattr("lowmem.plan.trace.EXPERTS", 1)  # and not that each gradient is as large as those of all
+    monkeypatch.setattr("lowmem.plan.shapes.EXPERTS", 1)  # and not that each gradient is as large as those of all
     cfg = OmegaConf.merge(cfg, {"batch_size": 2})  # a quarter for the experts
     wrong = predict(cfg, on_card=False)
     assert abs(wrong.device_peak / measured - 1) > OFF

@@ -13,7 +13,7 @@ from lowmem.gpus import Card
 from lowmem.memory.tracker import Point
 from lowmem.overrides import as_lines, without
 from lowmem.overrides import composed as compose_lines
-from lowmem.plan import recipes
+from lowmem.plan import recipes, tracing
 from lowmem.plan.candidates import Typed, candidates, options
 from lowmem.plan.derive import Derivation, bilinear
 from lowmem.plan.machine import Machine
@@ -380,8 +380,8 @@ def test_a_search_says_that_it_takes_long_before_it_does(config, composed, capsy
             said.append(capsys.readouterr().err)
             time.sleep(0.01)
 
-    monkeypatch.setattr(recipes, "WAIT", 0.005)
-    recipes._trace_all(cfg, Slow(), [(option, (1, 2)) for option in options])
+    monkeypatch.setattr(tracing, "WAIT", 0.005)
+    tracing.trace_all(cfg, Slow(), [(option, (1, 2)) for option in options])
     assert "Tracing 2 ways" in said[0] and "which takes about" in said[1]
 
 
@@ -394,7 +394,7 @@ def test_a_model_that_cannot_be_traced_is_refused_a_search(composed):
             raise RuntimeError("numbers are asked for")
 
     with pytest.raises(Refused, match=r"numbers are asked for.*search=false"):
-        recipes._trace_all(composed({"batch_size": "2"}), Untraceable(), [({}, (1, 1))])
+        tracing.trace_all(composed({"batch_size": "2"}), Untraceable(), [({}, (1, 1))])
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -135,13 +135,13 @@ def test_a_loop_that_waits_for_a_number_ends_in_an_estimate(config, monkeypatch)
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT2Model, "forward", waits)
-    monkeypatch.setattr("lowmem.plan.trace.OPERATORS", 20_000)
+    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 20_000)
     found = predict(OmegaConf.create(OmegaConf.to_container(config(), resolve=True)), on_card=False)
     assert "20,000 operators" in found.estimate and found.device_peak > 0
 
 
 def test_the_budget_is_far_from_what_a_trace_needs(config, monkeypatch):
-    monkeypatch.setattr("lowmem.plan.trace.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
+    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
     assert traced(config()).parameters > 0
 
 
@@ -152,7 +152,7 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
     cfg.model.architecture = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
     for operators in (1000, 1500, 1501, 1502, 1503, 2000):
-        monkeypatch.setattr("lowmem.plan.trace.OPERATORS", operators)
+        monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", operators)
         assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
 
 
@@ -204,3 +204,14 @@ def test_recomputation_is_backward_and_a_norm_no_forward_pass(config):
     plain, again = (bytes_each(config(f"gradient_checkpointing={kind}")) for kind in ("none", "every_layer"))
     assert again["forward"] == pytest.approx(plain["forward"], rel=0.02) and again["backward"] > 1.2 * plain["backward"]
     assert again["step"] == plain["step"]
+
+
+def test_the_state_of_a_third_parameter_is_that_of_two_of_its_kind():
+    from lowmem.plan.trace import another
+
+    table = torch.ones(4)  # of all parameters
+    first, second = ({"step": 1, "moments": [torch.ones(2, 3)], "table": table} for _ in range(2))
+    third = another(first, second)
+    assert third["step"] == 1 and third["table"] is table
+    (moment,) = third["moments"]
+    assert moment.shape == (2, 3) and moment is not second["moments"][0]

@@ -40,6 +40,8 @@ class MemoryMeter(Callback):
     kept: the step until which `file` keeps what it has.
     """
 
+    tracker = StorageTracker
+
     def __init__(
         self, file: Path, log_every: int = 10, first: int = 3, every: int = 20, limit: int | None = None, kept: int = 0
     ) -> None:
@@ -189,7 +191,7 @@ class MemoryMeter(Callback):
 
     def _track(self) -> None:
         if not self._compiled:
-            self._tracker = StorageTracker(self.ledger.storages(), self.limit)
+            self._tracker = self.tracker(self.ledger.storages(), self.limit)
             self._tracker.__enter__()
 
     def _settle(self) -> None:

@@ -42,6 +42,13 @@ def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
         tracker.own(tensor, Owner(category, side, tuple))
 
 
+def see(out: object) -> None:
+    """Tell those who are told, and see nothing by themselves, what an operator has yielded."""
+    for tracker in _active:
+        if isinstance(tracker, ToldTracker):
+            tracker.see(out)
+
+
 @contextmanager
 def host_side() -> Iterator[None]:
     """Whatever this thread makes within stands for host memory, also where the device is the CPU."""
@@ -102,11 +109,15 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        self.see(out)
+        return out
+
+    def see(self, out: object) -> None:
+        """What an operator has yielded."""
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 for held in parts(leaf):
                     self._see(held.untyped_storage())
-        return out
 
     def _see(self, storage: UntypedStorage) -> None:
         if storage_key(storage) in self._live:
@@ -175,6 +186,17 @@ class StorageTracker(TorchDispatchMode):
         """Bytes of each tensor of a category that was born on the host side."""
         mine = {s for s, owner in self._owner.items() if owner.side == "host" and owner.category == category}
         return [size for _, serial, size in self.events if serial in mine and size > 0]
+
+
+class ToldTracker(StorageTracker):
+    """Sees no operator by itself: whoever runs them tells it through `see`. One mode takes half the time of two."""
+
+    def __enter__(self):
+        _active.append(self)
+        return self
+
+    def __exit__(self, *exception):
+        _active.remove(self)
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:

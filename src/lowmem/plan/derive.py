@@ -9,7 +9,7 @@ one for each precision and optimizer. Whether every block does add the same is s
 for each checkpointing; where it does not, the derivation is called an estimate.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import isqrt
@@ -157,25 +157,40 @@ class Derivation:
 
     def has(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> bool:
         """Whether these were traced."""
-        return (*sorted(recipe.items()), *batches) in self._corners
+        return _key(recipe, batches) in self._corners
 
     def traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
         """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""
-        key = (*sorted(recipe.items()), *batches)
-        if key not in self._corners:
-            cfg = self.compose(recipe)
-            # Up to this micro-batch the loss is one chunk, which grows with it; beyond it are several of one size.
-            knee = -(-cfg.loss.get("rows", 1) // cfg.seq_len)
-            self._corners[key] = [
-                (depth, batch, self._trace(cfg, batch, depth))
-                for depth in self.depths
-                for batch in sorted({*batches, min(max(knee, batches[0]), batches[1])})
-            ]
-            self.traces += len(self._corners[key])
-        return self._corners[key]
+        if not self.has(recipe, batches):
+            corners = self.corners(recipe, batches)
+            traces = [trace(cfg, self.on_card, depth, self.capability) for depth, _, cfg in corners]
+            self.take(recipe, batches, traces)
+        return self._corners[_key(recipe, batches)]
+
+    def corners(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, DictConfig]]:
+        """(depth, batch, config) of each trace that `traced` makes."""
+        cfg = self.compose(recipe)
+        # Up to this micro-batch the loss is one chunk, which grows with it; beyond it are several of one size.
+        knee = -(-cfg.loss.get("rows", 1) // cfg.seq_len)
+        return [
+            (depth, batch, OmegaConf.merge(cfg, {"batch_size": batch}))
+            for depth in self.depths
+            for batch in sorted({*batches, min(max(knee, batches[0]), batches[1])})
+        ]
+
+    def take(self, recipe: Mapping[str, str], batches: tuple[int, int], traces: Sequence[Trace]) -> None:
+        """The traces of these `corners`, wherever they were made."""
+        corners = self.corners(recipe, batches)
+        found = [(depth, batch, t) for (depth, batch, _), t in zip(corners, traces, strict=True)]
+        self._corners[_key(recipe, batches)] = found
+        self.traces += len(found)
 
     def _trace(self, cfg: DictConfig, batch: int, depth: int) -> Trace:
         return trace(OmegaConf.merge(cfg, {"batch_size": batch}), self.on_card, depth, self.capability)
+
+
+def _key(recipe: Mapping[str, str], batches: tuple[int, int]) -> tuple:
+    return (*sorted(recipe.items()), *batches)
 
 
 def micro_batches(cfg: DictConfig, recipe: Mapping[str, str]) -> int:

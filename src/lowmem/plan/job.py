@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from lowmem.memory.limit import parse
 from lowmem.overrides import as_lines, as_mapping, composed, without
 from lowmem.plan import table
 from lowmem.plan.candidates import Typed, emulates
+from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.quiet import quiet
@@ -26,8 +28,14 @@ from lowmem.terminal import folded
 OURS = ("gpu", "ram", "search", "rows", "devices", "strategy", "may_change")  # that no command of train.py needs
 
 
-def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: Sequence[str]) -> dict:
-    """Prints the plan and leaves plan.json in `output_dir`.
+def plan(
+    cfg: DictConfig,
+    output_dir: Path,
+    choices: Mapping[str, str],
+    typed: Sequence[str],
+    helper: Helper | None = None,
+) -> dict:
+    """Prints the plan and leaves plan.json in `output_dir`. Args: helper: traces a part of a search.
 
     Raises:
         Refused: a size, a run or a model that cannot be planned.
@@ -44,12 +52,13 @@ def plan(cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], typed: S
     quiet()
     model.check_architecture(cfg)
     card = gpus.here() if card is None and on_card else card
-    ram = ram if ram is not None else process.available_bytes()
+    if ram is None:
+        ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # it is gone by the time of the run
     typed = without(OURS, typed)
     if cfg.search:
         changeable = cfg.may_change and cfg.may_change.split(",")
-        asked = Typed(cfg, typed, lambda recipe: _composed(typed, recipe, on_card), changeable)
-        searched = search(asked, card, ram, on_card, devices)
+        asked = Typed(cfg, typed, partial(_composed, typed, on_card=on_card), changeable)
+        searched = search(asked, card, ram, on_card, devices, helper)
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
         said, written = f"\n{table.of_plan(searched, cfg.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):

@@ -1,13 +1,10 @@
 """Which recipes there are, which of them fit, and which is the cheapest: the planner."""
 
 import math
-import sys
-import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from lowmem.errors import Refused
 from lowmem.gpus import Card
@@ -17,13 +14,13 @@ from lowmem.overrides import CONF, as_lines, as_mapping
 from lowmem.plan.candidates import Candidate, Typed, candidates
 from lowmem.plan.changes import Change, Tier
 from lowmem.plan.derive import Derivation, Needed
+from lowmem.plan.helper import Helper
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
-from lowmem.plan.trace import untraceable
+from lowmem.plan.tracing import trace_all
 from lowmem.settings import Settings
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
-WAIT = 2  # seconds; who waits longer is told
 NO_BF16 = (
     "This precision multiplies in bf16, and the card has no units for it: torch emulates them, at half the pace of "
     "fp32. Type precision=16, 16-master or 32."
@@ -80,15 +77,22 @@ class Plan:
         return self.recipes[0] if self.recipes[0].fits(self.gpu, self.ram) else None
 
 
-def search(typed: Typed, card: Card | None, ram: int | None, on_card: bool, devices: int = 1) -> Plan:
+def search(
+    typed: Typed,
+    card: Card | None,
+    ram: int | None,
+    on_card: bool,
+    devices: int = 1,
+    helper: Helper | None = None,
+) -> Plan:
     """Recipes of the first rank of which one fits: the training that was typed, then what is close to it, then another.
 
-    Args: card: None: of a CPU only the host limits; devices: that share one model.
+    Args: card: None: of a CPU only the host limits; devices: that share one model; helper: traces a part.
 
     Raises:
         Refused: a model whose blocks are not equal and do not take turns: only single runs can be predicted.
     """
-    search = _Search(typed, card, ram, on_card, devices)
+    search = _Search(typed, card, ram, on_card, devices, helper)
     tried: list[Recipe] = []
     for rank in sorted(search.by_rank):
         tried += search.recipes(rank)
@@ -104,8 +108,10 @@ def search(typed: Typed, card: Card | None, ram: int | None, on_card: bool, devi
 class _Search:
     """Args: those of `search`."""
 
-    def __init__(self, typed: Typed, card: Card | None, ram: int | None, on_card: bool, devices: int) -> None:
-        self.typed, self.ram, self.on_card, self.devices = typed, ram, on_card, devices
+    def __init__(
+        self, typed: Typed, card: Card | None, ram: int | None, on_card: bool, devices: int, helper: Helper | None
+    ) -> None:
+        self.typed, self.ram, self.on_card, self.devices, self.helper = typed, ram, on_card, devices, helper
         self.gpu, self.beside, self.capability = (card.size, card.beside, card.capability) if card else (None, 0, None)
         self.libraries = process.rss_bytes()
         found = list(candidates(typed, card, devices))
@@ -170,39 +176,13 @@ class _Search:
         return Recipe(overrides, need, seconds, candidate.changes, _rank(candidate, self.typed.may_change))
 
     def _trace(self, needed: Iterable[Needed]) -> None:
-        _trace_all(self.typed.cfg, self.derivation, list(needed))
+        trace_all(self.typed.cfg, self.derivation, needed, self.helper)
 
 
 def _rank(candidate: Candidate, may_change: Collection[str] | None) -> int:
     """Ranks are taken in turn. What is close to the training that was typed is of the first if it was asked for."""
     tier = candidate.tier
     return Tier.AS_TYPED if tier == Tier.CLOSE and may_change else tier
-
-
-def _trace_all(cfg: DictConfig, derivation: Derivation, needed: Sequence[Needed]) -> None:
-    """The part of a search that takes long: how long is said after the first trace.
-
-    Raises:
-        Refused: a model that cannot be traced.
-    """
-    unique = [need for need in {str(need): need for need in needed}.values() if not derivation.has(*need)]
-    if not unique:
-        return
-    start = time.perf_counter()
-    tqdm.write(f"Tracing {len(unique)} ways to compute by shape ...", file=sys.stderr)
-    with tqdm(unique, desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
-        for number, need in enumerate(bar, start=1):
-            try:
-                derivation.traced(*need)
-            except Refused:
-                raise
-            except Exception as error:
-                raise Refused(
-                    f"model.name={cfg.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
-                    "search=false to plan.py for an estimate of one run."
-                ) from None
-            if number == 1 and (seconds := (time.perf_counter() - start) * len(unique)) > WAIT:
-                tqdm.write(f"... which takes about {seconds:.0f} s.", file=sys.stderr)
 
 
 def _cost(recipe: Recipe) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from torch import nn
 from lowmem.errors import Refused
 from lowmem.gradient_checkpointing import blocks
 from lowmem.memory.meter import MemoryMeter
-from lowmem.memory.tracker import Point, highest
+from lowmem.memory.tracker import Point, ToldTracker, highest
 
 
 class Place(NamedTuple):
@@ -34,6 +34,8 @@ class Recording(NamedTuple):
 
 class Recorder(MemoryMeter):
     """The meter of a run, which also keeps what its tracker saw."""
+
+    tracker = ToldTracker
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)

@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -34,37 +34,24 @@ import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
-from lowmem.internals import (
-    GROUPED_PRODUCTS,
-    NONZERO,
-    READ_A_NUMBER,
-    SPLIT,
-    FakeTensorMode,
-    TorchDispatchMode,
-    tensors_count_as_real,
-)
+from lowmem.internals import storage_key, tensors_count_as_real
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
+from lowmem.plan.shapes import Shapes, TooLong
 from lowmem.plan.stand_in import stand_in, unseen
-from lowmem.plan.work import Work, work_of
+from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
 
 PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
 PYTHON = Path(os.__file__).parent
-EXPERTS = 3  # that stand for all whom a mixture calls one by one: gradients of a third are added to a sum of two
 EVENLY = (
     "the tokens of its experts depend on numbers, and are taken to be spread evenly. That is the same in sum, too much "
     "where some experts compute nothing, and too little where a single one takes most of a long sequence."
 )
-OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
-
-
-class TooLong(Exception):
-    """A trace that would not end in a time that anyone waits."""
 
 
 def untraceable(error: Exception) -> str:
@@ -135,7 +122,6 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
     run, shapes = Settings(cfg), Shapes()
     with (
         _quietly(),
-        FakeTensorMode(),
         shapes,
         tensors_count_as_real(),
         card.kernels(on_card, capability) as attention,
@@ -230,9 +216,20 @@ def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
     if not Settings(cfg).optim.steps_on_shapes:
         # A card's own kernels need no scratch. Generated ones do, taken to be what the same code needs on a CPU.
         if compiled or Settings(cfg).masters or not on_card:
-            scratch = unseen(make)
-        make = stand_in(make, one_kernel=on_card or compiled, pages=on_card)
+            scratch = _once(unseen, cfg, make)
+        make = _once(stand_in, cfg, make, on_card or compiled, on_card)
     return (card.foreach(make) if on_card else make), scratch
+
+
+_probed: dict[tuple, object] = {}  # of this process: what was found, by who asked and of which optimizer
+
+
+def _once(probe: Callable, cfg: DictConfig, make: MakeOptimizer, *more: object) -> object:
+    """What a probe of an optimizer finds: real steps, which are the same in every trace."""
+    key = (probe, str(cfg.optim), *more)
+    if key not in _probed:
+        _probed[key] = probe(make, *more)
+    return _probed[key]
 
 
 @contextmanager
@@ -244,65 +241,6 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-class Shapes(TorchDispatchMode):
-    """Answers what cannot be known without numbers, and counts the work of every operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase: str | None = None
-        self.work: Counter[tuple[str, Work]] = Counter()
-        self.operators = 0
-        self.spread = False  # whether tokens were, over experts
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operators += func.namespace == "aten"  # `prim.device` is asked by C++, where nothing may be raised
-        if self.operators > OPERATORS and func.namespace == "aten":
-            raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
-        if func is READ_A_NUMBER:
-            return _yes(args[0].dtype)
-        if func is NONZERO:
-            return self._used(args[0])
-        if func is SPLIT and sum(args[1]) != args[0].shape[(args[2:] or (0,))[0]]:
-            args = self._evenly(*args)
-        out = (_experts if func is GROUPED_PRODUCTS else func)(*args, **(kwargs or {}))
-        if self.phase is not None and (work := work_of(func, args, kwargs, out)) is not None:
-            self.work[self.phase, work] += 1
-        return out
-
-    def counting(self, phase: str, call: Callable) -> Callable:
-        """The same call, whose work is of this phase wherever it is done."""
-
-        def counted(*args, **kwargs):
-            before, self.phase = self.phase, self.phase and phase  # what is before the window does not count
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.phase = before
-
-        return counted
-
-    def _used(self, mask: Tensor) -> Tensor:
-        """Which experts (E,) are used: some. Which tokens (k, T) use one of them: its share of all."""
-        self.spread = True
-        rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
-        return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
-
-    def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Counts were asked for as numbers, so these are not those."""
-        self.spread = True
-        share, more = divmod(tokens.shape[dim], len(sizes))
-        return tokens, [share + (i < more) for i in range(len(sizes))], dim
-
-
-def _experts(a: Tensor, b: Tensor, *args, **kwargs) -> Tensor:
-    """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any dtype."""
-    return GROUPED_PRODUCTS(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
-
-
-def _yes(dtype: torch.dtype) -> bool | float | int:
-    return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
 
 
 class Steady(Callback):
@@ -339,14 +277,23 @@ class Steady(Callback):
             plugin.link.update = counting("update", plugin.link.update)
 
     def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
-        """The optimizer's state of every parameter exists from the first step on."""
+        """The optimizer's state of every parameter exists from the first step on. Two of a kind are stepped; what they
+        have then tells what the others of the kind would."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        kinds: dict[tuple, list[Tensor]] = {}
         for p in module.parameters():
             stepped = plugin.master(p)
-            if id(stepped) in groups:
-                stepped.grad = torch.empty_like(stepped)
-                (plugin.update if stepped is p else step_one)(optimizer, groups[id(stepped)], stepped)
-                stepped.grad = None
+            if id(stepped) not in groups:
+                continue
+            group = groups[id(stepped)]
+            kind = kinds.setdefault((id(group), stepped.shape, stepped.stride(), stepped.dtype), [])
+            kind.append(stepped)
+            if len(kind) > 2 and not any(True for _ in plugin.device_tensors()):
+                optimizer.state[stepped] = another(*(optimizer.state[one] for one in kind[:2]))
+                continue
+            stepped.grad = torch.empty_like(stepped)
+            (plugin.update if stepped is p else step_one)(optimizer, group, stepped)
+            stepped.grad = None
 
     def _make_gradients(self, module: LightningModule) -> None:
         for p in module.parameters():
@@ -365,6 +312,17 @@ class Steady(Callback):
 
     def on_train_batch_end(self, *_) -> None:
         self.shapes.phase = None
+
+
+def another(first: object, second: object) -> object:
+    """The state of a third parameter, of those of two of its kind: what both share is everybody's."""
+    if isinstance(second, Tensor):
+        return second if storage_key(second) == storage_key(first) else torch.empty_like(second)
+    if isinstance(second, dict):
+        return {key: another(first[key], value) for key, value in second.items()}
+    if isinstance(second, list | tuple):
+        return type(second)(map(another, first, second))
+    return second
 
 
 class Windows:

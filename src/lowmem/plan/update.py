@@ -16,8 +16,8 @@ from lowmem import build
 from lowmem.instantiate import instantiate
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan.machine import Machine, fastest, others_compute
+from lowmem.plan.shapes import Shapes
 from lowmem.plan.stand_in import stand_in
-from lowmem.plan.trace import Shapes
 from lowmem.settings import Settings
 
 MATRIX = (1024, 4096)  # like those of a model
@@ -49,12 +49,11 @@ def timed(cfg: DictConfig) -> float:
 def counted(machine: Machine, cfg: DictConfig) -> float:
     make, shapes = build.optimizer(cfg), Shapes()
     if not Settings(cfg).optim.steps_on_shapes:
-        make = stand_in(make, one_kernel=True)
-    with _update(cfg, make) as update:
+        make = stand_in(make, one_kernel=True, pages=False)
+    with shapes, _update(cfg, make) as update:
         update()  # makes the state
-        with shapes:
-            shapes.phase = "update"
-            update()
+        shapes.phase = "update"
+        update()
     return sum(machine.operator(work) * times for (_, work), times in shapes.work.items())
 
 

@@ -1,0 +1,84 @@
+"""A second process that traces, beside a search: half of its time where there are two processors.
+
+It is a fresh Python, not a copy of this one: a copy of a process with threads can hang, and one in which CUDA is in use
+must not be made. It imports torch for itself, while this one does. It ends when its input does, so nothing is left
+behind, however this process ends; and whatever it cannot do is done here, where errors are told.
+
+Nothing heavy is imported at module level: a command starts it before it imports anything itself.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+Job = tuple[dict, int | None, bool, float | None]  # a config as plain values, depth, and on which card
+
+
+class Helper:
+    """A process that traces. It is closed as a file is."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # a Ctrl-C is meant for the command, which ends this one
+        )
+
+    def __enter__(self) -> "Helper":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._process.kill()
+        self._process.wait()
+        with suppress(OSError):  # what was not read any more
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+    @property
+    def rss_bytes(self) -> int:
+        import psutil
+
+        with suppress(psutil.Error):
+            return psutil.Process(self._process.pid).memory_info().rss
+        return 0
+
+    def traces(self, jobs: Sequence[Job]) -> list | None:
+        """What `trace` returns for each; None: it cannot, and is not asked again."""
+        try:
+            pickle.dump(list(jobs), self._process.stdin)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        except (OSError, EOFError, ValueError, pickle.PickleError):
+            return None
+
+
+def helper() -> Helper | None:
+    """None: there is one processor, and two processes would wait for each other."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Helper() if usable and usable > 1 else None
+
+
+def serve() -> None:
+    """The process itself: answers until there is nobody to ask. What goes wrong ends it."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    from omegaconf import OmegaConf
+
+    from lowmem.starting import undisturbed
+
+    with undisturbed():
+        from lowmem.plan.trace import trace
+    with suppress(EOFError):
+        while True:
+            jobs = pickle.load(sys.stdin.buffer)
+            traces = [
+                trace(OmegaConf.create(cfg), on_card, depth, capability) for cfg, depth, on_card, capability in jobs
+            ]
+            pickle.dump(traces, answers)
+            answers.flush()

@@ -1,0 +1,228 @@
+"""The mode in which a traced run computes: its operators yield tensors with a shape and a storage, and no memory.
+
+torch's own mode works out what an operator yields, from its arguments' shapes. A model asks for the same again and
+again: each block, each parameter of a shape, each trace of a search. So what it has worked out once is kept and made
+again from what was noted, which takes a sixth of the time and is what a search spends most of its time on. Whatever is
+not plain (a constant, a shape that depends on numbers, memory that changes its size) is left to torch each time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem.internals import (
+    ASKS_FOR_DEVICE,
+    GROUPED_PRODUCTS,
+    NONZERO,
+    READ_A_NUMBER,
+    SPLIT,
+    FakeTensor,
+    LeanFakeTensorMode,
+    OpOverload,
+    schema,
+    storage_key,
+)
+from lowmem.memory import tracker
+from lowmem.plan.work import Work, work_of
+
+EXPERTS = 3  # that stand for all whom a mixture calls one by one: gradients of a third are added to a sum of two
+OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
+PLAIN = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
+NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+class TooLong(Exception):
+    """A trace that would not end in a time that anyone waits."""
+
+
+class Made(NamedTuple):
+    """One tensor that an operator yields."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+    view_of: int | None = None  # of the tensors among the arguments, whose storage it shares; None: its own
+
+
+class Known(NamedTuple):
+    """What an operator does to arguments of some shapes."""
+
+    makes: tuple[Made | None, ...]  # None: nothing
+    kind: type | None  # tuple or list, where it yields several
+    in_place: bool  # yields its first argument
+    work: Work | None
+
+
+_known: dict[tuple, Known] = {}  # of this process: by operator and what is known of its arguments
+
+
+class Shapes(LeanFakeTensorMode):
+    """Answers what cannot be known without numbers, counts the work of every operator, and tells whoever tracks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: str | None = None
+        self.work: Counter[tuple[str, Work]] = Counter()
+        self.operators = 0
+        self.spread = False  # whether tokens were, over experts
+        self._inside = False  # an operator that torch writes as several others
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ASKS_FOR_DEVICE:  # by C++, as often as all else together
+            return args[0].device
+        if func.namespace == "profiler":  # marks of torch.optim around each step
+            return func(*args, **(kwargs or {}))
+        if self._inside:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func.namespace == "aten":
+            self.operators += 1
+            if self.operators > OPERATORS:
+                raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
+        if func is READ_A_NUMBER:
+            return _yes(args[0].dtype)
+        if func is NONZERO:
+            return self._used(args[0])
+        if func is SPLIT and sum(args[1]) != args[0].shape[(args[2:] or (0,))[0]]:
+            args = self._evenly(*args)
+        self._inside = True
+        try:
+            out, work = self._computed(func, types, args, kwargs or {})
+        finally:
+            self._inside = False
+        if self.phase is not None and work is not None:
+            self.work[self.phase, work] += 1
+        tracker.see(out)
+        return out
+
+    def counting(self, phase: str, call: Callable) -> Callable:
+        """The same call, whose work is of this phase wherever it is done."""
+
+        def counted(*args, **kwargs):
+            before, self.phase = self.phase, self.phase and phase  # what is before the window does not count
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.phase = before
+
+        return counted
+
+    def _used(self, mask: Tensor) -> Tensor:
+        """Which experts (E,) are used: some. Which tokens (k, T) use one of them: its share of all."""
+        self.spread = True
+        rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
+        with self:
+            return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
+
+    def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
+        """Counts were asked for as numbers, so these are not those."""
+        self.spread = True
+        share, more = divmod(tokens.shape[dim], len(sizes))
+        return tokens, [share + (i < more) for i in range(len(sizes))], dim
+
+    def _computed(self, func, types, args: tuple, kwargs: dict) -> tuple[object, Work | None]:
+        tensors: list[Tensor] = []
+        key: list = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        plain = _noted(args, key, tensors) and (not kwargs or _noted(kwargs.values(), key, tensors))
+        if plain:
+            key += kwargs
+            if len(numbers := [*map(id, tensors)]) > len({*numbers}):
+                key += map(numbers.index, numbers)  # x * x reads one tensor
+            known = _known.get(key := tuple(key))
+            if known is not None:
+                return self._made(known, args, tensors), known.work
+        call = self._experts if func is GROUPED_PRODUCTS else super().__torch_dispatch__
+        out = call(func, types, args, kwargs)
+        work = work_of(func, args, kwargs, out)
+        if plain and (known := _as_known(func, args, tensors, out, work)) is not None:
+            _known[key] = known
+        return out, work
+
+    def _made(self, known: Known, args: tuple, tensors: list[Tensor]) -> object:
+        if known.in_place:
+            return args[0]
+        made = [one and self._one(one, tensors) for one in known.makes]
+        return made[0] if known.kind is None else known.kind(made)
+
+    def _one(self, made: Made, tensors: list[Tensor]) -> Tensor:
+        if made.view_of is None:
+            like = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        else:
+            storage = tensors[made.view_of].untyped_storage()
+            like = torch.empty(0, dtype=made.dtype, device="meta").set_(storage, made.offset, made.shape, made.stride)
+        return self.holding(like)
+
+    def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
+        """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any."""
+        a, b, *rest = args
+        with self:
+            return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
+
+
+def _noted(values, key: list, tensors: list[Tensor]) -> bool:
+    """Whether all that an operator makes of these arguments depends on is now in `key`."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+                return False
+            key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+            tensors.append(value)
+        elif kind in PLAIN:
+            key += (kind, value)  # 1 and 1.0 are equal, and yield other dtypes
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            if not _noted(value, key, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
+    """None: what cannot be made again from its arguments' shapes alone."""
+    if func.namespace != "aten" or {*func.tags} & NOT_BY_SHAPE:
+        return None
+    if schema(func).is_mutable:
+        written = [argument.name for argument in schema(func).arguments if argument.is_write]
+        if out is None:  # several are changed, and nothing is yielded
+            return Known((None,), None, False, work)
+        if out is not args[0] or written != [schema(func).arguments[0].name]:
+            return None
+        return Known((), None, True, work)
+    several = isinstance(out, tuple | list)
+    kept = {storage_key(t): number for number, t in enumerate(tensors)}
+    makes = []
+    for one in out if several else (out,):
+        made = None if one is None else _as_made(one, kept)
+        if one is not None and made is None:
+            return None
+        makes.append(made)
+        if made is not None and made.view_of is None:
+            kept[storage_key(one)] = -1  # two that share a storage of their own
+    kind = list if isinstance(out, list) else tuple if several else None
+    return Known(tuple(makes), kind, False, work)
+
+
+def _as_made(one: object, kept: dict[int, int]) -> Made | None:
+    plain = type(one) is FakeTensor and one.constant is None and one.layout is torch.strided
+    if not plain or one.dtype.is_complex or one.requires_grad:
+        return None
+    view_of = kept.get(storage_key(one))
+    if view_of == -1:
+        return None
+    made = Made(one.shape, one.stride(), one.dtype, one.storage_offset(), view_of)
+    if view_of is None:
+        again = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        if made.offset or again.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+            return None
+    return made
+
+
+def _yes(dtype: torch.dtype) -> bool | float | int:
+    return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1

@@ -1,0 +1,93 @@
+"""The traces that a search needs, made by this process and by a helper beside it."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from lowmem.errors import Refused
+from lowmem.plan.derive import Derivation, Needed
+from lowmem.plan.helper import Helper
+from lowmem.plan.trace import untraceable
+
+WAIT = 2  # seconds; who waits longer is told
+
+
+def trace_all(cfg: DictConfig, derivation: Derivation, needed: Iterable[Needed], helper: Helper | None = None) -> None:
+    """The part of a search that takes long: how long is said after the first trace.
+
+    Raises:
+        Refused: a model that cannot be traced.
+    """
+    todo = deque(need for need in {str(need): need for need in needed}.values() if not derivation.has(*need))
+    if not todo:
+        return
+    tqdm.write(f"Tracing {len(todo)} ways to compute by shape ...", file=sys.stderr)
+    with tqdm(total=len(todo), desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
+        with _helped(derivation, todo, helper, bar.update):
+            _trace(cfg, derivation, todo, 2 if helper else 1, bar.update)
+        _trace(cfg, derivation, todo, 1, bar.update)  # what the helper was not able to
+
+
+def _trace(
+    cfg: DictConfig, derivation: Derivation, todo: deque[Needed], processes: int, done: Callable[[], object]
+) -> None:
+    said = False
+    while need := _taken(todo.popleft):
+        start = time.perf_counter()
+        try:
+            derivation.traced(*need)
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused(
+                f"model.name={cfg.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
+                "search=false to plan.py for an estimate of one run."
+            ) from None
+        done()
+        if not said and (seconds := (time.perf_counter() - start) * len(todo) / processes) > WAIT:
+            tqdm.write(f"... which takes about {seconds:.0f} s.", file=sys.stderr)
+        said = True
+
+
+@contextmanager
+def _helped(
+    derivation: Derivation, todo: deque[Needed], helper: Helper | None, done: Callable[[], object]
+) -> Iterator[None]:
+    """The helper takes what is to do from the end, and gives back what it cannot trace."""
+    if helper is None:
+        yield
+        return
+    for need in todo:
+        derivation.corners(*need)  # composed here: Hydra is for one thread
+
+    def take() -> None:
+        while need := _taken(todo.pop):
+            corners = derivation.corners(*need)
+            jobs = [
+                (OmegaConf.to_container(cfg), derivation.on_card, depth, derivation.capability)
+                for depth, _, cfg in corners
+            ]
+            if (traces := helper.traces(jobs)) is None:
+                todo.append(need)
+                return
+            derivation.take(*need, traces)
+            done()
+
+    thread = Thread(target=take, daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _taken(take: Callable[[], Needed]) -> Needed | None:
+    """None: nothing is left."""
+    try:
+        return take()
+    except IndexError:
+        return None

@@ -1,0 +1,108 @@
+"""What an operator yields is made again from what was noted of it: the same as torch works out each time."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem.internals import FakeTensor, storage_key
+from lowmem.plan import shapes
+from lowmem.plan.shapes import Shapes
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch):
+    monkeypatch.setattr(shapes, "_known", {})
+
+
+def told(tensor, among):
+    """Everything of a tensor that a plan reads; among: those whose storage it may share."""
+    sharing = [storage_key(tensor) == storage_key(other) for other in among]
+    storage = tensor.untyped_storage().nbytes()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), storage, sharing, tensor.device
+
+
+def computed():
+    """One of each kind: new, a view, in place, several, of several, of another dtype, of parts of a storage."""
+    x, y = torch.empty(4, 6), torch.empty(6, dtype=torch.bfloat16)
+    yield from (x + y, x.t(), x[1:, ::2], x[:, 3].view(2, 2), x.add_(1), x.add_(1.0), x * x, x * torch.empty(4, 6))
+    yield from (*x.split(2), *x.max(0), torch.cat([x, x]), y.float(), y.to(torch.bfloat16), x.view(torch.int32))
+    yield from (
+        x.t().contiguous(),
+        x.reshape(24),
+        x.t().reshape(24),
+        torch.empty_like(x.t()),
+        x.sum(),
+        x.expand(2, 4, 6),
+    )
+    yield from (torch.full((3,), 1), torch.full((3,), 1.0), torch.full((3,), True), x.t() @ x, x == 1, y.argmax())
+    yield from torch.native_dropout(x, 0.5, True)
+
+
+def test_what_is_made_again_is_what_torch_works_out():
+    with Shapes() as first:
+        expected, among = [], []
+        for tensor in computed():
+            expected.append(told(tensor, among))
+            among.append(tensor)
+    assert len(shapes._known) > 20
+    with Shapes() as again:
+        for one, tensor in zip(expected, again_of := list(computed()), strict=True):
+            assert type(tensor) is FakeTensor and one == told(tensor, again_of[: len(one[5])])
+    assert again.work == first.work
+
+
+def test_a_tensor_that_is_given_twice_is_read_once():
+    seen = Shapes()
+    seen.phase = "forward"
+    with seen:
+        x = torch.empty(8)
+        x * x
+        x * torch.empty(8)
+    moved = sorted(work.moved for _, work in seen.work)
+    assert moved[-2:] == [64, 96]
+
+
+def test_a_dtype_that_is_not_named_is_that_of_now():
+    with Shapes():
+        wide = torch.empty(4)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            narrow = torch.empty(4)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_what_depends_on_numbers_is_not_noted():
+    with Shapes():
+        known = len(shapes._known)
+        constant = torch.tensor(3)
+        constant.add(1)
+        torch.empty(3).as_strided_((2,), (1,))
+    assert len(shapes._known) <= known + 2  # `empty`, and what made the constant
+
+
+def test_a_question_for_the_device_is_no_work():
+    seen = Shapes()
+    seen.phase = "forward"
+    with seen:
+        linear = nn.Linear(8, 8, bias=False)
+        linear(torch.empty(2, 8, requires_grad=True)).sum().backward()
+    assert seen.work and all(work.moved < 8 * 8 * 4 * 4 for _, work in seen.work)
+    assert sum(seen.work.values()) < 20
+
+
+def test_an_operator_that_torch_writes_as_others_counts_once():
+    seen = Shapes()
+    seen.phase = "forward"
+    with seen:
+        torch.ops.aten._foreach_add.List([torch.empty(4), torch.empty(4)], [torch.empty(4), torch.empty(4)])
+    assert sum(times for (_, work), times in seen.work.items() if work.moved == 6 * 16) == 1
+
+
+def test_tensors_of_two_runs_are_each_of_their_own():
+    with Shapes() as one:
+        a = torch.empty(2) + 1
+    with Shapes() as two:
+        b = torch.empty(2) + 1
+    assert a.fake_mode is one and b.fake_mode is two

@@ -117,7 +117,8 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None) -> Trace:
     Raises:
         Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
     """
-    cfg = OmegaConf.merge(cfg, {"device": "cpu"})
+    here = {"device": "cpu"}  # also where the run's is a card: its plugin would ask for streams and pinned memory
+    cfg = OmegaConf.merge(cfg, here, {"trainer": {"plugins": {"precision": here}}})
     config = _of_depth(model.architecture_of(cfg), depth)
     make, scratch = _optimizer(cfg, on_card)
     run, shapes = Settings(cfg), Shapes()

@@ -156,6 +156,12 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
         assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
 
 
+def test_a_run_on_a_card_is_traced_here(config):
+    """As `train.py device=cuda` hands it over: with every value resolved, the plugin's device too."""
+    here, there = (config("precision=bf16-master", f"device={device}") for device in ("cpu", "cuda"))
+    assert traced(there).phases == traced(here).phases
+
+
 # --- work -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """How many times longer an optimizer's update takes on this machine's processors than its operators are counted for.
 
-Between a tenth and twenty times: a library's pass over the state may be slow, and operators that follow each other find
-what they read in a processor's cache. So the real update of one matrix is timed, and the same update, as it is traced,
+From 0.4 to 16 times on one machine: a library's pass over the state may be slow, and operators that follow each other
+find what they read in a cache. So the real update of one matrix is timed, and the same update, as it is traced,
 is counted.
 """
 

@@ -19,7 +19,7 @@ def cfg(*typed):
 
 
 def job(cfg, depth=2):
-    return OmegaConf.to_container(cfg), True, depth
+    return OmegaConf.to_container(cfg), True, depth, None
 
 
 def test_it_finds_what_this_process_finds_and_ends_with_it():
@@ -45,7 +45,7 @@ def test_what_it_cannot_trace_is_left_to_this_process(ends):
     with Helper() as helper:
         if ends == "killed":
             os.kill(helper._process.pid, signal.SIGKILL)
-        assert helper.traces([({}, True, 2)]) is None
+        assert helper.traces([({}, True, 2, None)]) is None
         assert helper.traces([job(cfg())]) is None
 
 

@@ -34,7 +34,7 @@ def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
 
 
 def test_what_cannot_be_traced_all_the_same_is_counted_and_says_how_far_that_is_off(config, monkeypatch):
-    monkeypatch.setattr("lowmem.plan.trace.OPERATORS", 100)
+    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 100)
     found = predict(of_family(config, "mixtral"), on_card=False)
     assert "100 operators" in found.estimate and "from a third too little to a fifth too much" in found.estimate
     one, two = (of_family(config, "mixtral", num_experts_per_tok=count) for count in (1, 2))

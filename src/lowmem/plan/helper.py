@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-Job = tuple[dict, int | None, bool, float | None]  # a config as plain values, depth, and on which card
+Job = tuple[dict, bool, int | None, float | None]  # a config as plain values, and the other arguments of `trace`
 
 
 class Helper:
@@ -77,8 +77,6 @@ def serve() -> None:
     with suppress(EOFError):
         while True:
             jobs = pickle.load(sys.stdin.buffer)
-            traces = [
-                trace(OmegaConf.create(cfg), on_card, depth, capability) for cfg, depth, on_card, capability in jobs
-            ]
+            traces = [trace(OmegaConf.create(cfg), *others) for cfg, *others in jobs]
             pickle.dump(traces, answers)
             answers.flush()

@@ -1,6 +1,5 @@
 """Which recipes there are, which of them fit, and which is the cheapest: the planner."""
 
-import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -135,7 +134,7 @@ class _Search:
         for candidate in self.by_rank[rank]:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
-        ranked = sorted((r for r in derived if r.fits(self.gpu, self.ram)), key=_cost)
+        ranked = _ranked(r for r in derived if r.fits(self.gpu, self.ram))
         for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
             cfg = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(cfg, self.on_card, self.devices, self.beside, self.capability)
@@ -185,9 +184,12 @@ def _rank(candidate: Candidate, may_change: Collection[str] | None) -> int:
     return Tier.AS_TYPED if tier == Tier.CLOSE and may_change else tier
 
 
-def _cost(recipe: Recipe) -> tuple[int, int, int]:
-    """Seconds, in steps of SAME: among equally fast recipes the one that changes least, then that with most room."""
-    return round(math.log(recipe.seconds) / math.log(SAME)), len(recipe.changes), recipe.prediction.device_need
+def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """The fastest first; of those that are as fast the one that changes least, then the one that leaves most room."""
+    by_seconds = sorted(recipes, key=lambda r: r.seconds)
+    as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
+    as_fast.sort(key=lambda r: (len(r.changes), r.prediction.device_need))
+    return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
 
 
 def model_depth(cfg: DictConfig) -> tuple[int, int]:

@@ -61,8 +61,8 @@ def counted(machine: Machine, cfg: DictConfig) -> float:
 def _update(cfg: DictConfig, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
     """A window's update of one matrix in host memory, as the precision does it."""
     on_cpu = OmegaConf.merge(cfg.trainer.plugins.precision, {"device": "cpu"})
-    plugin, probe = instantiate(on_cpu), nn.Linear(*MATRIX, bias=False)
-    probe.to(getattr(torch, cfg.weights_dtype))
+    plugin = instantiate(on_cpu)
+    probe = nn.Linear(*MATRIX, bias=False, dtype=getattr(torch, cfg.weights_dtype))
     try:
         plugin.convert_module(probe)
         optimizer = plugin.prepare_optimizer(make(probe, plugin.master))

@@ -11,10 +11,10 @@ from lowmem import gpus
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory.tracker import Point
-from lowmem.overrides import as_lines, without
+from lowmem.overrides import CONF, as_lines, without
 from lowmem.overrides import composed as compose_lines
 from lowmem.plan import recipes, tracing
-from lowmem.plan.candidates import Typed, candidates, options
+from lowmem.plan.candidates import COMPUTED, Typed, candidates, stands_alone, trainings
 from lowmem.plan.derive import Derivation, bilinear
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import Need, Prediction, needs
@@ -138,11 +138,14 @@ def typed(*lines, may_change=None):
     return Typed(compose({}), lines, compose, may_change)
 
 
+def all_of(asked, card=None):
+    return [one for training in trainings(asked, card) for one in candidates(asked, training)]
+
+
 @cache
 def found_for(*lines, may_change=None):
     """Candidates of one micro-batch and one way to compute."""
-    fixed = ("batch_size=1", "gradient_checkpointing=none", "loss=full")
-    return list(candidates(typed(*lines, *fixed, may_change=may_change)))
+    return all_of(typed(*lines, "batch_size=1", "gradient_checkpointing=none", "loss=full", may_change=may_change))
 
 
 def of(found, *groups):
@@ -150,13 +153,14 @@ def of(found, *groups):
 
 
 def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
-    found = list(options(typed("batch_size=12", "precision=bf16", "optim=sgd")))
+    found = [one.option for one in all_of(typed("batch_size=12", "precision=bf16", "optim=sgd"))]
     assert {(r["precision"], r["optim"]) for r in found} == {("bf16", "sgd")}
     assert {int(r["batch_size"]) * int(r.get("accumulation.batches", 1)) for r in found} == {12}
-    found = list(options(typed("batch_size=12", "accumulation=by_step", "accumulation.sizes={0: 3}")))
+    lines = ("precision=bf16", "optim=sgd", "batch_size=12", "accumulation=by_step", "accumulation.sizes={0: 3}")
+    found = [one.option for one in all_of(typed(*lines))]
     assert {r["batch_size"] for r in found} == {"12"} and not any("accumulation" in r for r in found)
-    auto = typed("batch_size=auto", "accumulation=effective_batch", "accumulation.size=6", "memory.limit=1GiB")
-    assert {r["batch_size"] for r in options(auto)} == {"1", "2", "3", "6"}
+    auto = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=6", "memory.limit=1GiB")
+    assert {one.option["batch_size"] for one in all_of(typed(*lines[:2], *auto))} == {"1", "2", "3", "6"}
 
 
 def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
@@ -169,7 +173,7 @@ def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
 def test_a_card_without_bf16_products_is_given_fp16():
     def precisions(lines, card):
         asked = typed(*lines, "optim=adamw", "batch_size=8", "gradient_checkpointing=none", "loss=full")
-        return {precision for (precision,) in of(candidates(asked, card), "precision")}
+        return {precision for (precision,) in of(all_of(asked, card), "precision")}
 
     t4, other = gpus.named("t4"), gpus.named("rtx3060")
     assert not t4.has_bf16 and other.has_bf16 and card(1).has_bf16
@@ -206,7 +210,7 @@ def test_and_what_was_typed_for_it_is_refused():
 )
 def test_a_recipe_says_what_it_changes_and_how_far_that_is(lines, precision, optim, tier, says):
     (one,) = [one for one in found_for(*lines) if (one.option["precision"], one.option["optim"]) == (precision, optim)]
-    assert (one.tier, [change.says for change in one.changes]) == (tier, says)
+    assert (one.training.tier, [change.says for change in one.training.changes]) == (tier, says)
 
 
 def test_masters_of_the_precision_that_was_typed_are_no_change():
@@ -215,7 +219,7 @@ def test_masters_of_the_precision_that_was_typed_are_no_change():
         for one in found_for("precision=bf16", may_change=("precision",))
         if one.option["precision"] == "bf16-master"
     ]
-    assert found and all(one.tier == 1 for one in found)
+    assert found and all(one.training.tier == 1 for one in found)
 
 
 def test_may_change_names_the_groups_that_do_typed_or_not():
@@ -241,16 +245,30 @@ def test_state_in_fewer_bits_keeps_the_other_arguments_of_the_optimizer():
         assert not any(key.startswith("optim.") for key in one.option)
 
 
+def test_a_part_that_nothing_reads_is_put_in_its_place():
+    """As if it were composed, in a tenth of the time."""
+    asked = typed("device=cpu", "seq_len=64")
+    for checkpointing, loss, more in (("offload", "chunked", {}), ("every_k", "full", {"precision": "bf16-sr"})):
+        recipe = {"gradient_checkpointing": checkpointing, "loss": loss, **more}
+        assert asked.config(recipe) == asked.compose(recipe) != asked.cfg
+    for group, names in ((group, techniques(group)) for group in COMPUTED):
+        assert all(stands_alone(group, name) for name in names), group
+    assert not stands_alone("optim", "adamw")  # which reads lr
+    assert not stands_alone("precision", "bf16")  # which sets the plugin
+    assert not stands_alone("data", "stdlib") or "${data." not in "".join(f.read_text() for f in CONF.rglob("*.yaml"))
+    assert not stands_alone("batch_size", "8")  # no group
+
+
 def test_gradients_step_in_backward_where_nothing_forbids_it():
     lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
-    assert not any("optim.in_backward" in one.option for one in candidates(typed(*lines)))  # clip=1.0
-    found = [one.option for one in candidates(typed(*lines, "clip=null"))]
+    assert not any("optim.in_backward" in one.option for one in all_of(typed(*lines)))  # clip=1.0
+    found = [one.option for one in all_of(typed(*lines, "clip=null"))]
     in_backward = [option for option in found if "optim.in_backward" in option]
     assert [option["batch_size"] for option in in_backward] == ["8"]  # not in several micro-batches
     assert len(found) == 5
-    masters = candidates(typed("precision=bf16-master", *lines[1:], "clip=null"))
+    masters = all_of(typed("precision=bf16-master", *lines[1:], "clip=null"))
     assert not any("optim.in_backward" in one.option for one in masters)
-    said = candidates(typed(*lines, "clip=null", "optim.in_backward=false"))
+    said = all_of(typed(*lines, "clip=null", "optim.in_backward=false"))
     assert not any("optim.in_backward" in one.option for one in said)
 
 
@@ -293,8 +311,8 @@ def ranked(monkeypatch):
         monkeypatch.setattr(recipes, "machine", lambda *_: None)
         monkeypatch.setattr(recipes, "needs", lambda size, *_: prediction(size))
         monkeypatch.setattr(recipes, "predict", lambda cfg, *_: prediction(recipes_[cfg.made]))
-        found = [one for one in found_for() if (one.option["precision"], one.option["optim"]) in recipes_]
-        monkeypatch.setattr(recipes, "candidates", lambda *_: found)
+        found = [one for one in trainings(asked) if tuple(one.chosen.values()) in recipes_]
+        monkeypatch.setattr(recipes, "trainings", lambda *_: found)
         monkeypatch.setattr(recipes, "CONFIRMED", 0)
         return recipes.search(asked, card(room), None, True)
 

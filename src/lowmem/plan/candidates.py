@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 
 from hydra.errors import ConfigCompositionException
@@ -10,14 +10,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowmem.accumulation import divisors
 from lowmem.gpus import Card
-from lowmem.overrides import as_mapping, chosen_by
+from lowmem.overrides import CONF, as_mapping, chosen_by, is_group
 from lowmem.plan.changes import Change, Tier, changes
 from lowmem.plan.derive import Compose
 from lowmem.refusals import refused
 from lowmem.settings import Settings
 from lowmem.techniques import CHANGEABLE, techniques
 
-TRIED = ("precision", "optim", "gradient_checkpointing", "loss")  # groups of which the planner chooses
+COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
 NOT_OF_THE_UPDATE = ("_target_", "_partial_", "declares", "in_backward")  # keys of conf/optim
 
 
@@ -51,7 +51,17 @@ class Typed:
         return {}
 
     def config(self, recipe: Mapping[str, str]) -> DictConfig:
-        """Composed once: it takes a tenth of a second."""
+        """Composed once: it takes a tenth of a second. Parts that nothing else reads are put in their place."""
+        parts = {group: name for group, name in recipe.items() if stands_alone(group, name)}
+        whole = {key: value for key, value in recipe.items() if key not in parts}
+        if not parts:
+            return self._composed(whole)
+        cfg = self._composed(whole).copy()
+        for group, name in parts.items():
+            cfg[group] = self._composed({group: name})[group]
+        return cfg
+
+    def _composed(self, recipe: Mapping[str, str]) -> DictConfig:
         key = tuple(sorted(recipe.items()))
         if key not in self._configs:
             self._configs[key] = self.compose(recipe)
@@ -60,7 +70,7 @@ class Typed:
     def takes(self, choice: Mapping[str, str]) -> bool:
         """Whether these techniques know all keys that were typed, such as optim.betas."""
         try:
-            return bool(self.config(_changeable(choice)))
+            return bool(self.config(choice))
         except ConfigCompositionException:
             return False
 
@@ -77,11 +87,10 @@ class Typed:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """option: override -> value, the groups and batch_size among them; cfg: composed of its precision and optim."""
+class Training:
+    """A precision and an optimizer. Args: chosen: group of CHANGEABLE -> its technique."""
 
-    option: Mapping[str, str]
-    cfg: DictConfig
+    chosen: Mapping[str, str]
     changes: tuple[Change, ...]
 
     @property
@@ -89,41 +98,58 @@ class Candidate:
         return max((change.tier for change in self.changes), default=Tier.AS_TYPED)
 
 
-def candidates(typed: Typed, card: Card | None = None, devices: int = 1) -> Iterator[Candidate]:
-    """Those that are not refused. Args: devices: that share one model."""
-    for option in options(typed, card):
-        cfg = typed.config(_changeable(option))
-        if emulates(card, cfg) or (devices > 1 and Settings(cfg).masters):  # masters are of a whole model
+@dataclass(frozen=True)
+class Candidate:
+    """option: override -> value, the groups and batch_size among them; cfg: of its training."""
+
+    option: Mapping[str, str]
+    cfg: DictConfig
+    training: Training
+
+
+def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[Training]:
+    """That may be chosen, each once. Args: devices: that share one model."""
+    found = {}
+    for precision in _choices(typed, "precision", card):
+        if not typed.takes({"precision": precision}):
             continue
-        changed = tuple(changes(typed.cfg, cfg, typed.named, option))
-        option |= _same_update(typed, cfg, option["optim"])
-        if not any(refused(cfg)):
-            yield Candidate(option, cfg, changed)
-        if in_backward := _in_backward(typed, option, cfg):
-            yield Candidate(option | {"optim.in_backward": "true"}, in_backward, changed)
+        cfg = typed.config({"precision": precision})
+        masters = Settings(cfg).masters
+        if emulates(card, cfg) or (devices > 1 and masters):  # masters are of a whole model
+            continue
+        for optim in _choices(typed, "optim", card):
+            if masters and not typed.keeps("optim"):
+                optim = techniques("optim")[optim].on_host or optim
+            if (precision, optim) not in found and typed.takes({"precision": precision, "optim": optim}):
+                changed = changes(typed.cfg, cfg, typed.named, {"precision": precision, "optim": optim})
+                found[precision, optim] = Training({"precision": precision, "optim": optim}, tuple(changed))
+    return list(found.values())
 
 
-def options(typed: Typed, card: Card | None = None) -> Iterator[dict[str, str]]:
-    """Choices of the groups, with the micro-batches that leave the sequences of an optimizer step as they are."""
-    of_groups = ([typed.named[group], *(() if typed.keeps(group) else _tried(group, card))] for group in TRIED)
-    products = (dict(zip(TRIED, choice, strict=True)) for choice in product(*of_groups))
-    choices = (_on_host(typed, choice) for choice in products if typed.takes(choice))
-    for choice in dict.fromkeys(tuple(choice.items()) for choice in choices):  # each once
+def candidates(typed: Typed, training: Training) -> Iterator[Candidate]:
+    """Ways to compute one training that are not refused, with the micro-batches that leave the sequences of an
+    optimizer step as they are."""
+    cfg = typed.config(training.chosen)
+    chosen = {**training.chosen, **_same_update(typed, cfg, training.chosen["optim"])}
+    is_refused, in_backward = any(refused(cfg)), _in_backward(typed, cfg)
+    for computed in product(*(_choices(typed, group) for group in COMPUTED)):
         for batch_size, accumulation in micro_batches(typed):
-            yield {**dict(choice), "batch_size": str(batch_size), **accumulation}
+            option = {**chosen, **dict(zip(COMPUTED, computed, strict=True)), "batch_size": str(batch_size)}
+            option |= accumulation
+            if not is_refused:
+                yield Candidate(option, cfg, training)
+            if in_backward is not None and not accumulation:
+                yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
+
+
+def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:
+    return list(dict.fromkeys([typed.named[group], *(() if typed.keeps(group) else _tried(group, card))]))
 
 
 def _tried(group: str, card: Card | None) -> list[str]:
     has_bf16 = card is None or card.has_bf16
     found = techniques(group).items()
     return [name for name, one in found if one.tried or (one.tried_without_bf16 and not has_bf16)]
-
-
-def _on_host(typed: Typed, choice: dict[str, str]) -> dict[str, str]:
-    """Masters step with the optimizer that is made for them, if it may be chosen."""
-    if typed.keeps("optim") or not Settings(typed.config(_changeable(choice))).masters:
-        return choice
-    return choice | {"optim": techniques("optim")[choice["optim"]].on_host or choice["optim"]}
 
 
 def micro_batches(typed: Typed) -> Iterator[tuple[int, dict[str, str]]]:
@@ -144,10 +170,6 @@ def micro_batches(typed: Typed) -> Iterator[tuple[int, dict[str, str]]]:
         yield batch_size, accumulation if batches > 1 else {}
 
 
-def _changeable(option: Mapping[str, str]) -> dict[str, str]:
-    return {group: option[group] for group in CHANGEABLE}
-
-
 def _same_update(typed: Typed, cfg: DictConfig, name: str) -> dict[str, str]:
     """Arguments of the optimizer as they were, where only its state is another: shipped ones may differ."""
     asked, found = typed.named["optim"], techniques("optim")
@@ -160,12 +182,22 @@ def _same_update(typed: Typed, cfg: DictConfig, name: str) -> dict[str, str]:
     }
 
 
-def _in_backward(typed: Typed, option: Mapping[str, str], cfg: DictConfig) -> DictConfig | None:
+def _in_backward(typed: Typed, cfg: DictConfig) -> DictConfig | None:
     """The config in which each gradient steps its parameter at once, where nothing forbids that."""
-    if "optim.in_backward" in typed.said or "accumulation" in option:
+    if "optim.in_backward" in typed.said:
         return None
     in_backward = OmegaConf.merge(cfg, {"optim": {"in_backward": True}})
     return None if any(refused(in_backward)) else in_backward
+
+
+@cache
+def stands_alone(group: str, name: str) -> bool:
+    """Whether a group's yaml reads nothing of a config, sets nothing outside its node, and nothing reads it."""
+    if not is_group(group):
+        return False
+    text = (CONF / group / f"{name}.yaml").read_text()
+    reads = any(f"${{{group}." in yaml.read_text() for yaml in CONF.rglob("*.yaml"))
+    return not reads and "${" not in text and "@package" not in text and "defaults:" not in text
 
 
 def emulates(card: Card | None, cfg: DictConfig) -> bool:

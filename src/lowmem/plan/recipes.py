@@ -10,7 +10,7 @@ from lowmem.gpus import Card
 from lowmem.memory import process
 from lowmem.model import architecture_of, period
 from lowmem.overrides import CONF, as_lines, as_mapping
-from lowmem.plan.candidates import Candidate, Typed, candidates
+from lowmem.plan.candidates import Candidate, Training, Typed, candidates, micro_batches, trainings
 from lowmem.plan.changes import Change, Tier
 from lowmem.plan.derive import Derivation, Needed
 from lowmem.plan.helper import Helper
@@ -113,14 +113,14 @@ class _Search:
         self.typed, self.ram, self.on_card, self.devices, self.helper = typed, ram, on_card, devices, helper
         self.gpu, self.beside, self.capability = (card.size, card.beside, card.capability) if card else (None, 0, None)
         self.libraries = process.rss_bytes()
-        found = list(candidates(typed, card, devices))
+        found = trainings(typed, card, devices)
         if not found and card is not None and not card.has_bf16:
             raise Refused(NO_BF16)
-        self.by_rank: dict[int, list[Candidate]] = {}
-        for candidate in found:
-            self.by_rank.setdefault(_rank(candidate, typed.may_change), []).append(candidate)
+        self.by_rank: dict[int, list[Training]] = {}
+        for training in found:
+            self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
-        sizes = [int(candidate.option["batch_size"]) for candidate in found]
+        sizes = [size for size, _ in micro_batches(typed)]
         rates = machine(on_card, card, Settings(typed.cfg).multiplies_in)
         depth, rounds = model_depth(typed.cfg)
         self.derivation = Derivation(
@@ -130,8 +130,9 @@ class _Search:
     def recipes(self, rank: int) -> list[Recipe]:
         """Those of a rank that fit, best first, and those that do not."""
         hopeful = []
-        self._trace(self.derivation.needed(c.option, c.cfg)[1] for c in self.by_rank[rank])
-        for candidate in self.by_rank[rank]:
+        found = [candidate for training in self.by_rank[rank] for candidate in candidates(self.typed, training)]
+        self._trace(self.derivation.needed(c.option, c.cfg)[1] for c in found)
+        for candidate in found:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
         ranked = _ranked(r for r in derived if r.fits(self.gpu, self.ram))
@@ -172,16 +173,16 @@ class _Search:
         if link := self.derivation.machine.link:
             seconds += 2 * need.paged_on_host(self.gpu) / link  # each of its pages comes and leaves
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
-        return Recipe(overrides, need, seconds, candidate.changes, _rank(candidate, self.typed.may_change))
+        training = candidate.training
+        return Recipe(overrides, need, seconds, training.changes, _rank(training, self.typed.may_change))
 
     def _trace(self, needed: Iterable[Needed]) -> None:
         trace_all(self.typed.cfg, self.derivation, needed, self.helper)
 
 
-def _rank(candidate: Candidate, may_change: Collection[str] | None) -> int:
+def _rank(training: Training, may_change: Collection[str] | None) -> int:
     """Ranks are taken in turn. What is close to the training that was typed is of the first if it was asked for."""
-    tier = candidate.tier
-    return Tier.AS_TYPED if tier == Tier.CLOSE and may_change else tier
+    return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 
 def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:

@@ -62,7 +62,7 @@ class Typed:
         return cfg
 
     def _composed(self, recipe: Mapping[str, str]) -> DictConfig:
-        key = tuple(sorted(recipe.items()))
+        key = tuple(sorted((key, value) for key, value in recipe.items() if self.named.get(key) != value))
         if key not in self._configs:
             self._configs[key] = self.compose(recipe)
         return self._configs[key]
@@ -110,6 +110,7 @@ class Candidate:
 def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[Training]:
     """That may be chosen, each once. Args: devices: that share one model."""
     found = {}
+    optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _choices(typed, "precision", card):
         if not typed.takes({"precision": precision}):
             continue
@@ -117,12 +118,11 @@ def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[
         masters = Settings(cfg).masters
         if emulates(card, cfg) or (devices > 1 and masters):  # masters are of a whole model
             continue
-        for optim in _choices(typed, "optim", card):
+        for optim in optimizers:
             if masters and not typed.keeps("optim"):
                 optim = techniques("optim")[optim].on_host or optim
-            if (precision, optim) not in found and typed.takes({"precision": precision, "optim": optim}):
-                changed = changes(typed.cfg, cfg, typed.named, {"precision": precision, "optim": optim})
-                found[precision, optim] = Training({"precision": precision, "optim": optim}, tuple(changed))
+            chosen = {"precision": precision, "optim": optim}
+            found[precision, optim] = Training(chosen, tuple(changes(typed.cfg, cfg, typed.named, chosen)))
     return list(found.values())
 
 

@@ -3,6 +3,7 @@
 Nothing heavy is imported at module level: `--help` answers in well under a second.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -41,6 +42,7 @@ _unfit: list[Path] = []  # folders of its plans in which nothing fits
 
 def start(main: Callable[[], None]) -> None:
     """Run a Hydra main function on sys.argv and leave with its exit code."""
+    atexit.register(gc.freeze)  # Python's last search for garbage takes a second; what is left goes with the process
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()
     _unfit.clear()
@@ -62,9 +64,6 @@ def start(main: Callable[[], None]) -> None:
         _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
-    except signals.Ended:
-        gc.freeze()  # Python's last search for garbage takes two seconds, and what is left goes with the process
-        raise
     finally:
         claim.release()
     if failures := [*_failures, *sweep.Report.failed]:

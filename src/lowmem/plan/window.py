@@ -60,6 +60,7 @@ def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
     offloaded = sum(shapes.pinned) / machine.link
     if not shapes.steps_on_host:
         waits = _beyond(forward, offloaded) + _beyond(backward, offloaded)
+        update += 2 * shapes.paged / machine.bandwidth  # no operator that is traced touches it
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
     host, travel = machine.host or machine, HALF * shapes.parameters / machine.link

@@ -27,7 +27,7 @@ from lowmem.precision.widened import widened
 
 CACHE = Path(os.environ.get("LOWMEM_RATES", "~/.cache/lowmem")).expanduser()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RATES = 3  # raise it when what is measured changes: older files are then not read
+RATES = 4  # raise it when what is measured changes: older files are then not read
 KEPT = timedelta(days=7)
 RUNS = 5  # of each dtype that are remembered
 ODD = 4.0  # a run that takes more than so many times what was counted, or less than that part of it, counts as this
@@ -43,6 +43,7 @@ class Machine:
     flops: dict[str, float]  # per second, by dtype
     bandwidth: float  # bytes per second, of the device's memory
     overhead: float  # seconds per operator
+    fresh: float | None = None  # bytes per second that the system gives to malloc; None: a card keeps what was freed
     link: float | None = None  # bytes per second between host and device; None: they are one
     host: "Machine | None" = None  # beside a card
     measured_on: str | None = None  # a day; None: not measured, or while others computed, and not kept
@@ -52,7 +53,8 @@ class Machine:
     def operator(self, work: Work) -> float:
         """Seconds."""
         rate = self.flops.get(str(work.dtype).removeprefix("torch."), self.flops["float32"])
-        return max(work.flops / rate, work.moved / self.bandwidth) + self.overhead
+        faults = work.fresh / self.fresh if self.fresh else 0.0
+        return max(work.flops / rate, work.moved / self.bandwidth) + faults + self.overhead
 
     def pace(self, dtype: str) -> float:
         """Of passes: what counted seconds are multiplied with."""
@@ -127,8 +129,8 @@ def others_compute(device: str) -> bool:
     return share < OWN
 
 
-def _rates(device: str) -> tuple[dict[str, float], float, float, float | None]:
-    """(flops, bandwidth, overhead, link) of a `Machine`."""
+def _rates(device: str) -> tuple[dict[str, float], float, float, float | None, float | None]:
+    """(flops, bandwidth, overhead, fresh, link) of a `Machine`."""
     flops = {}
     for dtype_name, dtype in DTYPES.items():
         n = 4096 if device == "cuda" else 1024
@@ -139,11 +141,12 @@ def _rates(device: str) -> tuple[dict[str, float], float, float, float | None]:
     bandwidth = 2 * big.nbytes / fastest(lambda: big.mul_(1.0), device)
     small = torch.ones(16, device=device)
     overhead = fastest(lambda: [small.mul(1.0) for _ in range(1000)], device) / 1000
-    link = None
-    if device == "cuda":
-        pinned = torch.empty(1 << 25, pin_memory=True)
-        link = pinned.nbytes / fastest(lambda: big.copy_(pinned), device)
-    return flops, bandwidth, overhead, link
+    if device == "cpu":
+        fresh = big.nbytes / fastest(lambda: torch.empty_like(big).fill_(1.0), device)
+        return flops, bandwidth, overhead, fresh, None
+    pinned = torch.empty(1 << 25, pin_memory=True)
+    link = pinned.nbytes / fastest(lambda: big.copy_(pinned), device)
+    return flops, bandwidth, overhead, None, link
 
 
 def fastest(call: Callable[[], object], device: str) -> float:

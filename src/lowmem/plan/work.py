@@ -9,6 +9,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lowmem.internals import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, storage_key, tree_leaves
 
+MAPPED = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX: whatever is smaller is found in memory that was freed
+
 
 class Work(NamedTuple):
     """Of one operator."""
@@ -16,6 +18,7 @@ class Work(NamedTuple):
     dtype: torch.dtype  # of the products
     flops: int  # of matrix products and attention; 0: the operator reads and writes
     moved: int  # bytes read and written; what is changed in place, both
+    fresh: int = 0  # bytes in new tensors so large that malloc asks the system for each, page by page
 
 
 class Touched(NamedTuple):
@@ -28,7 +31,8 @@ class Touched(NamedTuple):
 def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
     """None: a view, an allocation, or a question about a tensor, which moves nothing."""
     if _allocates(func):
-        return None
+        made = _tensors(out)
+        return Work(made[0].dtype, 0, 0, fresh) if (fresh := _fresh(made)) else None
     names, touched = _touched(func)
     given = dict(zip(names, args, strict=False)) | (kwargs or {})
     changed = _tensors([value for name, value in given.items() if name in touched.changed])
@@ -42,12 +46,16 @@ def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
     count = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
     if count is not None:
         flops = count(*args, **(kwargs or {}), out_val=out)
-    return Work((read or changed or made)[0].dtype, flops, moved)
+    return Work((read or changed or made)[0].dtype, flops, moved, _fresh(made))
 
 
 def _tensors(value: object) -> list[Tensor]:
     """Each once."""
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _fresh(made: list[Tensor]) -> int:
+    return sum(size for size in map(_bytes, made) if size >= MAPPED)
 
 
 def _bytes(tensor: Tensor) -> int:

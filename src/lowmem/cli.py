@@ -174,7 +174,7 @@ def run(cfg: DictConfig) -> float:
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         check_values(cfg)
         check_places(cfg)
-        with undisturbed(LOADING):
+        with undisturbed():
             from lowmem.fit import fit  # which imports torch
 
         return fit(cfg, output_dir, choices, typed)

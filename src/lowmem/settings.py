@@ -10,6 +10,8 @@ from lowmem.instantiate import instantiate
 from lowmem.memory import limit
 from lowmem.techniques import GROUPS, Technique, declared
 
+SIXTEEN = ("bfloat16", "float16")  # products in 16 bits
+
 
 def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
     """Whether masters step as their gradients arrive: a norm, or a loss scale, needs all gradients first."""

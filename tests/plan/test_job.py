@@ -202,8 +202,7 @@ def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, sm
     assert code == 0, said
     measured = json.loads((tmp_path / "run" / "summary.json").read_text())
     predicted = measured["predicted"]["phases"]["backward"]["device"]
-    inputs = 2 * 16 * 8  # a fake tensor is copied by `.to(device)`: the tokens, and what the masks are made of
-    assert predicted - 2 * inputs == measured["peak_bytes_by_phase"]["backward"]["device"]
+    assert predicted == measured["peak_bytes_by_phase"]["backward"]["device"]
 
     code, said, written = planned(*typed, "search=false", "gpu=2GiB", "ram=64GiB")
     assert code == 0 and "It fits a card" in said and written["recipes"][0]["estimate"] is None

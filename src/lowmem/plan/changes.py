@@ -10,10 +10,8 @@ from enum import IntEnum
 
 from omegaconf import DictConfig
 
-from lowmem.settings import Settings
+from lowmem.settings import SIXTEEN, Settings
 from lowmem.techniques import techniques
-
-SIXTEEN = ("bfloat16", "float16")
 
 
 class Tier(IntEnum):

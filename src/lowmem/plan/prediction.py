@@ -18,7 +18,7 @@ from lowmem.optim.build import PAGED_FROM
 from lowmem.plan.allocator import replay, smallest_limit
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
-from lowmem.settings import Settings
+from lowmem.settings import SIXTEEN, Settings
 from lowmem.units import CATEGORIES, GIB, MIB
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
@@ -165,7 +165,7 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
     weights, state = count * (2 if on_host else size), round(count * rate) - paged
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
-    held = tokens * (4 if "32" in run.multiplies_in else 2)
+    held = tokens * (2 if run.multiplies_in in SIXTEEN else 4)
     boundary = held * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.checkpointing.saves else layers
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lowmem.gradients import finite, norm, norm_of
 from lowmem.memory.ledger import Side
+from lowmem.offload.link import Link
 from lowmem.precision.widened import NAMES, widened
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class BasePrecision(Precision):
     scales_loss = False  # gradients mean nothing until the whole window's are unscaled
     gradient_scale = 1.0  # after `unscale`, a gradient is stored as its true size times this
     optimizer_side: Side = "device"  # where the optimizer's state lies
+    link: Link | None = None  # over which gradients and weights travel, where the optimizer is not on the device's side
     keeps_buffers = False  # whether the memory of a window's gradients is held for the next window's
 
     def __init__(self, device: str = "cpu") -> None:
@@ -94,6 +96,9 @@ class BasePrecision(Precision):
         """Lightning calls this with each micro-batch's loss, and the callbacks from within. Returns: what backward
         starts from."""
         return super().pre_backward(tensor, module)
+
+    def collect(self, p: nn.Parameter) -> None:
+        """Called with a parameter whose gradient a micro-batch's backward pass has just made: it may leave the device."""
 
     # --- each window ----------------------------------------------------------------------------------------------
 

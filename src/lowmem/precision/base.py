@@ -98,7 +98,7 @@ class BasePrecision(Precision):
         return super().pre_backward(tensor, module)
 
     def collect(self, p: nn.Parameter) -> None:
-        """Called with a parameter whose gradient a micro-batch's backward pass has just made: it may leave the device."""
+        """Called with a parameter whose gradient backward has just made: it may leave the device."""
 
     # --- each window ----------------------------------------------------------------------------------------------
 

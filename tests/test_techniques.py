@@ -18,6 +18,7 @@ NAMED = {
     ("plan/derive.py", "sgd"): "the passes are traced with the optimizer that holds nothing",
     ("plan/derive.py", "full"): "the parameters are traced alone, with whatever loss",
     ("plan/derive.py", "fixed"): "gradients of masters are summed in windows of any kind",
+    ("plan/derive.py", "none"): "and everything else is the same in a window of any size",
     ("plan/candidates.py", "fixed"): "a smaller micro-batch needs a window that makes up for it",
     ("plan/job.py", "none"): "a word of a sentence",
     ("runs/charts.py", "none"): "plotly's word for no marker",

@@ -54,8 +54,8 @@ def start(main: Callable[[], None]) -> None:
             sys.argv[1:] = prepare(sys.argv[1:], config)
             main()
             sys.stdout.flush()
-    except BrokenPipeError:  # python train.py --help | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _nobody_reads()
     except (HydraException, OmegaConfBaseException) as error:
         _exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
     except Refused as error:
@@ -70,6 +70,11 @@ def start(main: Callable[[], None]) -> None:
         _exit("\n".join(failures))
     if _unfit:
         sys.exit(NOTHING_FITS)
+
+
+def _nobody_reads() -> None:
+    """python plan.py | head -1: what is still printed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit(message: str) -> NoReturn:
@@ -211,6 +216,9 @@ def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], cfg:
     try:
         debug = cfg.debug
         return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
+    except BrokenPipeError:
+        _nobody_reads()
+        return None
     except (Exception, signals.Ended) as error:
         if ended := signals.ending(error):
             _leave(output_dir, ended.said)

@@ -56,8 +56,8 @@ def card(asked: str | int | None, key: str = "gpu") -> Card | None:
     """
     if asked is None:
         return None
-    if asked in cards():
-        return named(asked)
+    if str(asked).lower() in cards():
+        return named(str(asked).lower())
     size, says = limit.parse(asked, key, plain=False), f"{asked}, {KEPT:.0%} of it kept free"
     return Card(round((1 - KEPT) * size), f"{says}, with the times of an {REFERENCE} if none is here", CONTEXT)
 

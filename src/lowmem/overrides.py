@@ -55,6 +55,11 @@ def without(keys: Collection[str], lines: Iterable[str]) -> list[str]:
     return [line for line in lines if key(line) not in keys]
 
 
+def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str]:
+    """The lines with a recipe's in the place of those of the same key; None: none in its place."""
+    return [*without(recipe, lines), *as_lines({name: value for name, value in recipe.items() if value is not None})]
+
+
 def is_group(name: str) -> bool:
     return "." not in name and name not in ("", "hydra") and (CONF / name).is_dir()
 

@@ -98,6 +98,20 @@ def test_one_run_by_phase(planned):
     assert all(f"\n{phase} " in f"\n{said}" for phase in PHASES)
 
 
+def test_what_was_typed_for_an_optimizer_or_a_loss_stays(planned):
+    typed = ("precision=bf16", "loss=chunked", "loss.rows=16", "optim=adamw", "optim.betas=[0.8,0.9]", "batch_size=4")
+    code, said, written = planned("gpu=RTX3060", "ram=64GiB", *typed)
+    assert code == 0 and {"optim.betas=[0.8,0.9]", "loss.rows=16"} <= {*written["chosen"]}, said
+    assert "rtx3060, as torch reports it" in said
+
+
+def test_batch_size_auto_is_planned_for_the_card(planned):
+    typed = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
+    auto = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=4")
+    code, said, written = planned("gpu=2GiB", "ram=64GiB", *typed, *auto)
+    assert code == 0 and written["chosen"] and "gpu=" not in said.splitlines()[0]
+
+
 def test_one_run_that_does_not_fit_is_told_by_the_exit_code(planned):
     code, said, _ = planned("gpu=1MiB", "ram=64GiB", "search=false")
     assert code == 2 and "It does not fit a card" in said
@@ -129,6 +143,7 @@ def test_a_card_by_its_name(planned):
         (["devices=0"], "devices=0: give a whole number of at least 1"),
         (["devices=2", "strategy=ddp"], "strategy=ddp: give single, or fsdp and a number of devices"),
         (["devices=2", "strategy=fsdp", "precision=bf16-master"], "Type precision=bf16 for several"),
+        (["gpu=abc"], "gpu=abc: give a size such as 12GiB"),
         (["may_change=model"], "may_change=model: give precision, optim, both as in precision,optim, or null"),
         (["rows=-1"], "rows=-1: give a whole number of at least 1"),
         (["batch_size=auto", "search=false"], "batch_size=auto: one run has one size"),

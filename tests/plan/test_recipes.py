@@ -11,7 +11,7 @@ from lowmem import gpus
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory.tracker import Point
-from lowmem.overrides import CONF, as_lines, without
+from lowmem.overrides import CONF, replaced
 from lowmem.overrides import composed as compose_lines
 from lowmem.plan import recipes, tracing
 from lowmem.plan.candidates import COMPUTED, Typed, candidates, stands_alone, trainings
@@ -21,7 +21,7 @@ from lowmem.plan.prediction import Need, Prediction, needs
 from lowmem.plan.trace import Trace, trace
 from lowmem.plan.window import of_trace
 from lowmem.plan.work import Work
-from lowmem.techniques import techniques
+from lowmem.techniques import CHANGEABLE, techniques
 
 DEPTH = 7
 SHAPE = [
@@ -133,7 +133,7 @@ def plain(lines):
 
 def typed(*lines, may_change=None):
     def compose(recipe):
-        return plain((*without(recipe, lines), *as_lines(recipe)))
+        return plain(tuple(replaced(lines, recipe)))
 
     return Typed(compose({}), lines, compose, may_change)
 
@@ -201,6 +201,9 @@ def test_and_what_was_typed_for_it_is_refused():
         ([], "bf16-sr", "adamw", 3, ["bf16-sr"]),
         ([], "32", "adafactor", 3, ["adafactor for adamw"]),
         ([], "bf16-sr", "adafactor", 3, ["bf16-sr", "adafactor for adamw"]),
+        (["precision=bf16-true"], "bf16-sr", "adamw", 3, ["bf16-sr"]),  # with may_change
+        (["precision=bf16-sr"], "bf16-master", "adamw", 2, ["bf16-master"]),
+        (["optim=adamw_fp8"], "32", "adam8bit", 2, ["8-bit state"]),
         (["precision=bf16"], "bf16", "adam8bit", 2, ["8-bit state"]),
         (["precision=bf16-true"], "bf16-true", "adamw", 1, []),
         (["optim=adafactor"], "bf16", "adafactor", 2, ["bf16"]),
@@ -209,7 +212,9 @@ def test_and_what_was_typed_for_it_is_refused():
     ],
 )
 def test_a_recipe_says_what_it_changes_and_how_far_that_is(lines, precision, optim, tier, says):
-    (one,) = [one for one in found_for(*lines) if (one.option["precision"], one.option["optim"]) == (precision, optim)]
+    may_change = None if {f"precision={precision}", f"optim={optim}"} & {*lines} or not lines else CHANGEABLE
+    found = found_for(*lines, may_change=may_change)
+    (one,) = [one for one in found if (one.option["precision"], one.option["optim"]) == (precision, optim)]
     assert (one.training.tier, [change.says for change in one.training.changes]) == (tier, says)
 
 
@@ -313,7 +318,7 @@ def ranked(monkeypatch):
         monkeypatch.setattr(recipes, "predict", lambda cfg, *_: prediction(recipes_[cfg.made]))
         found = [one for one in trainings(asked) if tuple(one.chosen.values()) in recipes_]
         monkeypatch.setattr(recipes, "trainings", lambda *_: found)
-        monkeypatch.setattr(recipes, "CONFIRMED", 0)
+        monkeypatch.setattr(recipes._Search, "_confirmed", lambda _, ranked: ranked)  # they are made up
         return recipes.search(asked, card(room), None, True)
 
     return make
@@ -346,6 +351,23 @@ def test_what_is_closest_to_the_typed_training_comes_first(ranked, room, may_cha
         assert len(plan.recipes) == 1 and plan.hopeless == 0  # nothing else was looked at
     if chosen is None:
         assert plan.hopeless == 3 and [r.says for r in plan.recipes] == ["bf16-sr, adafactor for adamw"]
+
+
+def test_every_config_of_a_search_is_what_would_be_composed():
+    lines = ("device=cpu", "gradient_checkpointing=none", "loss=chunked", "loss.rows=256", "optim=adamw")
+    asked = typed(*lines, "optim.betas=[0.8,0.9]", "batch_size=8", may_change=("precision",))
+    derivation = Derivation(asked.config, DEPTH, (1, 8), True, machine())
+    for one in all_of(asked):
+        assert asked.config(one.option) == asked.compose(one.option)
+        passes, parameters = (recipe for recipe, _ in derivation.needed(one.option, one.cfg))
+        # what was typed for adamw and for a loss in chunks means nothing to these
+        assert asked.config(passes) == asked.compose({"optim.betas": None, **passes})
+        assert asked.config(parameters) == asked.compose({"loss.rows": None, **parameters})
+
+
+def test_where_everything_is_refused_the_reason_is_said():
+    with pytest.raises(Refused, match=r"Type memory\.limit"):
+        recipes.search(typed("batch_size=auto", "accumulation=effective_batch", "device=cpu"), None, None, False)
 
 
 def test_equally_fast_is_what_changes_least(ranked):

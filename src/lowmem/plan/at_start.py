@@ -12,7 +12,7 @@ from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.instantiate import plain
 from lowmem.memory import process
-from lowmem.overrides import as_lines, as_mapping, composed, without
+from lowmem.overrides import as_mapping, composed, replaced, without
 from lowmem.plan.candidates import Typed
 from lowmem.plan.machine import kept
 from lowmem.plan.prediction import Prediction, predict
@@ -172,4 +172,4 @@ def _searched(
 def _composed(cfg: DictConfig, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
     """A recipe's config. It runs where `cfg` does: the device is known by now, where device=auto was typed too."""
     where = {"device": cfg.device, "output_dir": cfg.output_dir}
-    return plain(OmegaConf.merge(composed([*without(recipe, typed), *as_lines(recipe)]), where))
+    return plain(OmegaConf.merge(composed(replaced(typed, recipe)), where))

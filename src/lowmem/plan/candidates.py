@@ -1,7 +1,7 @@
 """Which recipes a plan compares: the same sequences per optimizer step, and what was typed untouched."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import product
 
@@ -35,6 +35,7 @@ class Typed:
     lines: Sequence[str]
     compose: Compose
     may_change: Collection[str] | None = None
+    _configs: dict[tuple, DictConfig] = field(default_factory=dict, repr=False)
 
     @cached_property
     def named(self) -> dict[str, str]:
@@ -46,13 +47,10 @@ class Typed:
         """key -> value."""
         return as_mapping(self.lines)
 
-    @cached_property
-    def _configs(self) -> dict[tuple, DictConfig]:
-        return {}
-
     def config(self, recipe: Mapping[str, str]) -> DictConfig:
         """Composed once: it takes a tenth of a second. Parts that nothing else reads are put in their place."""
-        parts = {group: name for group, name in recipe.items() if stands_alone(group, name)}
+        within = {key.split(".")[0] for key in recipe if "." in key}
+        parts = {group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])}
         whole = {key: value for key, value in recipe.items() if key not in parts}
         if not parts:
             return self._composed(whole)
@@ -62,7 +60,14 @@ class Typed:
         return cfg
 
     def _composed(self, recipe: Mapping[str, str]) -> DictConfig:
-        key = tuple(sorted((key, value) for key, value in recipe.items() if self.named.get(key) != value))
+        try:
+            return self._strictly(recipe)
+        except ConfigCompositionException:  # loss.rows was typed, and this loss has none
+            changed = {group for group, name in recipe.items() if self.named.get(group) != name}
+            return self._strictly({**{key: None for key in self.said if key.split(".")[0] in changed}, **recipe})
+
+    def _strictly(self, recipe: Mapping[str, str | None]) -> DictConfig:
+        key = tuple(sorted((k, v or "") for k, v in recipe.items() if self.named.get(k) != v))
         if key not in self._configs:
             self._configs[key] = self.compose(recipe)
         return self._configs[key]
@@ -70,7 +75,7 @@ class Typed:
     def takes(self, choice: Mapping[str, str]) -> bool:
         """Whether these techniques know all keys that were typed, such as optim.betas."""
         try:
-            return bool(self.config(choice))
+            return bool(self._strictly(choice))
         except ConfigCompositionException:
             return False
 

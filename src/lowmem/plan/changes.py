@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from omegaconf import DictConfig
 
-from lowmem.settings import SIXTEEN, Settings
+from lowmem.settings import Settings
 from lowmem.techniques import techniques
 
 
@@ -30,21 +30,24 @@ class Change:
 
 def changes(asked: DictConfig, recipe: DictConfig, named: Mapping[str, str], option: Mapping[str, str]) -> list[Change]:
     """Args: named: group -> its technique in `asked`; option: the same of `recipe`."""
-    return [*_of_precision(Settings(asked), Settings(recipe), option), *_of_optimizer(named["optim"], option["optim"])]
+    found = []
+    if option["precision"] != named["precision"]:
+        found += _of_precision(Settings(asked), Settings(recipe), option["precision"])
+    if option["optim"] != named["optim"]:
+        found += _of_optimizer(named["optim"], option["optim"])
+    return found
 
 
-def _of_precision(asked: Settings, recipe: Settings, option: Mapping[str, str]) -> list[Change]:
-    name = option["precision"]
-    if recipe.rounds_weights and not asked.rounds_weights:
+def _of_precision(asked: Settings, recipe: Settings, name: str) -> list[Change]:
+    if recipe.rounds_weights:
         return [Change(Tier.ANOTHER, name)]
-    if recipe.multiplies_in != asked.multiplies_in and recipe.multiplies_in in SIXTEEN:
+    if asked.rounds_weights or recipe.multiplies_in != asked.multiplies_in:
         return [Change(Tier.CLOSE, name)]
-    return []
+    return []  # masters of the same products
 
 
 def _of_optimizer(asked: str, name: str) -> list[Change]:
     one, other = techniques("optim")[asked], techniques("optim")[name]
-    update, updates = one.update_of or asked, other.update_of or name
-    if update != updates:
+    if (one.update_of or asked) != (other.update_of or name):
         return [Change(Tier.ANOTHER, f"{name} for {asked}")]
-    return [Change(Tier.CLOSE, f"{other.state_bits}-bit state")] if one.state_bits != other.state_bits else []
+    return [] if name == one.on_host else [Change(Tier.CLOSE, f"{other.state_bits}-bit state")]

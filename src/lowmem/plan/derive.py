@@ -122,8 +122,8 @@ class Derivation:
         passes["precision"] = Settings(cfg).precision.computes_as or recipe["precision"]
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
         parameters |= {"loss": "full", "seq_len": str(SHORT)}
-        if Settings(cfg).masters and micro_batches(cfg, recipe) > 1:  # then the host sums gradients in fp32
-            parameters["accumulation"] = "fixed"
+        several = Settings(cfg).masters and micro_batches(cfg, recipe) > 1  # then the host sums gradients in fp32
+        passes["accumulation"], parameters["accumulation"] = "none", "fixed" if several else "none"
         return (passes, self.batches), (parameters, (1, 1))
 
     def estimate(self, recipe: Mapping[str, str], cfg: DictConfig) -> str | None:
@@ -147,7 +147,7 @@ class Derivation:
         by_depth = {depth: t for depth, batch, t in self.traced(passes, batches) if batch == small}
         third = self._trace(self.compose(passes), small, self.third)
         self.traces += 1
-        exact = {place: top.with_all_gradients for place, top in third.places.items()}
+        exact = {place: third.places[place].with_all_gradients for place in third.places if place.startswith(PASSES)}
 
         def derived(place: str) -> float:
             bytes_at = _at_place(place, "with_all_gradients")

@@ -15,7 +15,7 @@ from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.memory.limit import parse
-from lowmem.overrides import as_lines, as_mapping, composed, without
+from lowmem.overrides import as_mapping, composed, key, replaced, without
 from lowmem.plan import table
 from lowmem.plan.candidates import Typed, emulates
 from lowmem.plan.helper import Helper
@@ -54,10 +54,10 @@ def plan(
     card = gpus.here() if card is None and on_card else card
     if ram is None:
         ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # it is gone by the time of the run
-    typed = without(OURS, typed)
+    typed, card_of = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
     if cfg.search:
         changeable = cfg.may_change and cfg.may_change.split(",")
-        asked = Typed(cfg, typed, partial(_composed, typed, on_card=on_card), changeable)
+        asked = Typed(cfg, typed, partial(_composed, [*typed, *card_of], on_card=on_card), changeable)
         searched = search(asked, card, ram, on_card, devices, helper)
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
         said, written = f"\n{table.of_plan(searched, cfg.rows)}", _as_dict(searched, typed)
@@ -102,14 +102,14 @@ def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
 
 
 def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) -> DictConfig:
-    return resolved(composed([*without(recipe, typed), *as_lines(recipe)], "plan"), on_card)
+    return resolved(composed(replaced(typed, recipe), "plan"), on_card)
 
 
 def _as_dict(searched: Plan, typed: Sequence[str]) -> dict:
     recipes = [
         recipe.prediction.as_dict()
         | {
-            "overrides": [*without(as_mapping(recipe.overrides), typed), *recipe.overrides],
+            "overrides": replaced(typed, as_mapping(recipe.overrides)),
             "relative_step_time": recipe.seconds / searched.seconds,
             "changes": [change.says for change in recipe.changes],
             "traced": recipe.traced,

@@ -27,13 +27,13 @@ OUTLINED = (
 )
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
-WOKEN = (
-    12 * MIB
-)  # of the host: code and threads that the first step wakes; 12 to 20 on two cores, in runs of 10M to 60M
+# Of the host: code and threads that the first step wakes; 12 to 20 MiB on two cores, in runs of 10M to 60M parameters.
+WOKEN = 12 * MIB
 GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
 # Where a recipe was derived its allocations are not known one by one. Of what is allocated at the highest point, what
-# is reserved, and the least that must be: of twelve traced recipes of three models 1.03 to 1.20, and 1.00 to 1.04.
-RESERVED, SMALLEST = 1.1, 1.04
+# is reserved, and the least that must be: of seventeen traced recipes of four models 1.03 to 1.20, and 1.00 to 1.07;
+# below a GiB, where segments of 20 MiB are coarse, up to 1.11.
+RESERVED, SMALLEST = 1.1, 1.07
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from lowmem.plan.helper import Helper
 from lowmem.plan.machine import machine
 from lowmem.plan.prediction import Prediction, needs, outline, predict
 from lowmem.plan.tracing import trace_all
+from lowmem.refusals import refused
 from lowmem.settings import Settings
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
@@ -24,7 +25,6 @@ NO_BF16 = (
     "This precision multiplies in bf16, and the card has no units for it: torch emulates them, at half the pace of "
     "fp32. Type precision=16, 16-master or 32."
 )
-CONFIRMED = 2  # of the fastest derived recipes are traced themselves, until one fits
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,19 @@ def search(
     Raises:
         Refused: a model whose blocks are not equal and do not take turns: only single runs can be predicted.
     """
-    search = _Search(typed, card, ram, on_card, devices, helper)
+    it = _Search(typed, card, ram, on_card, devices, helper)
     tried: list[Recipe] = []
-    for rank in sorted(search.by_rank):
-        tried += search.recipes(rank)
-        if any(recipe.fits(search.gpu, ram) for recipe in tried):
+    for rank in sorted(it.by_rank):
+        tried += it.recipes(rank)
+        if any(recipe.fits(it.gpu, ram) for recipe in tried):
             break
     else:
-        tried += search.smallest_of_the_hopeless()
-    fitting = [r for r in tried if r.fits(search.gpu, ram)]
-    others = sorted((r for r in tried if not r.fits(search.gpu, ram)), key=lambda r: r.prediction.device_need)
-    return Plan(typed, fitting + others, card, ram, search.derivation.traces, len(search.hopeless))
+        tried += it.smallest_of_the_hopeless()
+    if not tried:
+        raise Refused(next(said for training in it.trainings for said in refused(typed.config(training.chosen))))
+    fitting = [r for r in tried if r.fits(it.gpu, ram)]
+    others = sorted((r for r in tried if not r.fits(it.gpu, ram)), key=lambda r: r.prediction.device_need)
+    return Plan(typed, fitting + others, card, ram, it.derivation.traces, len(it.hopeless))
 
 
 class _Search:
@@ -113,11 +115,11 @@ class _Search:
         self.typed, self.ram, self.on_card, self.devices, self.helper = typed, ram, on_card, devices, helper
         self.gpu, self.beside, self.capability = (card.size, card.beside, card.capability) if card else (None, 0, None)
         self.libraries = process.rss_bytes()
-        found = trainings(typed, card, devices)
-        if not found and card is not None and not card.has_bf16:
+        self.trainings = trainings(typed, card, devices)
+        if not self.trainings and card is not None and not card.has_bf16:
             raise Refused(NO_BF16)
         self.by_rank: dict[int, list[Training]] = {}
-        for training in found:
+        for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
         sizes = [size for size, _ in micro_batches(typed)]
@@ -136,13 +138,17 @@ class _Search:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
         ranked = _ranked(r for r in derived if r.fits(self.gpu, self.ram))
-        for number, recipe in enumerate(ranked[:CONFIRMED]):  # what was derived is traced before it is recommended
+        return self._confirmed(ranked) + [r for r in derived if not r.fits(self.gpu, self.ram)]
+
+    def _confirmed(self, ranked: list[Recipe]) -> list[Recipe]:
+        """What was derived is traced before it is recommended: the first, and the next where that does not fit."""
+        for number, recipe in enumerate(ranked):
             cfg = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(cfg, self.on_card, self.devices, self.beside, self.capability)
             ranked[number] = replace(recipe, prediction=exact, traced=True)
             if exact.fits(self.gpu, self.ram):
                 break
-        return ranked + [r for r in derived if not r.fits(self.gpu, self.ram)]
+        return ranked
 
     def smallest_of_the_hopeless(self) -> list[Recipe]:
         """For want of anything better: those whose weights, gradients and state are the smallest."""
@@ -186,10 +192,10 @@ def _rank(training: Training, may_change: Collection[str] | None) -> int:
 
 
 def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """The fastest first; of those that are as fast the one that changes least, then the one that leaves most room."""
+    """The fastest first; of those that are as fast the one that changes least of what is computed, then of how."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
-    as_fast.sort(key=lambda r: (len(r.changes), r.prediction.device_need))
+    as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # of these the fastest stays first
     return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
 
 

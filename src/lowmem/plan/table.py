@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from lowmem.overrides import as_mapping, without
+from lowmem.overrides import as_mapping, replaced
 from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.recipes import Plan, Recipe
 from lowmem.techniques import CHANGEABLE
@@ -12,7 +12,7 @@ from lowmem.units import GIB
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
     """As a shell reads it."""
-    return shlex.join(["python", "train.py", *without(as_mapping(recipe.overrides), typed), *recipe.overrides])
+    return shlex.join(["python", "train.py", *replaced(typed, as_mapping(recipe.overrides))])
 
 
 def of_plan(plan: Plan, rows: int) -> str:
@@ -56,7 +56,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
     need = recipe.prediction
     return (
-        f"{recipe.seconds / plan.seconds:.2f}",
+        f"{recipe.seconds / plan.seconds:.2f}" if recipe in plan.fitting else "",
         f"{'~' if need.estimate else ''}{need.device_need / GIB:.2f}",
         "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.2f}",
         f"{(need.reserved + need.beside) / GIB:.2f}" if need.on_card else "",

@@ -22,6 +22,7 @@ from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
 
+import hydra
 import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -46,7 +47,7 @@ from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
 
-PACKAGE, TORCH, LIGHTNING = (Path(part.__file__).parent for part in (lowmem, torch, lightning))
+PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
 EVENLY = (
     "the tokens of its experts depend on numbers, and are taken to be spread evenly. That is the same in sum, too much "
@@ -71,7 +72,7 @@ def _raised_by_a_model(error: Exception) -> bool:
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # torch's way to raise
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
-    return bool(callers) and not {PACKAGE, LIGHTNING} & {*callers[-1].parents}
+    return bool(callers) and not {PACKAGE, LIGHTNING, HYDRA} & {*callers[-1].parents}
 
 
 def _of_python(file: Path) -> bool:

@@ -27,7 +27,7 @@ def trace_all(cfg: DictConfig, derivation: Derivation, needed: Iterable[Needed],
     todo = deque(need for need in {str(need): need for need in needed}.values() if not derivation.has(*need))
     if not todo:
         return
-    tqdm.write(f"Tracing {len(todo)} ways to compute by shape ...", file=sys.stderr)
+    tqdm.write(f"Tracing {len(todo)} way{'s' * (len(todo) > 1)} to compute by shape ...", file=sys.stderr)
     with tqdm(total=len(todo), desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
         with _helped(derivation, todo, helper, bar.update):
             _trace(cfg, derivation, todo, 2 if helper else 1, bar.update)

@@ -10,7 +10,7 @@ import torch
 
 from lowmem import build
 from lowmem.memory import process
-from lowmem.plan import machine, window
+from lowmem.plan import at_start, machine, update, window
 
 
 def test_predicted_stands_beside_measured(command, tmp_path):
@@ -140,7 +140,27 @@ def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_p
     rates = machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat())
     rates.save()
     assert counted(15) is None  # what an update takes is not known, and not measured then
-    rates.updates["torch.optim.AdamW of float32"] = 1.0
+    monkeypatch.setattr(update, "_kind", lambda cfg: cfg.optim._target_)
+    rates.updates["torch.optim.AdamW"] = 1.0
     rates.save()
     assert counted(5) is None and not machine.kept(False).runs
     assert counted(16) > 0 and len(machine.kept(False).runs["float32"]) == 1
+
+
+@pytest.mark.parametrize("said", ["", '{"name": "half', '{"name": "any", "measured_on": null}'])
+def test_a_damaged_file_of_rates_ends_no_run(fit, monkeypatch, tmp_path, said):
+    monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
+    machine.CACHE.mkdir()
+    machine._file(machine._name(False)).write_text(said)
+    summary, _ = fit("plan=check", "max_steps=16")
+    assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None
+
+
+def test_nor_does_whatever_else_goes_wrong_with_rates(fit, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
+    machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat()).save()
+    monkeypatch.setattr(at_start, "refine", lambda *_: 1 / 0)
+    caplog.set_level("INFO")
+    summary, _ = fit("plan=check", "max_steps=16")
+    assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None
+    assert "The rates of this machine stay as they were: division by zero" in caplog.text

@@ -1,15 +1,21 @@
 """The rates of a machine: what measuring them leaves behind."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 import weakref
 from datetime import date, timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 from lowmem import gpus
-from lowmem.plan import machine
+from lowmem.overrides import composed
+from lowmem.plan import machine, update
+from lowmem.plan.job import resolved
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -80,7 +86,7 @@ def days_later(monkeypatch, days):
     monkeypatch.setattr(machine, "date", Later)
 
 
-@pytest.mark.parametrize(("days", "again"), [(0, False), (6, False), (7, True), (400, True)])
+@pytest.mark.parametrize(("days", "again"), [(-1, True), (0, False), (6, False), (7, True), (400, True)])
 def test_rates_are_kept_for_a_week(measurements, monkeypatch, days, again):
     first = machine.machine(False)
     (file,) = machine.CACHE.iterdir()
@@ -124,3 +130,113 @@ def test_a_run_that_went_wrong_changes_nothing_and_runs_that_agree_do(measuremen
     for _ in range(100):
         here.learn("bfloat16", 0.001)
     assert here.pace("bfloat16") == 1 / machine.ODD and len(here.runs["bfloat16"]) == machine.RUNS
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"measured_on": None},
+        {"measured_on": 20260101},
+        {"measured_on": "yesterday"},
+        {"measured_on": (date.today() + timedelta(days=1)).isoformat()},
+        {"another": 1.0},
+        {"bandwidth": "fast"},
+        {"bandwidth": True},
+        {"bandwidth": 0.0},
+        {"overhead": -1.0},
+        {"fresh": float("nan")},
+        {"flops": {"float32": float("inf")}},
+        {"flops": {}},
+        {"updates": {"any": 0.0}},
+        {"runs": {"float32": 1.0}},
+    ],
+    ids=str,
+)
+def test_what_nobody_can_have_measured_is_not_read(measurements, damage):
+    machine.machine(False)
+    (file,) = machine.CACHE.iterdir()
+    said = json.loads(file.read_text())
+    assert machine.kept(False) is not None
+    file.write_text(json.dumps(said | damage))
+    assert machine.kept(False) is None
+    assert machine.machine(False).flops == machine.kept(False).flops == {"float32": 2.0}  # measured and kept again
+
+
+@pytest.mark.parametrize("said", [b"", b"[]", b"null", b"\xff", b'{"name": "any", "flops": {', b"[" * 100_000])
+def test_nor_is_what_is_no_such_file(measurements, said):
+    machine.machine(False)
+    (file,) = machine.CACHE.iterdir()
+    file.write_bytes(said)
+    assert machine.kept(False) is None and machine.machine(False).flops == {"float32": 2.0}
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(measurements, caplog):
+    """A file stands where LOWMEM_RATES says, or above it."""
+    machine.CACHE.write_text("a file")
+    here = machine.machine(False)
+    here.learn("float32", 1.5)
+    assert here.runs == {"float32": [1.5]} and machine.kept(False) is None and machine.CACHE.read_text() == "a file"
+    assert len(caplog.records) == 1 and str(machine.CACHE) in caplog.text and "LOWMEM_RATES" in caplog.text
+
+
+def test_so_is_one_that_may_only_be_read(measurements, monkeypatch, caplog):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    here = machine.machine(False)
+    monkeypatch.setattr(machine, "TemporaryDirectory", refused)  # root, who may run tests, may write anywhere
+    for _ in range(2):
+        here.learn("float32", 1.5)
+    assert [record.message.count("Permission denied") for record in caplog.records] == [1]
+    assert not machine.kept(False).runs
+
+
+def test_two_may_save_at_once(measurements, monkeypatch, caplog):
+    """One saves all of it between what another writes and its rename: each has a draft of its own, and none is left."""
+    here, write, meanwhile = machine.machine(False), Path.write_text, iter([True])
+
+    def interrupted(path, text):
+        write(path, text)
+        if next(meanwhile, False):
+            here.save()
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    here.save()
+    assert not caplog.records and next(meanwhile, None) is None
+    assert machine.kept(False).flops == here.flops and len(list(machine.CACHE.iterdir())) == 1
+
+
+@pytest.mark.parametrize("busy", [(False, False), (True, False), (False, True)])
+def test_an_update_that_was_timed_while_others_computed_is_used_and_never_kept(measurements, monkeypatch, busy):
+    """Nor by what is saved later for another reason."""
+    timings = []
+    monkeypatch.setattr(update, "timed", lambda cfg: timings.append(1) or 3.0)
+    monkeypatch.setattr(update, "counted", lambda here, cfg: 2.0)
+    answers = iter(busy)
+    monkeypatch.setattr(update, "others_compute", lambda device: next(answers))
+    here, cfg = machine.machine(False), typed()
+    assert not update.knows_update(here, cfg)
+    assert [update.pace_of_update(here, cfg) for _ in range(2)] == [1.5, 1.5] and len(timings) == 1
+    assert update.knows_update(here, cfg)
+    here.learn("float32", 1.0)
+    assert update.knows_update(machine.kept(False), cfg) != any(busy)
+
+
+def test_updates_with_other_arguments_take_other_times():
+    kind, fused = update._kind(typed()), update._kind(typed("optim.fused=false"))
+    assert kind != fused and kind.startswith("torch.optim.AdamW") and len(kind) < 60
+    assert kind == update._kind(typed("lr=1e-5")) == update._kind(typed("optim.in_backward=true"))
+    assert len({kind, fused, update._kind(typed("optim=sgd")), update._kind(typed("precision=bf16-master"))}) == 4
+
+
+def typed(*lines):
+    return resolved(composed(["model=gpt2", "batch_size=1", "precision=32", "optim=adamw", *lines]), on_card=False)
+
+
+@pytest.mark.parametrize(("said", "where"), [("rates", "rates"), ("", "~/.cache/lowmem"), ("~/mine", "~/mine")])
+def test_rates_are_kept_where_a_variable_says(tmp_path, said, where):
+    """Wherever the process goes later."""
+    prints = "from lowmem.plan.machine import CACHE; print(CACHE)"
+    asked = {"env": os.environ | {"LOWMEM_RATES": said}, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", prints], **asked)
+    assert Path(done.stdout.strip()) == tmp_path / Path(where).expanduser(), done.stderr

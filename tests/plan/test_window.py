@@ -22,7 +22,7 @@ def cfg(*typed):
 def card(link, bandwidth=1.0, updates=1.0):
     """With a host whose updates take `updates` times what they are counted for. Rates are per second."""
     host = Machine("host", FLOPS, bandwidth, 0.0)
-    host.updates = dict.fromkeys(("torch.optim.AdamW of masters", "torch.optim.AdamW of float32"), updates)
+    host.updates = dict.fromkeys((update._kind(cfg(f"precision={of}")) for of in ("bf16-master", "32")), updates)
     return Machine("card", FLOPS, 1.0, 0.0, link=link, host=host)
 
 
@@ -33,7 +33,7 @@ def shapes(**said):
 
 def test_on_a_processor_everything_is_one_after_the_other():
     here = card(1.0).host
-    here.updates["torch.optim.AdamW of masters"] = 2.0
+    here.updates = dict.fromkeys(here.updates, 2.0)
     taken = TAKEN | {"sum": 0.25}
     found = window.window(here, cfg("precision=bf16-master"), shapes(), taken, 3)
     assert found == Window(3 * (2 + 4), 3 * 0.25, 0.5 + 2 * 3) and found.seconds == 18 + 0.75 + 6.5

@@ -67,6 +67,17 @@ def test_what_an_operator_reads_and_writes(call, bytes_each):
     assert work(lambda: partial(call, torch.ones(N), torch.ones(N))) == pytest.approx(bytes_each, rel=0.01)
 
 
+@pytest.mark.parametrize("part_first", [False, True])
+def test_what_is_repeated_is_counted_once_whatever_it_is_a_part_of(monkeypatch, part_first):
+    """A sum of 1,000 rows that are one: it reads 1,000 numbers and writes one, whichever storage was seen first."""
+    monkeypatch.setattr("lowmem.plan.shapes._known", {})
+    row, first_of_many = (lambda: torch.ones(1, 1000)), (lambda: torch.ones(1000, 1000)[:1])
+    for make in (first_of_many, row) if part_first else (row, first_of_many):
+        assert work(lambda make=make: make().expand(1000, 1000).sum) * N == 4004
+    assert work(lambda: torch.ones(1000, 1000).sum) * N == 4_000_004
+    assert work(lambda: torch.ones(1, 1000).expand(0, 1000).clone) == 0
+
+
 def test_rounding_at_random_is_many_passes():
     """Read and written 4 bytes at a time: noise 4, its addition 12, the masking 8, finite? (absolute values 8, compared
     5, with itself 9 or 5, both 3), the choice 13, and the copy in 16 bits 6."""

@@ -107,7 +107,11 @@ def refined(cfg: DictConfig, prediction: Prediction, metrics: Metrics) -> float 
     if rates is None or prediction.estimate or len(metrics.step_seconds) < ENOUGH:
         return None
     rates.host = kept(on_card=False) if cfg.device == "cuda" else None
-    return refine(rates, cfg, prediction.shapes, metrics.seconds_per_step())
+    try:
+        return refine(rates, cfg, prediction.shapes, metrics.seconds_per_step())
+    except Exception as error:  # whatever it is, the training is done, and is reported and exported next
+        log.info(f"The rates of this machine stay as they were: {error}")
+        return None
 
 
 def could_fit(cfg: DictConfig) -> bool:

@@ -6,26 +6,34 @@ with a name are in conf/gpu.yaml; for one that is not here and has none they are
 
 Rates that were measured while others computed are used and not kept. A run tells how long its passes took beside what
 was counted: the median of the last runs counts, with two more that were as counted, so no single run changes anything.
+Rates make a prediction better, and no more: a file that cannot be read or written is none, and ends nothing.
 """
 
 import json
+import logging
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date, timedelta
+from functools import cache
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from lowmem import gpus
 from lowmem.memory.process import processor
 from lowmem.plan.work import Work
 from lowmem.precision.widened import widened
 
-CACHE = Path(os.environ.get("LOWMEM_RATES", "~/.cache/lowmem")).expanduser()
+log = logging.getLogger(__name__)
+
+CACHE = Path(os.environ.get("LOWMEM_RATES") or "~/.cache/lowmem").expanduser().absolute()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RATES = 4  # raise it when what is measured changes: older files are then not read
 KEPT = timedelta(days=7)
@@ -34,21 +42,26 @@ ODD = 4.0  # a run that takes more than so many times what was counted, or less 
 OWN = 0.8  # of the time of this process's processors: who gets less shares them
 STEADY = 1.5  # the slowest of some equal calls over the fastest: beyond that others use the card
 
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 @dataclass
 class Machine:
     """Rates of the device, and of the host beside it."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of a file; what is made here is not checked
+
     name: str
-    flops: dict[str, float]  # per second, by dtype
-    bandwidth: float  # bytes per second, of the device's memory
-    overhead: float  # seconds per operator
-    fresh: float | None = None  # bytes per second that the system gives to malloc; None: a card keeps what was freed
-    link: float | None = None  # bytes per second between host and device; None: they are one
+    flops: dict[str, Rate]  # per second, by dtype
+    bandwidth: Rate  # bytes per second, of the device's memory
+    overhead: Rate  # seconds per operator
+    fresh: Rate | None = None  # bytes per second that the system gives to malloc; None: a card keeps what was freed
+    link: Rate | None = None  # bytes per second between host and device; None: they are one
     host: "Machine | None" = None  # beside a card
     measured_on: str | None = None  # a day; None: not measured, or while others computed, and not kept
-    updates: dict[str, float] = field(default_factory=dict)  # by optimizer: of `update.py`
-    runs: dict[str, list[float]] = field(default_factory=dict)  # by dtype: seconds of passes, over those counted
+    updates: dict[str, Rate] = field(default_factory=dict)  # by optimizer: of `update.py`
+    busy: dict[str, Rate] = field(default_factory=dict)  # such, timed while others computed: not kept
+    runs: dict[str, list[Rate]] = field(default_factory=dict)  # by dtype: seconds of passes, over those counted
 
     def operator(self, work: Work) -> float:
         """Seconds."""
@@ -68,11 +81,21 @@ class Machine:
     def save(self) -> None:
         if self.measured_on is None:
             return
-        CACHE.mkdir(parents=True, exist_ok=True)
-        file = _file(self.name)
-        draft = file.with_suffix(".writing")
-        draft.write_text(json.dumps({k: v for k, v in asdict(self).items() if k != "host"}, indent=2))
-        draft.replace(file)
+        said = json.dumps({k: v for k, v in asdict(self).items() if k not in ("host", "busy")}, indent=2)
+        try:
+            CACHE.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=CACHE) as folder:  # two processes may save at once
+                draft = Path(folder) / "draft"
+                draft.write_text(said)
+                draft.replace(_file(self.name))
+        except OSError as error:
+            _tell(f"Rates of this machine cannot be kept in {CACHE} ({error.strerror}): name a folder in LOWMEM_RATES.")
+
+
+@cache
+def _tell(sentence: str) -> None:
+    """Once: each update and each run is saved."""
+    log.warning(sentence)
 
 
 def machine(on_card: bool, card: gpus.Card | None = None, products: str = "float32") -> Machine:
@@ -99,10 +122,13 @@ def machine(on_card: bool, card: gpus.Card | None = None, products: str = "float
 
 
 def kept(on_card: bool) -> Machine | None:
-    """What is known of this machine; None: nothing, or it is too old."""
-    file = _file(_name(on_card))
-    known = Machine(**json.loads(file.read_text())) if file.exists() else None
-    return known if known and date.today() - date.fromisoformat(known.measured_on) < KEPT else None
+    """What is known of this machine; None: nothing, it is too old, or nobody can have measured it."""
+    try:
+        known = TypeAdapter(Machine).validate_json(_file(_name(on_card)).read_bytes())
+        age = date.today() - date.fromisoformat(known.measured_on or "never")
+    except (OSError, ValueError):  # pydantic's errors are such
+        return None
+    return known if timedelta(0) <= age < KEPT and "float32" in known.flops else None
 
 
 def measured(name: str, device: str) -> Machine:

@@ -5,8 +5,10 @@ find what they read in a cache. So the real update of one matrix is timed, and t
 is counted.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -21,24 +23,29 @@ from lowmem.plan.stand_in import stand_in
 from lowmem.settings import Settings
 
 MATRIX = (1024, 4096)  # like those of a model
+ANY = ("_target_", "_partial_", "lr", "declares", "in_backward")  # keys of conf/optim: no other time, or named beside
 
 
 def knows_update(machine: Machine, cfg: DictConfig) -> bool:
     """Whether nothing has to be timed: what a card updates is counted alone."""
     if machine.link is not None and not Settings(cfg).masters:
         return True
-    return _kind(cfg) in (machine.host or machine).updates
+    here = machine.host or machine
+    return _kind(cfg) in here.updates | here.busy
 
 
 def pace_of_update(machine: Machine, cfg: DictConfig) -> float:
     """Args: machine: this one's processors."""
     kind = _kind(cfg)
-    if kind not in machine.updates:
+    if kind not in machine.updates | machine.busy:
         quiet = not others_compute("cpu")
-        machine.updates[kind] = timed(cfg) / counted(machine, cfg)
+        pace = timed(cfg) / counted(machine, cfg)
         if quiet and not others_compute("cpu"):
+            machine.updates[kind] = pace
             machine.save()
-    return machine.updates[kind]
+        else:
+            machine.busy[kind] = pace
+    return (machine.busy | machine.updates)[kind]
 
 
 def timed(cfg: DictConfig) -> float:
@@ -80,9 +87,11 @@ def _update(cfg: DictConfig, make: MakeOptimizer) -> Iterator[Callable[[], None]
 
 
 def _kind(cfg: DictConfig) -> str:
-    """What an update's time depends on: the optimizer, and whether it steps masters, or fp32 weights, or 16 bits that
-    are widened and rounded."""
+    """What an update's time depends on: the optimizer, a digest of its arguments, and whether it steps masters, or fp32
+    weights, or 16 bits that are widened and rounded."""
     held = "masters" if Settings(cfg).masters else "float32"
     if cfg.weights_dtype != "float32":
         held = cfg.trainer.plugins.precision._target_
-    return f"{cfg.optim._target_} of {held}"
+    arguments = {key: value for key, value in OmegaConf.to_container(cfg.optim, resolve=True).items() if key not in ANY}
+    digest = sha256(json.dumps(arguments, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{cfg.optim._target_} ({digest}) of {held}"

@@ -1,6 +1,7 @@
 """What an operator does, as numbers that a machine turns into seconds: floating-point operations and bytes moved."""
 
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,10 @@ def _fresh(made: list[Tensor]) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What of it lies in memory: an expanded one repeats what is there."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    """What of it lies in memory: an expanded one repeats what is there. Its storage is not asked: work is kept by shape
+    and strides (`shapes.py`), and what is expanded may be a part of more."""
+    there = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return min(there, tensor.numel()) * tensor.element_size()
 
 
 @cache

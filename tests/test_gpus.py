@@ -35,7 +35,7 @@ def test_a_card_has_every_field_and_says_where_from(name):
 def test_all_of_them_are_listed_where_one_looks():
     assert set(gpus.cards()) == set(NAMES)
     comment = help.comments(ROOT / "conf" / "plan.yaml")["gpu"]
-    assert all(name in comment and name in (ROOT / "docs" / "planner.md").read_text() for name in NAMES)
+    assert all(name in comment and name in (ROOT / "docs" / "cards.md").read_text() for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,7 +35,7 @@ class Typed:
     lines: Sequence[str]
     compose: Compose
     may_change: Collection[str] | None = None
-    _configs: dict[tuple, DictConfig] = field(default_factory=dict, repr=False)
+    configs: dict[tuple, DictConfig] = field(default_factory=dict, repr=False)  # composed so far
 
     @cached_property
     def named(self) -> dict[str, str]:
@@ -68,9 +68,9 @@ class Typed:
 
     def _strictly(self, recipe: Mapping[str, str | None]) -> DictConfig:
         key = tuple(sorted((k, v or "") for k, v in recipe.items() if self.named.get(k) != v))
-        if key not in self._configs:
-            self._configs[key] = self.compose(recipe)
-        return self._configs[key]
+        if key not in self.configs:
+            self.configs[key] = self.compose(recipe)
+        return self.configs[key]
 
     def takes(self, choice: Mapping[str, str]) -> bool:
         """Whether these techniques know all keys that were typed, such as optim.betas."""

@@ -145,7 +145,8 @@ class Derivation:
             return 0.0
         small = min(batches)
         by_depth = {depth: t for depth, batch, t in self.traced(passes, batches) if batch == small}
-        third = self._trace(self.compose(passes), small, self.third)
+        cfg = OmegaConf.merge(self.compose(passes), {"batch_size": small})
+        third = trace(cfg, self.on_card, self.third, self.capability)
         self.traces += 1
         exact = {place: third.places[place].with_all_gradients for place in third.places if place.startswith(PASSES)}
 
@@ -164,7 +165,7 @@ class Derivation:
         if not self.has(recipe, batches):
             corners = self.corners(recipe, batches)
             traces = [trace(cfg, self.on_card, depth, self.capability) for depth, _, cfg in corners]
-            self.take(recipe, batches, traces)
+            self.take(recipe, batches, corners, traces)
         return self._corners[_key(recipe, batches)]
 
     def corners(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, DictConfig]]:
@@ -178,15 +179,13 @@ class Derivation:
             for batch in sorted({*batches, min(max(knee, batches[0]), batches[1])})
         ]
 
-    def take(self, recipe: Mapping[str, str], batches: tuple[int, int], traces: Sequence[Trace]) -> None:
-        """The traces of these `corners`, wherever they were made."""
-        corners = self.corners(recipe, batches)
+    def take(
+        self, recipe: Mapping[str, str], batches: tuple[int, int], corners: Sequence[tuple], traces: Sequence[Trace]
+    ) -> None:
+        """The traces of its `corners`, wherever they were made."""
         found = [(depth, batch, t) for (depth, batch, _), t in zip(corners, traces, strict=True)]
         self._corners[_key(recipe, batches)] = found
         self.traces += len(found)
-
-    def _trace(self, cfg: DictConfig, batch: int, depth: int) -> Trace:
-        return trace(OmegaConf.merge(cfg, {"batch_size": batch}), self.on_card, depth, self.capability)
 
 
 def _key(recipe: Mapping[str, str], batches: tuple[int, int]) -> tuple:

@@ -23,7 +23,7 @@ def of_plan(plan: Plan, rows: int) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = [_line(head, widths)]
     for recipe, row in zip(shown, cells[1:], strict=True):
-        fits = "" if recipe in plan.fitting else "does not fit: "
+        fits = "" if recipe.fits(plan.gpu, plan.ram) else "does not fit: "
         lines += [_line(row, widths), f"  {fits}{' '.join(recipe.overrides) or '(as typed)'}"]
     return "\n".join([*lines, *_notes(plan)])
 
@@ -56,7 +56,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
     need = recipe.prediction
     return (
-        f"{recipe.seconds / plan.seconds:.2f}" if recipe in plan.fitting else "",
+        f"{recipe.seconds / plan.seconds:.2f}" if recipe.fits(plan.gpu, plan.ram) else "",
         f"{'~' if need.estimate else ''}{need.device_need / GIB:.2f}",
         "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.2f}",
         f"{(need.reserved + need.beside) / GIB:.2f}" if need.on_card else "",

@@ -64,7 +64,7 @@ def _helped(
         yield
         return
     for need in todo:
-        derivation.corners(*need)  # composed here: Hydra is for one thread
+        derivation.compose(need[0])  # here: Hydra is for one thread
 
     def take() -> None:
         while need := _taken(todo.pop):
@@ -76,7 +76,7 @@ def _helped(
             if (traces := helper.traces(jobs)) is None:
                 todo.append(need)
                 return
-            derivation.take(*need, traces)
+            derivation.take(*need, corners, traces)
             done()
 
     thread = Thread(target=take, daemon=True)

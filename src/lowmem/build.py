@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lowmem import checkpoint, model
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
-from lowmem.data.tokens import Tokens, tokenize
+from lowmem.data.tokens import Tokens, tokenize, vocabulary
 from lowmem.instantiate import instantiate
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
@@ -37,8 +37,8 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     config = model.architecture(**spec)
     tokens = _tokens(cfg, spec, config)
     start = saved.position if saved else START
-    train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
-    val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
+    train = WindowLoader(Sequences(tokens.train.ids, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
+    val = ValidationLoader(Sequences(tokens.val.ids, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
     return Data(tokens, train, val, spec, config)
 
 
@@ -56,7 +56,7 @@ def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
     published = spec["pretrained"] or spec["architecture"] is None
     tokenizer = model.tokenizer(**spec) if published else None
     tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), min(BPE_VOCABULARY, config.vocab_size), tokenizer)
-    check_vocabulary(config.vocab_size, len(tokens.tokenizer))
+    check_vocabulary(config.vocab_size, vocabulary(tokens.tokenizer))
     if not published:  # the export must name the end token of the tokenizer it is saved with
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
     return tokens

@@ -2,6 +2,7 @@
 
 import codecs
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ from lowmem.errors import Refused
 BLOCK = 1 << 20  # bytes
 BOUNDARIES = ("\n\n", "\n", " ")  # of paragraphs, lines and words
 OVER = object()
+MARKS = {
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+}
 T = TypeVar("T")
 
 
@@ -85,11 +90,11 @@ def is_text(file: Path, encoding: str) -> bool:
 
 
 def _decoded(file: Path, encoding: str, errors: str) -> Iterator[str]:
-    decoder, start, head = codecs.getincrementaldecoder(encoding)(errors), 0, None
+    start = 0
     with readable(file), file.open("rb") as stream:
+        head = raw = stream.read(BLOCK)
+        decoder = codecs.getincrementaldecoder(_of_stream(encoding, head))(errors)
         while True:
-            raw = stream.read(BLOCK)
-            head = raw if head is None else head
             waiting = len(decoder.getstate()[0])  # bytes of a character that the last block has begun
             try:
                 text = decoder.decode(raw, final=not raw)
@@ -107,6 +112,14 @@ def _decoded(file: Path, encoding: str, errors: str) -> Iterator[str]:
                 yield text
             if not raw:
                 return
+            raw = stream.read(BLOCK)
+
+
+def _of_stream(encoding: str, head: bytes) -> str:
+    """Without a mark of its byte order Python takes a text for the machine's, and refuses a stream."""
+    name = codecs.lookup(encoding).name
+    marked = any(head.startswith(mark) for mark in MARKS.get(name, (b"",)))
+    return encoding if marked else f"{name}-{sys.byteorder[0]}e"
 
 
 def _whole(text: str) -> bool:

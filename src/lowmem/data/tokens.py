@@ -225,8 +225,8 @@ def _digest():
 
 
 def _shown(documents: Iterable[Encoded], what: str, size: int | None) -> Iterator[Encoded]:
-    """A bar of bytes on a terminal, and nothing elsewhere."""
-    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    """A bar of bytes on a terminal where it takes longer than 2 s, and nothing elsewhere."""
+    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
         for one in documents:
             yield one
             bar.update(one.text_bytes)

@@ -17,8 +17,16 @@ from omegaconf import DictConfig
 CONF = Path(__file__).resolve().parents[2] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
-PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
-WHOLE = (*FOLDERS, "may_change")  # a comma in these separates nothing, in a sweep either
+PLACES = (
+    "data.path",
+    "data.val_path",
+    "model.name",
+    "resume",
+    "evaluate",
+    "export",
+    "generate",
+)  # there already, or on a hub
+WHOLE = (*FOLDERS, "may_change", "prompt")  # a comma in these separates nothing, in a sweep either
 TEXTS = (*WHOLE, *PLACES, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
 # What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)

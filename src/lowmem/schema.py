@@ -209,6 +209,10 @@ class Run(Section):
     resume: _words("a run folder or a checkpoint, auto, or null", Place | None)
     evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
     export: _words("a run folder or a checkpoint, or null", Place | None)
+    generate: _words("a run folder, an exported model or an adapter, or null", Place | None)
+    prompt: _words("a text, or null", str | None)
+    max_new_tokens: Count
+    temperature: NotNegative
     device: Device
     memory: Memory
     plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)

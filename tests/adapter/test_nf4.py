@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import has_avx512bf16
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.adapter import nf4
 from lowmem.adapter.nf4 import NF4Linear
+from lowmem.errors import Refused
 from lowmem.internals import tensors_count_as_real
 from lowmem.memory.ledger import weights
 from lowmem.plan.shapes import Shapes
@@ -157,11 +159,11 @@ def test_a_conv1d_is_the_same_the_other_way_round():
     assert lost(plain, layer.weight) < LOST
 
 
-def test_what_it_holds_is_seen_by_the_ledger_and_in_no_checkpoint():
+def test_what_it_holds_is_seen_by_the_ledger_and_nothing_of_it_can_be_trained():
     ours = NF4Linear(nn.Linear(1024, 1024, bias=False))
     held = sum(tensor.nbytes for tensor in weights(ours))
     assert held == 2**20 // 2 + 2**14 + 4 * 2**6 + 1024 + 4  # codes, scales, theirs, the table, the mean
-    assert not list(ours.parameters()) and not ours.state_dict()
+    assert not list(ours.parameters())
 
 
 def test_a_large_matrix_is_quantised_in_pieces(monkeypatch):
@@ -182,3 +184,39 @@ def test_it_is_traced_by_shape():
     shapes = [{name: (b.shape, b.dtype) for name, b in one.named_buffers()} for one in (real, traced)]
     assert shapes[0] == shapes[1]
     assert torch.isfinite(NF4Linear(nn.Linear(64, 64)).weight).all()  # the trace left nothing of its own behind
+
+
+def small(model_type, **keys):
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    keys = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32} | keys
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys))
+
+
+def in_4_bits(model):
+    return {name for name, part in model.named_modules() if isinstance(part, NF4Linear)}
+
+
+def test_every_matrix_is_quantised_but_the_embedding_and_the_head():
+    for tied in (True, False):
+        model = small("llama", tie_word_embeddings=tied)
+        nf4.quantise(model)
+        assert len(in_4_bits(model)) == 2 * 7 and type(model.lm_head) is nn.Linear
+        assert {name.rpartition(".")[2] for name in in_4_bits(model)} == {
+            *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        }
+    model = small("gpt2", n_embd=64, n_layer=2, n_head=2)
+    nf4.quantise(model)
+    assert len(in_4_bits(model)) == 2 * 4
+
+
+def test_no_router_is_quantised():
+    model = small("qwen2_moe", num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    nf4.quantise(model)
+    assert in_4_bits(model) and not any("gate" in name.split(".")[-2:] for name in in_4_bits(model))
+    assert not any(name.endswith("shared_expert_gate") for name in in_4_bits(model))
+
+
+def test_a_model_without_a_matrix_of_its_own_is_refused():
+    model = small("llama", num_hidden_layers=0)
+    with pytest.raises(Refused, match="adapter=lora"):
+        nf4.quantise(model)

@@ -13,17 +13,25 @@ ledger nor a trace sees them; and on a CPU reads a matrix whose rows are no mult
 run over the flat matrix, filled up with zeros, which a CPU also reads up to ten times as fast.
 """
 
+import logging
+
 import bitsandbytes  # noqa: F401  (whose operators torch knows by name from then on)
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import create_dynamic_map
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from lowmem.errors import Refused
+
+log = logging.getLogger(__name__)
 
 ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements to a scale
 BLOCKS = 256  # scales to a scale of theirs
 PIECE = 1 << 22  # elements that are quantised at once: on a CPU it takes some 20 bytes each
+ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 class NF4Linear(nn.Linear):
@@ -40,9 +48,8 @@ class NF4Linear(nn.Linear):
         matrix = layer.weight.detach().t() if self.transposed else layer.weight.detach()  # (out, in)
         self.out_features, self.in_features = matrix.shape
         self.dtype = matrix.dtype
-        # No part of what is saved: they are made again of the same weights.
         for name, tensor in quantised(matrix).items():
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(name, tensor)
         self.bias = layer.bias
         if self.bias is not None:
             self.bias.requires_grad_(False)
@@ -99,3 +106,30 @@ def quantised(matrix: Tensor) -> dict[str, Tensor]:
     mean, table = scales.mean(), create_dynamic_map().to(matrix.device)
     small, scales_of_scales = ops.quantize_blockwise(scales - mean, table, BLOCKS)
     return {"codes": codes, "scales": small, "scales_of_scales": scales_of_scales, "table": table, "mean": mean}
+
+
+def quantise(model: PreTrainedModel) -> None:
+    """Every matrix of the model, one after the other, but for its embeddings, its head, and routers, whose choice of
+    experts would change. On the host, wherever it will be trained: the same weights are the same codes everywhere.
+
+    Raises:
+        Refused: a model without such a matrix.
+    """
+    names = [name for name, part in model.named_modules() if _fits(model, name, part)]
+    if not names:
+        raise Refused(
+            f"adapter=qlora: {type(model).__name__} has no matrix in a layer of its own, which is what is held in 4 "
+            "bits. Type adapter=lora."
+        )
+    before, count = sum(p.numel() for p in model.parameters()), 0
+    for name in names:  # the layer is looked up by name, so that nothing else holds it once it is replaced
+        layer = NF4Linear(model.get_submodule(name))
+        model.set_submodule(name, layer)
+        count += layer.out_features * layer.in_features
+    log.info(f"adapter=qlora: {len(names)} matrices, {count:,} of {before:,} parameters, are held in 4 bits.")
+
+
+def _fits(model: PreTrainedModel, name: str, part: nn.Module) -> bool:
+    """A subclass may do more than its product; a tied matrix is an embedding's."""
+    alone = part is not model.get_output_embeddings() and name.rpartition(".")[2] not in ROUTERS
+    return type(part) in (nn.Linear, Conv1D) and alone and part.weight is not model.get_input_embeddings().weight

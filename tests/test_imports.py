@@ -49,6 +49,7 @@ STOREYS = (
         "refusals",
         "check",
         "model",
+        "adapter",
     ),
     ("faults", "module", "checkpoint", "report", "runs"),
     ("build", "training", "asked", "plan"),

@@ -50,6 +50,7 @@ STOREYS = (
         "check",
         "model",
         "generation",
+        "adapter",
     ),
     ("faults", "module", "checkpoint", "report", "runs"),
     ("build", "training", "asked", "generate", "plan"),

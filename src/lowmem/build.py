@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem import checkpoint, model
+from lowmem.adapter.freeze import freeze
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize, vocabulary
@@ -16,6 +17,7 @@ from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.settings import Settings
+from lowmem.trained import digest_of_base
 
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
@@ -51,8 +53,10 @@ def steps(cfg: DictConfig) -> int:
 
 def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> CausalLM:
     """The heavy part."""
-    spec = of.spec | ({"pretrained": False} if saved else {})  # the checkpoint brings the weights
-    made = causal_lm(cfg, spec, of.config, model.check_causal)
+    whole = saved is not None and saved.base is None  # the checkpoint brings all weights
+    made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal)
+    if (base := digest_of_base(made)) is not None:
+        made.identity["base"] = base
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made
@@ -80,9 +84,16 @@ def causal_lm(
     where it holds numbers."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     check(network)
+    choose_trained(cfg, network)
     instantiate(cfg.gradient_checkpointing)(network)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
     return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips)
+
+
+def choose_trained(cfg: DictConfig, network: PreTrainedModel) -> None:
+    """All of its weights, some, or those of an adapter that is put into it."""
+    instantiate(cfg.adapter)(network)
+    freeze(network, cfg.freeze or [])
 
 
 def optimizer(cfg: DictConfig) -> MakeOptimizer:

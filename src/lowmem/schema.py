@@ -192,6 +192,7 @@ class Run(Section):
     model: Model
     data: Node
     precision: Declared | None = None
+    adapter: Node
     optim: Optim
     scheduler: Node
     accumulation: Node
@@ -207,6 +208,7 @@ class Run(Section):
     clip: Clip
     clip_value: Clip
     seed: Seed
+    freeze: _words("a list of patterns of names, such as [transformer.wte.*], or null", list[Text] | None)
     on_nonfinite: _words("stop or skip", Literal["stop", "skip"])
     resume: _words("a run folder or a checkpoint, auto, or null", Place | None)
     evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem import checkpoint, model
 from lowmem.adapter.freeze import freeze
+from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize, vocabulary
@@ -55,6 +56,8 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     """The heavy part."""
     whole = saved is not None and saved.base is None  # the checkpoint brings all weights
     made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal)
+    if not saved and cfg.adapter.get("path"):
+        load(made.model, cfg.adapter.path)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
     if saved:

@@ -79,13 +79,10 @@ class LowRank(nn.Module):
     def __init__(self, base, start, prefix, scale):
         super().__init__()
         self.base_layer, self.scale = base, scale
-        held = {
-            name.removeprefix(prefix): nn.Parameter(p.clone()) for name, p in start.items() if name.startswith(prefix)
-        }
         for kind in ("lora_A", "lora_B", "lora_magnitude_vector"):
-            if f"{kind}.default.weight" in held:
+            if (drawn := start.get(f"{prefix}{kind}.default.weight")) is not None:
                 part = nn.ModuleDict({"default": nn.Module()})
-                part["default"].weight = held[f"{kind}.default.weight"]
+                part["default"].weight = nn.Parameter(drawn.detach().clone())
                 self.add_module(kind, part)
 
     def forward(self, x):

@@ -165,9 +165,8 @@ def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen, adapter):
 
 def expected_losses(accumulation, weights, adapter=None):
     """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each."""
-    return oracle.losses(
-        _network("float32", adapter), _read, WINDOWS.get(accumulation, (8, 1, 8, 1)), SEQUENCES, weights
-    )
+    windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
+    return oracle.losses(_network("float32", adapter), _read, windows, SEQUENCES, weights)
 
 
 def _adapter(cfg):
@@ -192,6 +191,10 @@ def _network(dtype, adapter=None):
     plain = built().float()
     oracle.adapt(plain, start, drawn.lora_alpha, drawn.r)
     return plain
+
+
+def trains_vectors(cfg):
+    return any(p.requires_grad and p.dim() < 2 for p in _network("float32", _adapter(cfg)).parameters())
 
 
 def _read(indices):

@@ -186,7 +186,10 @@ def _targets(model: PreTrainedModel, linear: dict[str, nn.Module], target: str |
                 f"adapter.target={pattern}: linear layers are adapted, without the head, and {what}. Type some of "
                 f"[{','.join(ends)}], or {ALL}."
             )
-    return [name for name in linear if any(_meant(name, pattern) for pattern in target)]
+    chosen = [name for name in linear if any(_meant(name, pattern) for pattern in target)]
+    ends = {name.rpartition(".")[2] for name in chosen}
+    ending_so = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
+    return sorted(ends) if ending_so == chosen else chosen  # as short as it can be said, in a folder too
 
 
 def _meant(name: str, pattern: str) -> bool:

@@ -44,7 +44,7 @@ GLM = (  # the next message ends the one before it
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-WORDS = [
+WORDS = (
     "user",
     "assistant",
     "system",
@@ -65,7 +65,7 @@ WORDS = [
     "26",
     "Jul",
     "2024",
-]
+)
 
 
 def tokenizer(template: str | None, special=("<|im_start|>", "<|im_end|>"), pieces="bytes", **named):
@@ -88,7 +88,7 @@ def tokenizer(template: str | None, special=("<|im_start|>", "<|im_end|>"), piec
     trainer = trainers.BpeTrainer(
         vocab_size=1000, show_progress=False, initial_alphabet=letters, special_tokens=list(special)
     )
-    bpe.train_from_iterator(["\n\n", *WORDS.split(), *(f" {word}" for word in WORDS.split())] * 9, trainer)
+    bpe.train_from_iterator(["\n\n", *WORDS, *(f" {word}" for word in WORDS)] * 9, trainer)
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **named)
     made.chat_template = template
     return made

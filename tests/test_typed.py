@@ -108,6 +108,11 @@ REFUSED = {
     "optim=adam8bit optim.declares.saves.optimizer=x": "give a number.",
     "model=llama-3.2-1b model.architecture.rope_parameters.rope_theta=abc": "give a number.",
     "debug=1": "give true or false.",
+    "epochs=2 max_steps=3": "epochs and max_steps: each stands in the place of the other. Leave one out.",
+    "scheduler.warmup=0.1 scheduler.warmup_steps=3": "each stands in the place of the other. Leave one out.",
+    "scheduler.warmup=3": "give a share of all steps from 0 to 1, such as 0.03, or null.",
+    "epochs=0": "epochs=0: give a whole number of at least 1, or null.",
+    "tokenizer=": "tokenizer=: give a folder or a hub id, or null for the model's.",
 }
 
 
@@ -302,9 +307,10 @@ def test_a_technique_needs_no_entry(identity):
     assert not schema.arguments("no.yaml.names.it").model_fields
 
 
-@pytest.mark.parametrize("one", ["resume", "evaluate", "export"])  # of which a command does one
+@pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # of which a command does one
 def test_text_keys_are_text_in_the_schema(one):
-    others = {"resume", "evaluate", "export", "may_change"} - {one}  # the last takes no numbers
+    others = {"resume", "evaluate", "export", "generate", "may_change"} - {one}  # the last takes no numbers
+    others |= set() if one == "generate" else {"prompt"}  # which goes with it alone
     keys = [key for key in TEXTS if key not in others]
     lines = ["data=text", *(f"{key}={number}" for number, key in enumerate(keys))]
     cfg = composed(cli.prepare(lines), whole=True)

@@ -24,7 +24,7 @@ class CausalLM(LightningModule):
 
     Args:
         model: a Hugging Face causal language model.
-        loss: (model, input_ids (B, T), labels (B, T)) -> summed fp32 loss.
+        loss: (model, micro-batch) -> summed fp32 loss.
         optimizer: model -> optimizer.
         scheduler: optimizer -> schedule, stepped once per optimizer step.
         clip: largest global gradient norm; None: off.
@@ -35,7 +35,7 @@ class CausalLM(LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[nn.Module, Tensor, Tensor], Tensor],
+        loss: Callable[[nn.Module, MicroBatch], Tensor],
         optimizer: MakeOptimizer,
         scheduler: Callable[[Optimizer], LRScheduler],
         clip: float | None = None,
@@ -76,11 +76,12 @@ class CausalLM(LightningModule):
 
     def training_step(self, window: Window, _: int) -> dict:
         loss_sum, auxiliary_sum = torch.zeros((), device=self.device), None
-        tokens = max(1, window.tokens)
+        if not (tokens := window.tokens):
+            return self._nothing_to_learn(loss_sum, window)
         for number, micro_batch in enumerate(window.micro_batches, start=1):
             self.last_micro_batch = number == len(window.micro_batches)
             with self.trainer.precision_plugin.forward_context():
-                loss = self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
+                loss = self.loss(self.model, micro_batch)
             loss_sum += loss.detach()
             if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
                 auxiliary = auxiliary * micro_batch.tokens
@@ -93,6 +94,12 @@ class CausalLM(LightningModule):
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
         mean = loss_sum / tokens
         return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
+
+    def _nothing_to_learn(self, nothing: Tensor, window: Window) -> dict:
+        """A window of which no token counts: a step would shrink weights, and move them by what momentum is left."""
+        self.skipped_steps += 1
+        self.position = window.end
+        return {"loss": nothing, "auxiliary_loss": None, "tokens": 0, "stepped": False}
 
     def _step(self, loss: Tensor, window: Window) -> bool:
         """One optimizer step, or none where scaled gradients overflowed or something is not finite."""
@@ -139,13 +146,14 @@ class CausalLM(LightningModule):
         self.val_loss: float | None = None
 
     def validation_step(self, micro_batch: MicroBatch, _: int) -> None:
-        self._val_loss_sum += self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
+        self._val_loss_sum += self.loss(self.model, micro_batch)
         self._val_tokens += micro_batch.tokens
         self._val_micro_batches += 1
 
     def on_validation_epoch_end(self) -> None:
-        if self._val_micro_batches == sum(self.trainer.num_val_batches):  # of one that was cut nothing is known
-            self.val_loss = (self._val_loss_sum / max(1, self._val_tokens)).item()
+        whole = self._val_micro_batches == sum(self.trainer.num_val_batches)  # of one that was cut nothing is known
+        if whole and self._val_tokens:
+            self.val_loss = (self._val_loss_sum / self._val_tokens).item()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

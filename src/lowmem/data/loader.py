@@ -8,7 +8,7 @@ A window carries the position that stands *after* it. Whoever completes the wind
 prefetched window that was never trained on cannot be skipped by a resume.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,17 @@ class MicroBatch(NamedTuple):
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
+    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: a row is one
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a model is called with, beside `use_cache=False`: a cache hides from it where documents begin."""
+        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        return {"input_ids": self.input_ids, **positions}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """The same of every tensor: a part of the rows, or all of them on another device."""
+        return MicroBatch(*(None if part is None else change(part) for part in self))
 
     @property
     def tokens(self) -> int:
@@ -127,8 +138,8 @@ class WindowLoader:
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
     def _window(self, order: np.ndarray, start: Position) -> Window:
-        per_step = self.batch_size * self.world_size
-        stop = min(len(order), start.sequence + per_step * self.window_size(start.epoch, start.window))
+        per_step, end = self.batch_size * self.world_size, self._after(start)
+        stop = end.sequence or len(order)
         micro_batches, tokens = [], 0
         for first in range(start.sequence, stop, per_step):
             together = order[first : min(first + per_step, stop)]  # of all devices
@@ -136,12 +147,23 @@ class WindowLoader:
             tokens += batch.tokens
             share = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
             if len(together[share]):
-                micro_batches.append(MicroBatch(batch.input_ids[share], batch.labels[share]))
-        if stop < len(order):
-            end = Position(start.epoch, stop, start.window + 1)
-        else:
-            end = Position(start.epoch + 1, 0, start.window + 1)
+                micro_batches.append(batch.each(lambda part, share=share: part[share]))
         return Window(micro_batches, tokens, end)
+
+    def _after(self, start: Position) -> Position:
+        """Where the window that begins at `start` ends."""
+        together = self.batch_size * self.world_size
+        stop = start.sequence + together * self.window_size(start.epoch, start.window)
+        if stop < len(self.sequences):
+            return Position(start.epoch, stop, start.window + 1)
+        return Position(start.epoch + 1, 0, start.window + 1)
+
+    def windows_in(self, epochs: int) -> int:
+        """Of so many epochs from the start on; nothing is read."""
+        position = START
+        while position.epoch < epochs:
+            position = self._after(position)
+        return position.window
 
 
 class ValidationLoader:

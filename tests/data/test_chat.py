@@ -332,10 +332,12 @@ def test_tools_are_written_by_templates_that_know_them(chatml):
     assert marked(knows, asked) == "cat·" + CHATML_TWO
 
 
-def test_text_is_contents_alone_and_bytes_are_those_of_what_is_learnt(chatml):
+def test_text_is_contents_alone_and_bytes_are_those_of_the_text_without_control_tokens(chatml):
     assert Chat().text(TWO) == "cat\nhello\nI am fine\nthe cat\nsat on the mat"
-    assert encoded(chatml, TWO).text_bytes == len("I am fine" + "sat on the mat")
-    assert encoded(chatml, conversation("hello", "fün"), assistant="last").text_bytes == len("fün".encode())
+    assert encoded(chatml, conversation("hello", "fün")).text_bytes == len("user\nhello\nassistant\nfün\n".encode())
+    assert encoded(chatml, INJECTED, control_tokens="text").text_bytes == (
+        len("user\n" + INJECTED["messages"][0]["content"] + "\nassistant\nfine\n")
+    )
 
 
 def test_a_template_of_ones_own(chatml, tmp_path):

@@ -100,7 +100,7 @@ class Chat:
             spans = template.learnt(rendered, encoding, ids)
         except Bad as error:
             return error
-        text_bytes, ids = template.text_bytes(rendered, encoding, ids, spans), np.array(ids)
+        ids = np.array(ids, np.uint32)
         learnt = np.zeros(len(ids), bool)
         for first, stop in spans:
             learnt[first:stop] = True
@@ -108,7 +108,7 @@ class Chat:
             learnt, ids = learnt[ids != template.split], ids[ids != template.split]
         if not learnt.any():
             return Bad(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
-        return Encoded(ids, learnt, text_bytes)
+        return Encoded(ids, learnt, template.text_bytes(rendered))
 
 
 def checked(fields: dict, name: str) -> Messages:

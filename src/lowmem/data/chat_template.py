@@ -168,14 +168,9 @@ class ChatTemplate:
             )
         return spans
 
-    def text_bytes(self, rendered: Rendered, encoding: Encoding, ids: list[int], spans: list[Span]) -> int:
-        """Of the text that is learnt, without the tokens that end it."""
-        total = 0
-        for first, stop in spans:
-            end = encoding.token_to_chars(stop - 1)[0 if ids[stop - 1] in self.controls else 1]
-            text = rendered.text[encoding.token_to_chars(first)[0] : end]
-            total += len(text.replace(_SPLIT, "").encode())
-        return total
+    def text_bytes(self, rendered: Rendered) -> int:
+        """Without the control tokens."""
+        return len(self.control.sub("", rendered.text).encode())
 
     def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
         text = rendered.text

@@ -160,8 +160,8 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
         logger.log_metrics(report.plan_ratios(summary), step=summary["steps"])
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")
-    if training.sample.text:
-        print(folded(f"A sample:\n{training.sample.text}\n"))
+    if training.samples.text:
+        print(folded(f"A sample:\n{training.samples.text}\n"))
 
 
 def _tell_files(output_dir: Path) -> None:

@@ -123,6 +123,7 @@ def test_advice_names_only_what_is_not_in_use_and_composes():
         ("llama-3.1-8b", 8030.26),
         ("qwen3-0.6b", 596.05),
         ("qwen3-8b", 8190.74),
+        ("qwen2.5-1.5b-instruct", 1543.71),
     ],
 )
 def test_an_architecture_has_the_parameters_of_the_published_model(model, millions):

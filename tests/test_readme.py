@@ -138,7 +138,7 @@ def test_the_notebook_example_is_what_fit_takes(tmp_path, small, monkeypatch):
     """The block runs as it stands, in the repository, on a smaller model and another folder."""
     import hydra
 
-    block = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
+    block = re.search(r"```python\n(.*?)```", docs("sweeps"), re.DOTALL)[1]
     block = block.replace("outputs/notebook", str(tmp_path / "run")).replace(
         'config_path="conf"', f'config_dir="{ROOT}/conf"'
     )

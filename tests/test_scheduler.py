@@ -34,3 +34,11 @@ def test_cosine_falls_to_zero_along_half_a_wave():
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up():
     assert rates(scheduler.cosine, 3, warmup_steps=4, total_steps=2) == [0.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("make", [scheduler.constant, scheduler.linear, scheduler.cosine])
+def test_a_share_of_all_steps_warms_up_as_so_many_steps_do(make):
+    by_share = rates(make, 40, warmup_steps=7, warmup=0.25, total_steps=40)
+    assert by_share == rates(make, 40, warmup_steps=10, total_steps=40)
+    assert by_share != rates(make, 40, warmup_steps=7, total_steps=40)  # the share is the one that counts
+    assert rates(make, 40, warmup_steps=7, warmup=0.0, total_steps=40)[0] == 2.0

@@ -108,6 +108,11 @@ REFUSED = {
     "optim=adam8bit optim.declares.saves.optimizer=x": "give a number.",
     "model=llama-3.2-1b model.architecture.rope_parameters.rope_theta=abc": "give a number.",
     "debug=1": "give true or false.",
+    "epochs=2 max_steps=3": "epochs and max_steps: each stands in the place of the other. Leave one out.",
+    "scheduler.warmup=0.1 scheduler.warmup_steps=3": "each stands in the place of the other. Leave one out.",
+    "scheduler.warmup=3": "give a share of all steps from 0 to 1, such as 0.03, or null.",
+    "epochs=0": "epochs=0: give a whole number of at least 1, or null.",
+    "tokenizer=": "tokenizer=: give a folder or a hub id, or null for the model's.",
 }
 
 

@@ -59,10 +59,10 @@ def is_model(named: str) -> bool:
 
 
 def with_model(cfg: DictConfig, folder: str) -> DictConfig:
-    """A copy whose model is the exported one in `folder`."""
+    """A copy whose model is the exported one in `folder`, with the tokenizer in it."""
     model = {"name": str(Path(folder).expanduser()), "pretrained": True, "architecture": None}
     cfg = OmegaConf.merge(cfg, {"model": {"architecture": None}})  # else the keys of two would be merged
-    return OmegaConf.merge(cfg, {"model": model})
+    return OmegaConf.merge(cfg, {"model": model, "tokenizer": None})
 
 
 def summary_of(saved: Saved) -> dict:

@@ -12,7 +12,7 @@ from lowmem import checkpoint, model
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize
-from lowmem.instantiate import instantiate
+from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.settings import Settings
@@ -42,6 +42,13 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     return Data(tokens, train, val, spec, config)
 
 
+def steps(cfg: DictConfig) -> int:
+    """That `epochs` passes over the data take. How many sequences a micro-batch has does not matter to it where that is
+    not known yet: a window then has as many as accumulation=effective_batch says."""
+    batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size
+    return data(plain(OmegaConf.merge(cfg, {"batch_size": batch_size}))).train.windows_in(cfg.epochs)
+
+
 def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> CausalLM:
     """The heavy part."""
     spec = of.spec | ({"pretrained": False} if saved else {})  # the checkpoint brings the weights
@@ -54,7 +61,11 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
 def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
     """The corpus in a published model's own tokens, or in those of a BPE trained on the corpus."""
     published = spec["pretrained"] or spec["architecture"] is None
-    tokenizer = model.tokenizer(**spec) if published else None
+    tokenizer = None
+    if cfg.tokenizer is not None:
+        tokenizer = model.tokenizer(cfg.tokenizer, spec["trust_remote_code"], key="tokenizer")
+    elif published:
+        tokenizer = model.tokenizer(**spec)
     tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), min(BPE_VOCABULARY, config.vocab_size), tokenizer)
     check_vocabulary(config.vocab_size, len(tokens.tokenizer))
     if not published:  # the export must name the end token of the tokenizer it is saved with

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem import help, signals, spelling
 from lowmem.check import check_places, check_values
 from lowmem.errors import Refused
-from lowmem.overrides import CONF, composed, key, parted, quoted, unquoted, without
+from lowmem.overrides import CONF, composed, key, parted, quoted, said_anew, unquoted, without
 from lowmem.plan.helper import helper
 from lowmem.runs import claim, folders, sweep
 from lowmem.starting import undisturbed
@@ -104,7 +104,7 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     shows = [flag for flag in flags if flag.partition("=")[0] in ("-c", "--cfg", "-i", "--info")]
     if shows and {*flags} & {*SWEEP}:
         raise Refused(f"{shows[0]}: it shows one run, and -m makes several. Leave -m out.")
-    lines = without(set(map(key, typed)), _resumed_overrides(typed)) + typed
+    lines = without(said_anew(typed), _resumed_overrides(typed)) + typed
     sweep = bool({*flags} & {*SWEEP})
     if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
         spelling.check_lines(lines)

@@ -7,6 +7,7 @@ with initialize(config_path="conf", version_base=None):
 summary = fit(cfg, Path("outputs/notebook"))
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,13 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from lowmem import batch_size, model
+from lowmem import batch_size, build, model
 from lowmem.asked import Asked, asked, summary_of, with_model
 from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
-from lowmem.overrides import in_shell
+from lowmem.overrides import in_shell, replaced
 from lowmem.plan import at_start
 from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
@@ -30,6 +31,8 @@ from lowmem.runs import folders
 from lowmem.settings import Settings
 from lowmem.terminal import folded
 from lowmem.training import DidNotFit, Training, trained
+
+log = logging.getLogger(__name__)
 
 
 class OutOfMemory(Refused):
@@ -53,12 +56,12 @@ def fit(
     """
     choices = choices or {}
     check(cfg, choices)
-    cfg = _placed(cfg, output_dir)
+    quiet()
+    cfg, typed = _counted(_placed(cfg, output_dir), overrides)
     wanted = asked(cfg, output_dir)  # before anything is planned for it
     if wanted.work == "nothing":
         return summary_of(wanted.saved)
-    quiet()
-    cfg, prediction = _planned(cfg, overrides, wanted)
+    cfg, prediction = _planned(cfg, typed, wanted)
     try:
         with _named(output_dir), trained(cfg, output_dir, wanted) as training:
             summary = _summary(training, cfg) | {"overrides": list(overrides)}
@@ -77,7 +80,7 @@ def fit(
             _tell_files(output_dir)
             return summary
     except DidNotFit as error:
-        planned = at_start.smaller_recipe(cfg, overrides, prediction)
+        planned = at_start.smaller_recipe(cfg, typed, prediction)
         raise OutOfMemory(out_of_memory(error.held, choices, cfg.batch_size, cfg.seq_len, planned)) from error
 
 
@@ -87,6 +90,15 @@ def _placed(cfg: DictConfig, output_dir: Path) -> DictConfig:
     cfg.output_dir = str(output_dir)
     cfg.device = Settings(cfg).device
     return cfg
+
+
+def _counted(cfg: DictConfig, typed: Sequence[str]) -> tuple[DictConfig, Sequence[str]]:
+    """epochs= as the steps that they take, which only the data tells; in the lines too, which recipes are made of."""
+    if cfg.epochs is None or cfg.evaluate is not None or cfg.export is not None:
+        return cfg, typed
+    cfg.max_steps = build.steps(cfg)
+    log.info(f"epochs={cfg.epochs}: {cfg.max_steps} optimizer steps.")
+    return cfg, replaced(typed, {"epochs": None, "max_steps": str(cfg.max_steps)})
 
 
 def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[DictConfig, Prediction | None]:

@@ -127,7 +127,7 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
         ) from None
 
 
-def _place(name: str) -> str:
+def _place(name: str, key: str = "model.name") -> str:
     """A hub id as it is, a folder without `~`.
 
     Raises:
@@ -140,12 +140,12 @@ def _place(name: str) -> str:
             return str(folder)
     except OSError as error:
         raise Refused(
-            f"model.name={name}: {(error.strerror or str(error)).lower()}. Give a folder that you can read."
+            f"{key}={name}: {(error.strerror or str(error)).lower()}. Give a folder that you can read."
         ) from None
     if folder.exists():
-        raise Refused(f"model.name={name}: this is a file. Give the folder that it is in: model.name={folder.parent}.")
+        raise Refused(f"{key}={name}: this is a file. Give the folder that it is in: {key}={folder.parent}.")
     if name.startswith(("/", "~", ".")) or name.count("/") > 1:
-        raise Refused(f"model.name={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
+        raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
     return name
 
 
@@ -288,12 +288,12 @@ def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
     return model
 
 
-def tokenizer(name: str, trust_remote_code: bool, **_: object) -> PreTrainedTokenizerBase:
-    """The pretrained model's own."""
+def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name", **_: object) -> PreTrainedTokenizerBase:
+    """The pretrained model's own, or another folder's or hub id's, which was typed behind `key`."""
     try:
-        return AutoTokenizer.from_pretrained(_place(name), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(_place(name, key), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise Refused(f"model.name={name}: its tokenizer cannot be read ({_first_line(error)})") from None
+        raise Refused(f"{key}={name}: this tokenizer cannot be read ({_first_line(error)})") from None
 
 
 def export(

@@ -18,8 +18,11 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
+PLACES += ("tokenizer",)
 WHOLE = (*FOLDERS, "may_change")  # a comma in these separates nothing, in a sweep either
 TEXTS = (*WHOLE, *PLACES, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
+# Two ways to say one thing: of a run that goes on, whichever is typed now stands in the place of both.
+EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
 # What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
@@ -39,6 +42,12 @@ def key(line: str) -> str:
 def as_mapping(lines: Iterable[str]) -> dict[str, str]:
     """key -> value; a line without a value is left out."""
     return {key(line): line.partition("=")[2] for line in lines if "=" in line}
+
+
+def said_anew(lines: Iterable[str]) -> set[str]:
+    """The keys that these lines say something of, also by the other of two names."""
+    said = set(map(key, lines))
+    return said.union(*(both for both in EITHER if said.intersection(both)))
 
 
 def as_lines(mapping: Mapping[str, str]) -> list[str]:

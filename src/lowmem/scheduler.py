@@ -1,6 +1,7 @@
 """Learning-rate schedules, per optimizer step: each multiplies `lr` by a factor of the steps already done.
 
 A step that the loss scaler skips does not count. Constructed with the optimizer as the only missing argument.
+`warmup` is a share of `total_steps`; where there is one, it stands in the place of `warmup_steps`.
 """
 
 import math
@@ -10,19 +11,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def constant(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
-    return _schedule(optimizer, warmup_steps, lambda step: 1.0)
+def constant(optimizer: Optimizer, warmup_steps: int, total_steps: int = 0, warmup: float | None = None) -> LambdaLR:
+    return _schedule(optimizer, _rising(warmup_steps, total_steps, warmup), lambda step: 1.0)
 
 
-def linear(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
-    return _schedule(optimizer, warmup_steps, lambda step: 1.0 - _progress(step, warmup_steps, total_steps))
+def linear(optimizer: Optimizer, warmup_steps: int, total_steps: int, warmup: float | None = None) -> LambdaLR:
+    rising = _rising(warmup_steps, total_steps, warmup)
+    return _schedule(optimizer, rising, lambda step: 1.0 - _progress(step, rising, total_steps))
 
 
-def cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+def cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, warmup: float | None = None) -> LambdaLR:
+    rising = _rising(warmup_steps, total_steps, warmup)
+
     def factor(step: int) -> float:
-        return 0.5 * (1.0 + math.cos(math.pi * _progress(step, warmup_steps, total_steps)))
+        return 0.5 * (1.0 + math.cos(math.pi * _progress(step, rising, total_steps)))
 
-    return _schedule(optimizer, warmup_steps, factor)
+    return _schedule(optimizer, rising, factor)
+
+
+def _rising(warmup_steps: int, total_steps: int, warmup: float | None) -> int:
+    """Steps of the warm-up."""
+    return warmup_steps if warmup is None else round(warmup * total_steps)
 
 
 def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> LambdaLR:

@@ -202,6 +202,8 @@ class Run(Section):
     batch_size: BatchSize
     seq_len: Count
     max_steps: Count
+    epochs: _words("a whole number of at least 1, or null", Count | None)
+    tokenizer: _words("a folder or a hub id, or null for the model's", Place | None)
     clip: Clip
     clip_value: Clip
     seed: Seed
@@ -257,6 +259,7 @@ ARGUMENTS: dict[str, Any] = {
     "embedding_bits": _words("8 or 32, the bits of the state of embeddings", Literal[8, 32]),
     "relative_step": _words("false: the step size is lr, on scheduler's way", Literal[False]),
     "warmup_steps": Whole,
+    "warmup": _words("a share of all steps from 0 to 1, such as 0.03, or null", Share | None),
     "total_steps": Count,
     "batch_size": BatchSize,
     "sizes": _words("micro-batches from an epoch or a step on, such as {0:1,3:4}", dict[Whole, Count]),

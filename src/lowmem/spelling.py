@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 
 from lowmem.errors import Refused
-from lowmem.overrides import CONF, FLAGS, FOLDERS, FUNCTION, VALUED, composed, is_group, key, unquoted
+from lowmem.overrides import CONF, EITHER, FLAGS, FOLDERS, FUNCTION, VALUED, composed, is_group, key, unquoted
 
 NEAR = 0.65  # of difflib: below it a suggestion is a guess
 ARCHITECTURE = "model.architecture."
@@ -23,8 +23,12 @@ def check_lines(lines: Sequence[str]) -> None:
     """What a line alone can tell.
 
     Raises:
-        Refused: a group that is taken out, a choice that is not there, or a folder without a name.
+        Refused: a group that is taken out, a choice that is not there, a nameless folder, or one thing said twice.
     """
+    said = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
+    for one, other in EITHER:
+        if {one, other} <= said:
+            raise Refused(f"{one} and {other}: each stands in the place of the other. Leave one out.")
     for line in lines:
         group, choices = key(line), _chosen(line)
         if group == "hydra":

@@ -1,11 +1,11 @@
 """The order of the sequences depends on the seed alone; windows say where to go on."""
 
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 import pytest
 
-from lowmem.accumulation import fixed
+from lowmem.accumulation import by_epoch, by_step, fixed
 from lowmem.data.loader import Position, Sequences, ValidationLoader, WindowLoader
 from lowmem.errors import Refused
 
@@ -69,6 +69,15 @@ def test_an_epoch_ends_in_a_short_window_that_knows_its_tokens(sequences):
 def test_a_window_size_may_change_between_windows(sequences):
     windows = list(islice(WindowLoader(sequences, 1, lambda epoch, window: window + 1, 7), 4))
     assert [len(w.micro_batches) for w in windows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [fixed(1), fixed(5), by_epoch({0: 1, 1: 3}), by_step({0: 2, 4: 7})])
+@pytest.mark.parametrize("epochs", [1, 2, 4])
+def test_it_knows_how_many_windows_epochs_have_without_reading_any(sequences, size, epochs, monkeypatch):
+    read = takewhile(lambda window: window.end[:2] <= (epochs, 0), WindowLoader(sequences, 3, size, 7))
+    expected = len(list(read))
+    monkeypatch.setattr(sequences, "micro_batch", None)
+    assert WindowLoader(sequences, 3, size, 7, Position(1, 2, 5)).windows_in(epochs) == expected
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 5])

@@ -127,8 +127,8 @@ class WindowLoader:
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
     def _window(self, order: np.ndarray, start: Position) -> Window:
-        per_step = self.batch_size * self.world_size
-        stop = min(len(order), start.sequence + per_step * self.window_size(start.epoch, start.window))
+        per_step, end = self.batch_size * self.world_size, self._after(start)
+        stop = end.sequence or len(order)
         micro_batches, tokens = [], 0
         for first in range(start.sequence, stop, per_step):
             together = order[first : min(first + per_step, stop)]  # of all devices
@@ -137,11 +137,22 @@ class WindowLoader:
             share = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
             if len(together[share]):
                 micro_batches.append(MicroBatch(batch.input_ids[share], batch.labels[share]))
-        if stop < len(order):
-            end = Position(start.epoch, stop, start.window + 1)
-        else:
-            end = Position(start.epoch + 1, 0, start.window + 1)
         return Window(micro_batches, tokens, end)
+
+    def _after(self, start: Position) -> Position:
+        """Where the window that begins at `start` ends."""
+        together = self.batch_size * self.world_size
+        stop = start.sequence + together * self.window_size(start.epoch, start.window)
+        if stop < len(self.sequences):
+            return Position(start.epoch, stop, start.window + 1)
+        return Position(start.epoch + 1, 0, start.window + 1)
+
+    def windows_in(self, epochs: int) -> int:
+        """Of so many epochs from the start on; nothing is read."""
+        position = START
+        while position.epoch < epochs:
+            position = self._after(position)
+        return position.window
 
 
 class ValidationLoader:

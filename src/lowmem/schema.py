@@ -223,6 +223,7 @@ class Run(Section):
     log_every: Count
     sample_tokens: Whole
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
+    merge: Switch
     cache_dir: Place
     output_dir: _words("nothing: the run folder is hydra.run.dir", None)
     debug: Switch

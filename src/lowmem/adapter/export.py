@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from lowmem import model
-from lowmem.adapter.nf4 import NF4Linear
 from lowmem.aside import aside
 
 log = logging.getLogger(__name__)
@@ -66,8 +65,7 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
     matrices that it leaves."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
 
-    kinds = (BaseTunerLayer, NF4Linear)
-    names = [name for name, part in network.named_modules() if isinstance(part, kinds)]
+    names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
     for name in names:
         if not name.endswith(".base_layer"):  # which goes with the layer around it
             network.set_submodule(name, _merged(network.get_submodule(name), dtype))
@@ -75,14 +73,20 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _merged(part: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
-    held = part if isinstance(part, NF4Linear) else part.get_base_layer()
-    layer = held.linear(torch.float32) if isinstance(held, NF4Linear) else held
+    held = part if _in_4_bits(part) else part.get_base_layer()
+    layer = held.linear(torch.float32) if _in_4_bits(held) else held
     layer.weight.data = layer.weight.data.float()
     if part is not held:
         part.base_layer = layer
         part.merge()
     layer.weight.data = layer.weight.data.to(dtype)
-    return held.as_found(layer) if isinstance(held, NF4Linear) else layer
+    return held.as_found(layer) if _in_4_bits(held) else layer
+
+
+def _in_4_bits(part: nn.Module) -> bool:
+    from lowmem.adapter.nf4 import NF4Linear  # so do its operators
+
+    return isinstance(part, NF4Linear)
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------
@@ -95,7 +99,7 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str)
     held = get_peft_model_state_dict(network, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}
     tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
-    quantised = any(isinstance(part, NF4Linear) for part in network.modules())
+    quantised = any(map(_in_4_bits, network.modules()))
     save_file(tensors, folder / WEIGHTS, {"format": "pt"} | ({"base": "nf4"} if quantised else {}))
     (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n")
 

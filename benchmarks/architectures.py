@@ -141,7 +141,7 @@ def made(cfg: DictConfig):
 def gradients(cfg: DictConfig) -> tuple[float, dict[str, Tensor]]:
     module, ids = made(cfg)
     torch.manual_seed(1)
-    value = module.loss(module.model, ids[:, :-1], ids[:, 1:])
+    value = module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
     value.backward()
     return value.item(), {name: p.grad for name, p in module.model.named_parameters() if p.grad is not None}
 
@@ -155,7 +155,7 @@ def starts(architecture: dict) -> str:
 def chunked(architecture: dict) -> str:
     module, ids = made(configured(architecture, "loss=chunked", "loss.rows=7"))
     module.model.eval()
-    module.loss.verify(module.model, ids[:, :-1])
+    module.loss.verify(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
     value, exact = gradients(configured(architecture))
     ours, found = gradients(configured(architecture, "loss=chunked", "loss.rows=7"))
     largest = max(g.abs().max().item() for g in exact.values())
@@ -184,7 +184,7 @@ def blocks_are_called(architecture: dict) -> bool:
     blocks, called = gradient_checkpointing.blocks(module.model), set()
     for block in blocks:
         block.register_forward_hook(lambda block, *_: called.add(block))
-    module.loss(module.model, ids[:, :-1], ids[:, 1:])
+    module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
     return bool(called)  # not all: some read images alone
 
 
@@ -227,7 +227,7 @@ def masters(architecture: dict) -> str:
     torch.manual_seed(1)
     narrow.model.train()
     for _ in range(2):
-        (narrow.loss(narrow.model, ids[:, :-1], ids[:, 1:]) / (BATCH * TOKENS)).backward()
+        (narrow.loss(narrow.model, MicroBatch(ids[:, :-1], ids[:, 1:])) / (BATCH * TOKENS)).backward()
         for w, p in pairs:
             w.grad, p.grad = None if p.grad is None else p.grad.float(), None
         stepping.step()

@@ -166,10 +166,10 @@ def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials,
     return made, Watch(made, model, before)
 
 
-def loss_of(network: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
     """Mean cross entropy."""
-    logits = network(input_ids=input_ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    logits = network(**batch.inputs, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
 
 
 class Watch:
@@ -236,9 +236,9 @@ def plain(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     for window in of.windows:
         watch.begin()
         for micro_batch in window:
-            ids, labels = (part.to(of.device) for part in micro_batch)
+            micro_batch = micro_batch.each(lambda part: part.to(of.device))
             with torch.autocast(of.device, torch.bfloat16, cache_enabled=False) if of.bf16 else nullcontext():
-                loss = loss_of(of.network, ids, labels) / len(window)
+                loss = loss_of(of.network, micro_batch) / len(window)
             loss.backward()
             watch.add(loss)
         torch.nn.utils.clip_grad_norm_(of.network.parameters(), 1.0)
@@ -261,7 +261,7 @@ def lightning(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
             self.network = of.network
 
         def training_step(self, micro_batch, _: int) -> torch.Tensor:
-            loss = loss_of(self.network, *micro_batch)
+            loss = loss_of(self.network, micro_batch)
             watch.add(loss / of.micro_batches)
             return loss
 
@@ -329,7 +329,7 @@ def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     rows = [
         {"input_ids": ids, "labels": labels, "shift_labels": labels}
         for micro_batch in Batches(of.windows)
-        for ids, labels in zip(*micro_batch, strict=True)
+        for ids, labels in zip(micro_batch.input_ids, micro_batch.labels, strict=True)
     ]
     arguments = TrainingArguments(
         output_dir=os.environ["ROW_FOLDER"],

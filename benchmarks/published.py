@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks import published_models  # noqa: F401 - transformers learns their classes
 from benchmarks.runner import write
+from lowmem.data.loader import MicroBatch
 from lowmem.overrides import composed
 from lowmem.plan.job import resolved
 from lowmem.plan.prediction import predict
@@ -37,32 +38,32 @@ class PureBFloat16(BasePrecision):
 # --- their losses -------------------------------------------------------------------------------------------------
 
 
-def narrow(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+def narrow(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Cross entropy of the 16-bit logits as they are."""
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").float()
+    logits = model(**batch.inputs, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
 
 
-def narrow_held(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+def narrow_held(model: nn.Module, batch: MicroBatch) -> Tensor:
     """The same in a loop whose variable holds the logits until the next micro-batch's have taken their place."""
-    logits = model(input_ids=input_ids, use_cache=False).logits
+    logits = model(**batch.inputs, use_cache=False).logits
     model.held = logits.detach()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").float()
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
 
 
-def sliced(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+def sliced(model: nn.Module, batch: MicroBatch) -> Tensor:
     """The last position is cut off the 16-bit logits before they are widened."""
-    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    logits = model(**batch.inputs, use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum")
 
 
-def transposed_held(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Widened, cut by a copy, and handed over as (B, V, T); the loop's variable holds that copy through backward."""
-    logits = model(input_ids=input_ids, use_cache=False).logits.float()
+    logits = model(**batch.inputs, use_cache=False).logits.float()
     logits = logits[:, :-1].contiguous()
     model.held = logits.detach()
     # CUDA's log_softmax copies what is not contiguous (host_softmax in aten/src/ATen/native/cuda/SoftMax.cu)
-    return F.cross_entropy(logits.transpose(1, 2).contiguous(), labels[:, 1:], reduction="sum")
+    return F.cross_entropy(logits.transpose(1, 2).contiguous(), batch.labels[:, 1:], reduction="sum")
 
 
 # --- the figures --------------------------------------------------------------------------------------------------

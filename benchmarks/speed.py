@@ -50,6 +50,7 @@ def loss_alone() -> dict[str, float]:
     from torch import nn
 
     from lowmem import loss as losses
+    from lowmem.data.loader import MicroBatch
     from lowmem.memory.ledger import Ledger
     from lowmem.memory.tracker import StorageTracker
 
@@ -71,21 +72,22 @@ def loss_alone() -> dict[str, float]:
             return SimpleNamespace(logits=self.head(self.base_model().last_hidden_state))
 
     model, labels = Head(), torch.randint(0, 50257, (8, 128))
+    batch = MicroBatch(labels, labels)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     outside = [t for p in model.parameters() for t in (p, p.grad)] + [labels]
     ledger = Ledger()
     ledger.own("weights", lambda: outside, "host")
-    kinds = {"full": losses.full, "chunked": lambda *a: losses.chunked(*a, rows=128)}
+    kinds = {"full": losses.full, "chunked": losses.Chunked(128)}
     seconds, peak = {kind: [] for kind in kinds}, {}
     for _ in range(9):
         for kind, loss in kinds.items():
             start = time.perf_counter()
-            loss(model, labels, labels).backward()
+            loss(model, batch).backward()
             seconds[kind].append(time.perf_counter() - start)
     for kind, loss in kinds.items():
         with StorageTracker(ledger.storages()) as tracker:
-            loss(model, labels, labels).backward()
+            loss(model, batch).backward()
         peak[kind] = max(point.total for point in tracker.timeline())
     gradient = model.head.weight.nbytes  # which both hand to autograd
     times = median(b / a for a, b in zip(seconds["full"][1:], seconds["chunked"][1:], strict=True))

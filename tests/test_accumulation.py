@@ -2,27 +2,34 @@
 
 import ast
 import inspect
+import math
+from itertools import pairwise
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from omegaconf import OmegaConf
 from torch import nn
 
 import oracle
 import parity
 from lowmem import loss as losses
 from lowmem.accumulation import by_epoch, by_step, effective_batch, fixed
-from lowmem.data.loader import MicroBatch, WindowLoader
+from lowmem.build import causal_lm
+from lowmem.data.loader import MicroBatch, ValidationLoader, WindowLoader
 from lowmem.errors import Refused
+from lowmem.instantiate import instantiate
+from lowmem.model import architecture
 from lowmem.module import CausalLM
 from tolerances import FP64, SGD_FP32
 
 STEPS = 5  # windows of 8 and 1 sequences by turns
 
 
-def fp64_loss(model: nn.Module, input_ids, labels):
+def fp64_loss(model: nn.Module, batch):
     """`full` computes in fp32; in fp64 rounding cannot hide an error."""
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    logits = model(**batch.inputs, use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
 
 @pytest.fixture
@@ -234,3 +241,49 @@ def imported(module):
 def test_the_oracle_is_not_lowmem():
     assert "torch" in imported(oracle) and "lowmem" not in imported(oracle)
     assert "lowmem" in imported(parity)  # is seen where it is
+
+
+class Silent(parity.Ragged):
+    """One sequence at most has something to learn."""
+
+    def __init__(self, telling=0):
+        super().__init__()
+        self.telling = telling
+
+    def micro_batch(self, indices):
+        batch = super().micro_batch(indices)
+        batch.labels[torch.as_tensor(indices) != self.telling] = losses.IGNORED
+        return batch
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-master"])
+def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, precision):
+    """No division by zero, and none of the weight decay or momentum that a step of zero gradients would be."""
+    cfg = config(*parity.overrides(f"precision={precision}"), "batch_size=1", "max_steps=2", base=())
+    spec = OmegaConf.to_container(cfg.model)
+    module = causal_lm(cfg, spec, architecture(**spec))
+    read = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, window, _):
+            weights = [p.detach().to(torch.float32, copy=True) for p in module.model.parameters()]
+            read.append((outputs["stepped"], float(outputs["loss"]), window.tokens, weights))
+
+    callbacks = [*instantiate(cfg.callbacks).values(), Watch()]
+    training = parity.trainer(cfg, list(instantiate(cfg.trainer.plugins).values()), callbacks)
+    training.fit(module, WindowLoader(Silent(), 1, fixed(1), seed=0))
+    assert [stepped for stepped, *_ in read] == [tokens > 0 for _, _, tokens, _ in read]
+    assert module.skipped_steps == len(read) - 2 and module.position.window == len(read)
+    for (_, _, _, before), (stepped, loss, _, after) in pairwise(read):
+        same = all(map(torch.equal, before, after))
+        assert same != stepped and math.isfinite(loss)
+
+
+def test_an_evaluation_of_nothing_has_no_loss(config):
+    cfg = config(*parity.overrides(), base=())
+    spec = OmegaConf.to_container(cfg.model)
+    module = causal_lm(cfg, spec, architecture(**spec))
+    for telling in (0, None):
+        training = parity.trainer(cfg, list(instantiate(cfg.trainer.plugins).values()), [])
+        training.validate(module, ValidationLoader(Silent(telling), 2, 4), verbose=False)
+        assert (module.val_loss is None) == (telling is None)

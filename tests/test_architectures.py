@@ -8,6 +8,7 @@ from benchmarks import architectures
 from benchmarks.architectures import CELLS, configured, family, made, shrunk, table
 
 from lowmem import gradient_checkpointing
+from lowmem.data.loader import MicroBatch
 from lowmem.errors import Refused
 from lowmem.fit import fit
 
@@ -50,7 +51,7 @@ def test_the_factors_and_caps_of_the_walk_are_not_neutral():
 def test_a_block_that_adds_to_a_cache_is_refused():
     module, ids = made(configured(shrunk("xlm"), "gradient_checkpointing=every_layer"))
     with pytest.raises(Refused, match="cache"):
-        module.loss(module.model, ids[:, :-1], ids[:, 1:])
+        module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
 
 
 def test_the_blocks_are_those_of_the_text_decoder():

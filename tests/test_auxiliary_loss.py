@@ -64,7 +64,7 @@ def expected(model, window, factor=FACTOR):
     total = 0.0
     for batch in window.micro_batches:
         output = model(input_ids=batch.input_ids, use_cache=False)
-        total += losses.full(model, batch.input_ids, batch.labels) + factor * output.aux_loss * batch.tokens
+        total += losses.full(model, batch) + factor * output.aux_loss * batch.tokens
     model.zero_grad()
     (total / window.tokens).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -90,7 +90,7 @@ def test_of_one_micro_batch_it_is_what_the_model_returns_for_labels(config):
     batch = MicroBatch(row[:, :-1], row[:, 1:])
     model = mixture()
     output = model(input_ids=batch.input_ids, labels=torch.full_like(batch.input_ids, 7), use_cache=False)
-    plain = losses.full(model, *batch) / batch.tokens
+    plain = losses.full(model, batch) / batch.tokens
     assert (output.loss - plain).item() == pytest.approx(FACTOR * output.aux_loss.item(), rel=1e-4)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lowmem import gradient_checkpointing as checkpointing
 from lowmem import loss as losses
+from lowmem.data.loader import MicroBatch
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import Ledger
@@ -44,12 +45,12 @@ def shaped(model_type, layers=5, dropout=0.0):
 
 @pytest.fixture
 def batch():
-    return torch.randint(0, VOCABULARY, (2, 32)), torch.randint(0, VOCABULARY, (2, 32))
+    return MicroBatch(torch.randint(0, VOCABULARY, (2, 32)), torch.randint(0, VOCABULARY, (2, 32)))
 
 
 def gradients(model, batch):
     torch.manual_seed(1)
-    loss = losses.full(model, *batch)
+    loss = losses.full(model, batch)
     loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None] + [torch.rand(1)]  # and the next random number
 
@@ -169,7 +170,7 @@ def block_peak(apply, layers):
     model = network(n_layer=layers, n_embd=64, n_positions=128, vocab_size=50, **ends)
     apply(model)
     ids = torch.randint(0, 50, (4, 128))
-    return peak(model, lambda: losses.full(model, ids, ids)) / BOUNDARY
+    return peak(model, lambda: losses.full(model, MicroBatch(ids, ids))) / BOUNDARY
 
 
 def test_memory_of_transformer_blocks_by_the_formulas_of_the_readme():
@@ -225,15 +226,15 @@ def test_frozen_inputs_work_and_evaluation_keeps_nothing_and_repeats_nothing(app
     model = shaped("gpt2")
     apply(model)
     model.get_input_embeddings().weight.requires_grad_(False)
-    losses.full(model, *batch).backward()
+    losses.full(model, batch).backward()
     assert model.transformer.h[0].mlp.c_fc.weight.grad is not None
     calls = []
     model.transformer.h[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     model.eval()
-    losses.full(model, *batch).backward()  # with gradients: dropout and checkpointing are off all the same
+    losses.full(model, batch).backward()  # with gradients: dropout and checkpointing are off all the same
     assert len(calls) == 1
     with torch.no_grad():
-        losses.full(model.train(), *batch)
+        losses.full(model.train(), batch)
     assert len(calls) == 2
 
 
@@ -248,7 +249,7 @@ def test_a_block_that_raises_leaves_autograd_as_it_was(batch, k):
 
     handle = model.transformer.h[1].mlp.register_forward_pre_hook(fails)
     with pytest.raises(torch.OutOfMemoryError):
-        losses.full(model, *batch)
+        losses.full(model, batch)
     handle.remove()
     x = torch.ones(2, requires_grad=True)
     y = (x * x).sum()
@@ -313,7 +314,7 @@ def test_offloaded_boundaries_do_not_outlive_their_graph(batch):
         model = shaped("gpt2")
         checkpointing.offload(model)
         for _ in range(3):
-            losses.full(model, *batch)  # forward passes that never see backward
+            losses.full(model, batch)  # forward passes that never see backward
     finally:
         boundary.OnHost.__init__ = made
     gc.collect()

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from lowmem import gradient_checkpointing as checkpointing
 from lowmem import kept_results
 from lowmem import loss as losses
+from lowmem.data.loader import MicroBatch
 from test_gradient_checkpointing import peak
 from test_loss import network
 
@@ -144,7 +145,7 @@ def test_a_real_architecture_that_changes_its_products(monkeypatch):
     def bits(apply):
         model = gemma3n()
         apply(model)
-        losses.full(model, ids, ids).backward()
+        losses.full(model, MicroBatch(ids, ids)).backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     kept = bits(checkpointing.none)

@@ -6,8 +6,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from lowmem import loss as losses
+from lowmem.data.loader import MicroBatch
 from lowmem.errors import Refused
 from lowmem.head import Head
+from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
 from tolerances import BF16, FP16, FP32_REORDERED
 
@@ -41,12 +43,12 @@ def batch():
     ids = torch.randint(0, VOCABULARY, (3, 20))
     labels = torch.randint(0, VOCABULARY, (3, 20))
     labels[0, :5] = labels[2, 17:] = losses.IGNORED
-    return ids, labels
+    return MicroBatch(ids, labels)
 
 
 def value_and_gradients(model, loss, batch, scale=1.0):
     model.zero_grad()
-    value = loss(model, *batch)
+    value = loss(model, batch)
     (value * scale).backward()
     return value.item(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
@@ -60,8 +62,8 @@ def worst_of_shared(ours, theirs):
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True) if a is not None)
 
 
-def chunked(model, input_ids, labels):
-    return losses.Chunked(ROWS)(model, input_ids, labels)
+def chunked(model, batch):
+    return losses.Chunked(ROWS)(model, batch)
 
 
 # What stands around the product with the head: nothing, a factor or a cap (each under a name of its own), layers.
@@ -76,8 +78,8 @@ AROUND = {
 }
 
 
-def oracle(model, input_ids, labels):  # written out, so that `full` is checked too
-    logits = model(input_ids=input_ids, use_cache=False).logits.double()
+def oracle(model, batch):  # written out, so that `full` is checked too
+    logits, labels = model(**batch.inputs, use_cache=False).logits.double(), batch.labels
     kept = labels != losses.IGNORED
     return -torch.log_softmax(logits[kept], -1)[torch.arange(int(kept.sum())), labels[kept]].sum()
 
@@ -98,10 +100,10 @@ def test_a_loss_that_leaves_out_what_stands_around_the_head_is_caught(model_type
     model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch)
 
-    def bare(model, input_ids):
+    def bare(model, inputs):
         return Head(
             model.get_output_embeddings(),
-            model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state,
+            model.base_model(**inputs, use_cache=False).last_hidden_state,
             None,
         )
 
@@ -124,13 +126,14 @@ def test_a_wrong_loss_is_caught(wrong, batch):
     model = network()
     value, gradients = value_and_gradients(model, losses.full, batch)
 
-    def broken(model, input_ids, labels):
+    def broken(model, batch):
+        labels = batch.labels
         if wrong == "chunk dropped":
             labels = labels.clone()
             labels[1, 6:13] = losses.IGNORED
         if wrong == "ignored counted":
             labels = labels.clamp(min=0)
-        return chunked(model, input_ids, labels) / (9 if wrong == "mean of chunks" else 1)
+        return chunked(model, batch._replace(labels=labels)) / (9 if wrong == "mean of chunks" else 1)
 
     ours, our_gradients = value_and_gradients(model, broken, batch)
     assert abs(ours / value - 1) > 100 * FP32_REORDERED
@@ -140,19 +143,19 @@ def test_a_wrong_loss_is_caught(wrong, batch):
 def test_evaluation_needs_no_gradient(batch):
     model = network().eval()
     with torch.no_grad():
-        assert chunked(model, *batch).item() == pytest.approx(losses.full(model, *batch).item(), rel=FP32_REORDERED)
+        assert chunked(model, batch).item() == pytest.approx(losses.full(model, batch).item(), rel=FP32_REORDERED)
 
 
 def test_a_frozen_head_gets_no_gradient(batch):
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.requires_grad_(False)
-    chunked(model, *batch).backward()
+    chunked(model, batch).backward()
     assert model.lm_head.weight.grad is None and model.model.embed_tokens.weight.grad is not None
 
 
 def largest_tensor(loss, batch):
     with StorageTracker({}) as tracker:
-        loss(network(), *batch).backward()
+        loss(network(), batch).backward()
     return max(size for _, _, size in tracker.events)
 
 
@@ -163,11 +166,57 @@ def test_chunked_never_holds_all_logits(batch):
     assert largest_tensor(chunked, batch) == VOCABULARY * WIDTH * 4 < logits
 
 
+def peak(batch, loss=chunked):
+    model = network()
+    ledger = Ledger()
+    ledger.own("weights", lambda: list(model.parameters()))
+    with StorageTracker(ledger.storages()) as tracker:
+        loss(model, batch).backward()
+    return max(point.total for point in tracker.timeline())
+
+
+def test_the_bytes_do_not_depend_on_how_many_labels_count(batch, monkeypatch):
+    """A prediction knows no numbers, and takes all to count."""
+    every = batch._replace(labels=batch.labels.clamp(min=0))
+    few = batch._replace(labels=batch.labels.where(torch.arange(20) % 2 == 0, losses.IGNORED))
+    assert peak(few) <= peak(every)
+
+    def at_once(model, batch):
+        """Wrong: those that count are copied before the first chunk."""
+        chosen, enter = batch.labels.flatten() != losses.IGNORED, losses.enter
+        copied = lambda *of: (head := enter(*of))._replace(hidden=head.hidden.flatten(0, 1)[chosen][None])  # noqa: E731
+        monkeypatch.setattr(losses, "enter", copied)
+        return chunked(model, batch._replace(labels=batch.labels.flatten()[chosen][None]))
+
+    nearly = batch._replace(labels=every.labels.index_fill(1, torch.tensor([3]), losses.IGNORED))
+    assert peak(nearly) <= peak(every) < peak(nearly, at_once)
+
+
+def test_of_no_label_at_all_the_loss_is_nothing(batch):
+    batch = batch._replace(labels=torch.full_like(batch.labels, losses.IGNORED))
+    for loss in (losses.full, chunked):
+        value, gradients = value_and_gradients(network(), loss, batch)
+        assert value == 0.0 and not any(g.any() for g in gradients)
+
+
+def test_a_model_is_called_with_what_the_micro_batch_says(batch):
+    """In each of its forward passes, those of the chunks included."""
+    model, seen = network("gemma2", **AROUND["gemma2"]), []
+    batch = batch._replace(position_ids=torch.arange(20).remainder(7).expand(3, -1))
+    model.forward = lambda _forward=model.forward, **inputs: seen.append(inputs) or _forward(**inputs)
+    for loss in (losses.full, chunked):
+        loss(model, batch)
+    losses.Chunked(ROWS).verify(model.eval(), batch)
+    assert len(seen) > 60 / ROWS
+    for inputs in seen:
+        assert inputs == {**batch.inputs, "use_cache": False}
+
+
 def test_a_head_that_is_no_matrix_is_refused(batch):
     headless = network()
     headless.set_output_embeddings(nn.Identity())
     with pytest.raises(Refused, match="loss=full"):
-        chunked(headless, *batch)
+        chunked(headless, batch)
 
 
 def test_a_head_that_is_applied_twice_is_refused(batch):
@@ -179,7 +228,7 @@ def test_a_head_that_is_applied_twice_is_refused(batch):
     twice = network()
     twice.__class__ = Twice
     with pytest.raises(Refused, match="once to every token"):
-        chunked(twice, *batch)
+        chunked(twice, batch)
 
 
 class AcrossTokens(GPT2LMHeadModel):
@@ -195,10 +244,10 @@ class AcrossTokens(GPT2LMHeadModel):
 def test_before_the_first_step_the_logits_are_compared_with_the_models_own(dtype, batch):
     model = network().to(dtype).eval()
     loss = losses.Chunked(ROWS)
-    loss.verify(model, batch[0])
+    loss.verify(model, batch)
     model.__class__ = AcrossTokens
     with pytest.raises(Refused, match="another function"):
-        loss.verify(model, batch[0])
+        loss.verify(model, batch)
 
 
 def test_a_run_verifies_its_loss_before_its_first_step(fit, monkeypatch):
@@ -245,15 +294,15 @@ def test_a_place_a_mask_or_a_head_of_its_own_kind_hides_nothing(batch):
     model = network().eval()
     model.__class__ = ByPlace
     with pytest.raises(Refused, match="another function"):
-        loss.verify(model, batch[0])
+        loss.verify(model, batch)
     model.__class__ = Masked
     model.factor = 3.0
-    loss.verify(model, batch[0])
+    loss.verify(model, batch)
     model = network("llama", tie_word_embeddings=False).eval()
     model.lm_head.register_forward_hook(lambda _, __, product: product * 3)
     with pytest.raises(Refused, match="another function"):
-        loss.verify(model, batch[0])
+        loss.verify(model, batch)
     model = network("llama", tie_word_embeddings=False).eval()
     model.lm_head.__class__ = Readout
     with pytest.raises(Refused, match="linear head"):
-        loss.verify(model, batch[0])
+        loss.verify(model, batch)

@@ -177,8 +177,8 @@ def test_an_unexpected_error_keeps_its_traceback(command, monkeypatch):
 def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
     from lowmem import loss
 
-    def too_much(model, input_ids, labels):
-        model(input_ids=input_ids).logits.sum()
+    def too_much(model, batch):
+        model(**batch.inputs).logits.sum()
         if model.training:
             torch.empty(2**60)  # more than any host has: the allocator's own error
         return torch.zeros(())

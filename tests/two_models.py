@@ -58,8 +58,7 @@ def _naive(cfg, dtype):
     scale, steps, skipped = cfg.trainer.plugins.precision.get("init_scale", 1.0), 0, 0
     for window in windows(cfg):
         for micro_batch in window.micro_batches:
-            ids, labels = (part.to(cfg.device) for part in micro_batch)
-            loss = wide.loss(narrow, ids, labels) / window.tokens
+            loss = wide.loss(narrow, micro_batch.each(lambda part: part.to(cfg.device))) / window.tokens
             (loss * scale).backward()
             for w, p in pairs:
                 gradient = p.grad.float().cpu()

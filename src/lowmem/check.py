@@ -20,6 +20,7 @@ from lowmem.refusals import refused
 
 # Under which name a model's config has the length of the longest sequence, if it has one.
 POSITIONS = ("max_position_embeddings", "n_positions")
+OF_A_RUN = ("resume", "evaluate", "export", "generate")  # what they name has been trained
 # Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
 OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 
@@ -50,8 +51,11 @@ def check_values(cfg: DictConfig) -> None:
         errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
     if errors:
         raise Refused("\n".join(errors))
-    if len(named := [key for key in ("resume", "evaluate", "export") if cfg[key] is not None]) > 1:
+    if len(named := [key for key in OF_A_RUN if cfg[key] is not None]) > 1:
         raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
+    if (cfg.generate is None) != (cfg.prompt is None):
+        typed, other = ("generate", "prompt='...'") if cfg.prompt is None else ("prompt", "generate=<a run or model>")
+        raise Refused(f"{typed}={cfg[typed]}: one goes on with the other. Type {other} beside it.")
     if "val_path" in cfg.data and cfg.data.val_path is not None and _same(cfg.data.path, cfg.data.val_path):
         raise Refused(
             f"data.val_path={cfg.data.val_path}: this is data.path too, and validation would be of what was trained "
@@ -67,7 +71,7 @@ def check_places(cfg: DictConfig) -> None:
     Raises:
         Refused: no such run, text or encoding.
     """
-    for key in ("resume", "evaluate", "export"):
+    for key in OF_A_RUN:
         if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
             raise no_such_run(key, cfg[key])
     for key in ("path", "val_path"):

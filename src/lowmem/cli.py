@@ -184,7 +184,14 @@ def run(cfg: DictConfig) -> float:
 
         return fit(cfg, output_dir, choices, typed)
 
-    summary = _guarded(job, cfg)
+    def prints(*_) -> None:
+        check_values(cfg)
+        check_places(cfg)
+        with undisturbed():
+            from lowmem.generate import generate
+        print(generate(cfg))
+
+    summary = _guarded(job if cfg.generate is None else prints, cfg)
     if summary is None:
         return float("nan")
     if summary["interrupted"]:

@@ -31,6 +31,7 @@ from lowmem.report import summary as report
 from lowmem.runs import folders
 from lowmem.settings import Settings
 from lowmem.terminal import folded
+from lowmem.trained import trained as trained_of
 from lowmem.training import DidNotFit, Training, trained
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "batch_size": cfg.batch_size,
         "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": sum(p.numel() for p in module.model.parameters()),
+        "trained_parameters": sum(p.numel() for _, p in trained_of(module.model)),
         "interrupted": training.stop.interrupted,
         "signal": training.stop.signal.name if training.stop.signal else None,
         "stopped_early": training.stopped_early,

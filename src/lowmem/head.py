@@ -33,11 +33,11 @@ class Head(NamedTuple):
     finish: Callable[[Tensor], Tensor] | None  # products (N, V) -> logits (N, V); None: they are the logits
 
 
-def enter(model: PreTrainedModel, input_ids: Tensor) -> Head:
+def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
     """A forward pass in which the head sees the first token alone.
 
     Args:
-        input_ids: (B, T).
+        inputs: those of `MicroBatch`, each (B, T).
 
     Raises:
         Refused: a head that is not one matrix, applied once to every token.
@@ -62,11 +62,11 @@ def enter(model: PreTrainedModel, input_ids: Tensor) -> Head:
         body.register_forward_hook(lambda *called: outputs.append(called[-1])),
     ]
     try:
-        logits = model(input_ids=input_ids, use_cache=False).logits
+        logits = model(**inputs, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
-    if len(entered) != 1 or entered[0].shape[:-1] != input_ids.shape:
+    if len(entered) != 1 or entered[0].shape[:-1] != inputs["input_ids"].shape:
         raise _refused(model, "does not apply its head once to every token")
     if _untouched(logits, *products[0]):
         return Head(head, entered[0], None)
@@ -75,7 +75,7 @@ def enter(model: PreTrainedModel, input_ids: Tensor) -> Head:
 
     def finish(product: Tensor) -> Tensor:
         with _answering(body, outputs[0]), _answering(head, product[None]):
-            return model.forward(input_ids=input_ids, use_cache=False).logits[0]
+            return model.forward(**inputs, use_cache=False).logits[0]
 
     return Head(head, entered[0], finish)
 
@@ -101,12 +101,14 @@ def _refused(model: nn.Module, why: str) -> Refused:
     return Refused(f"loss=chunked: {type(model).__name__} {why}. Type loss=full.")
 
 
-def agrees(model: PreTrainedModel, input_ids: Tensor) -> bool:
+def agrees(model: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
     """Whether what `enter` caught leads to the model's own logits, but for roundings, also in uneven chunks: whatever
-    depends on the place of a token, or on its neighbours, is no function of its row. Args: input_ids: (B, T).
+    depends on the place of a token, or on its neighbours, is no function of its row.
+
+    Args: inputs: those of `MicroBatch`, each (B, T).
     """
-    theirs = model(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
-    head = enter(model, input_ids)
+    theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
+    head = enter(model, inputs)
     hidden, linear = head.hidden.flatten(0, 1), head.linear
     products = F.linear(hidden, linear.weight, linear.bias)
     try:

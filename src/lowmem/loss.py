@@ -1,8 +1,8 @@
 """Cross entropy of the next token, summed over the tokens that count.
 
-A loss takes the model, `input_ids` (B, T) and `labels` (B, T), where `labels[b, t]` is the token that follows
-`input_ids[b, t]`, or -100 where it is not to be learnt. It returns the *sum* in fp32, so that whoever knows the tokens
-of the whole window can divide by them. A loss that computes the logits itself also has a `verify`.
+A loss takes the model and a micro-batch, of whose `labels` (B, T) [b, t] is the token that follows `input_ids[b, t]`,
+or -100 where it is not to be learnt. It returns the *sum* in fp32, so that whoever knows the tokens of the whole window
+can divide by them. A loss that computes the logits itself also has a `verify`.
 
 `full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: at a vocabulary of
 150 000 they are the peak of the run. `Chunked` holds those of a few rows and computes the gradient in the forward pass,
@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowmem.data.loader import IGNORED
+from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.errors import Refused
 from lowmem.head import agrees, enter
 
@@ -26,9 +26,9 @@ VERIFIED = 16  # tokens of a sequence
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
 
 
-def full(model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
-    logits = model(input_ids=input_ids, use_cache=False).logits  # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)  # (B x T, V)
+    return F.cross_entropy(logits.float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Chunked:
@@ -39,23 +39,20 @@ class Chunked:
             raise Refused(f"loss.rows={rows}: give a whole number of tokens, at least 1, such as loss.rows=1024.")
         self.rows = rows
 
-    def __call__(self, model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
-        head = enter(model, input_ids)
-        hidden, labels = head.hidden.flatten(0, 1), labels.flatten()  # (B x T, H)
-        if not every_label_counts(labels):  # positions that do not count never reach the head
-            counted = labels != IGNORED
-            hidden, labels = hidden[counted], labels[counted]
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        head = enter(model, batch.inputs)
+        hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         if torch.is_autocast_enabled(hidden.device.type):  # inside the function autocast no longer acts
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         return _ChunkedCrossEntropy.apply(hidden, head.linear.weight, head.linear.bias, labels, self.rows, head.finish)
 
-    def verify(self, model: PreTrainedModel, input_ids: Tensor) -> None:
-        """Args: input_ids: (B, T), a few real ones of two sequences.
+    def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
+        """Args: batch: a few real tokens of two sequences.
 
         Raises:
             Refused: a model whose logits are another function of what enters its head.
         """
-        if not agrees(model, input_ids):
+        if not agrees(model, batch.inputs):
             raise Refused(
                 f"loss=chunked: computed in chunks the logits of {type(model).__name__} are not the model's own, and "
                 "another function would be trained. Type loss=full."
@@ -70,15 +67,17 @@ class Verified(Callback):
         if not hasattr(module.loss, "verify"):
             return
         window = next(iter(trainer.train_dataloader))
-        few = window.micro_batches[0].input_ids[:2, :VERIFIED].to(module.device)
+        few = window.micro_batches[0].each(lambda part: part[:2, :VERIFIED].to(module.device))
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             module.loss.verify(module.model, few)
 
 
-def every_label_counts(labels: Tensor) -> bool:
-    """The only place where a loss asks what numbers say. A trace by shape has none and takes yes for the answer."""
-    return bool((labels != IGNORED).all())
+def counted(labels: Tensor) -> Tensor:
+    """Which of the labels (N,) are to be learnt. The only place where a loss asks what numbers say: a trace by shape
+    has none, and takes yes for the answer."""
+    learnt = labels != IGNORED
+    return torch.arange(len(labels), device=labels.device) if learnt.all() else learnt.nonzero().squeeze(1)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -89,14 +88,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         """hidden (N, H); weight (V, H); bias (V) or None; labels (N); finish: that of `Head`. The sum is fp32."""
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
         # In fp32, 4 bytes per element of the head: a sum over thousands of rows in 16 bits would lose the small ones.
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in range(0, len(labels), rows):
-            rows_hidden, rows_labels = hidden[part : part + rows], labels[part : part + rows]
+        # Positions that do not count never reach the head. They are left out chunk by chunk, so that the bytes do not
+        # depend on how many there are: a prediction knows no numbers.
+        for part in counted(labels).split(rows):
+            rows_hidden, rows_labels = hidden.index_select(0, part), labels[part]
             logits, back = _logits(rows_hidden, matrix, bias, finish)  # (rows, V), fp32
             logp = torch.log_softmax(logits, dim=-1)
             total += F.nll_loss(logp, rows_labels, reduction="sum")
@@ -106,13 +107,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_product[torch.arange(len(rows_labels), device=logits.device), rows_labels] -= 1.0
             d_product = back(d_product)
             d_rows = d_product.to(hidden.dtype)
-            if needs_hidden:
-                torch.mm(d_rows, matrix, out=d_hidden[part : part + rows])
             if needs_weight:
                 _add_product(d_weight, d_rows, rows_hidden)
+            if needs_hidden:
+                d_hidden.index_copy_(0, part, torch.mm(d_rows, matrix, out=rows_hidden))  # nobody reads it any more
             if needs_bias:
                 d_bias += d_product.sum(0)
-            del logits, logp, d_product, d_rows, back  # before the next chunk's, not after
+            del logits, logp, d_product, d_rows, rows_hidden, back  # before the next chunk's, not after
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total

@@ -17,6 +17,7 @@ from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
 from lowmem.optim.build import MakeOptimizer
+from lowmem.trained import is_whole, saved
 
 
 class CausalLM(LightningModule):
@@ -24,7 +25,7 @@ class CausalLM(LightningModule):
 
     Args:
         model: a Hugging Face causal language model.
-        loss: (model, input_ids (B, T), labels (B, T)) -> summed fp32 loss.
+        loss: (model, micro-batch) -> summed fp32 loss.
         optimizer: model -> optimizer.
         scheduler: optimizer -> schedule, stepped once per optimizer step.
         clip: largest global gradient norm; None: off.
@@ -35,7 +36,7 @@ class CausalLM(LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[nn.Module, Tensor, Tensor], Tensor],
+        loss: Callable[[nn.Module, MicroBatch], Tensor],
         optimizer: MakeOptimizer,
         scheduler: Callable[[Optimizer], LRScheduler],
         clip: float | None = None,
@@ -45,6 +46,7 @@ class CausalLM(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
+        self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value
@@ -76,11 +78,12 @@ class CausalLM(LightningModule):
 
     def training_step(self, window: Window, _: int) -> dict:
         loss_sum, auxiliary_sum = torch.zeros((), device=self.device), None
-        tokens = max(1, window.tokens)
+        if not (tokens := window.tokens):
+            return self._nothing_to_learn(loss_sum, window)
         for number, micro_batch in enumerate(window.micro_batches, start=1):
             self.last_micro_batch = number == len(window.micro_batches)
             with self.trainer.precision_plugin.forward_context():
-                loss = self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
+                loss = self.loss(self.model, micro_batch)
             loss_sum += loss.detach()
             if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
                 auxiliary = auxiliary * micro_batch.tokens
@@ -93,6 +96,12 @@ class CausalLM(LightningModule):
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
         mean = loss_sum / tokens
         return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
+
+    def _nothing_to_learn(self, nothing: Tensor, window: Window) -> dict:
+        """A window of which no token counts: a step would shrink weights, and move them by what momentum is left."""
+        self.skipped_steps += 1
+        self.position = window.end
+        return {"loss": nothing, "auxiliary_loss": None, "tokens": 0, "stepped": False}
 
     def _step(self, loss: Tensor, window: Window) -> bool:
         """One optimizer step, or none where scaled gradients overflowed or something is not finite."""
@@ -139,17 +148,20 @@ class CausalLM(LightningModule):
         self.val_loss: float | None = None
 
     def validation_step(self, micro_batch: MicroBatch, _: int) -> None:
-        self._val_loss_sum += self.loss(self.model, micro_batch.input_ids, micro_batch.labels)
+        self._val_loss_sum += self.loss(self.model, micro_batch)
         self._val_tokens += micro_batch.tokens
         self._val_micro_batches += 1
 
     def on_validation_epoch_end(self) -> None:
-        if self._val_micro_batches == sum(self.trainer.num_val_batches):  # of one that was cut nothing is known
-            self.val_loss = (self._val_loss_sum / max(1, self._val_tokens)).item()
+        whole = self._val_micro_batches == sum(self.trainer.num_val_batches)  # of one that was cut nothing is known
+        if whole and self._val_tokens:
+            self.val_loss = (self._val_loss_sum / self._val_tokens).item()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
+        held = saved(self)
+        checkpoint["state_dict"] = {name: one for name, one in checkpoint["state_dict"].items() if name in held}
         random_states = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random_states["cuda"] = torch.cuda.get_rng_state(self.device)

@@ -135,7 +135,7 @@ def _work(training: Training, data: build.Data, asked: Asked) -> None:
     trainer.strategy.connect(module)  # whose steps they are
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
     module.on_load_checkpoint(content)
-    module.load_state_dict(content["state_dict"])
+    module.load_state_dict(content["state_dict"], strict=module.strict_loading)
 
 
 def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output_dir: Path) -> str:

@@ -6,6 +6,7 @@ from torch import nn
 
 from lowmem import loss as losses
 from lowmem.build import optimizer
+from lowmem.data.loader import MicroBatch
 from lowmem.memory.ledger import optimizer_state, parts
 from lowmem.optim.build import parameter_groups
 from lowmem.techniques import techniques
@@ -63,7 +64,7 @@ def test_muons_first_step_of_all_matrices_of_the_default_model(config):
     groups = {group["role"]: group["params"] for group in parameter_groups(model)}
     before = [p.detach().clone() for p in groups["matrix"]]
     ids = (4096 * torch.rand(8, 129) ** 6).long()  # some tokens are frequent
-    losses.full(model, ids[:, :-1], ids[:, 1:]).backward()
+    losses.full(model, MicroBatch(ids[:, :-1], ids[:, 1:])).backward()
     optimizer(config("optim=muon", "lr=1e-3", "optim.weight_decay=0"))(model).step()
     changes = [(p.detach() - b).flatten() for p, b in zip(groups["matrix"], before, strict=True)]
     assert all(0.3e-3 < rms(change) < 0.97e-3 for change in changes)

@@ -52,9 +52,9 @@ def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
 def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, monkeypatch):
     from lowmem import loss
 
-    def too_much(model, input_ids, labels):
-        found = model(input_ids=input_ids, use_cache=False).logits.sum()
-        if input_ids.numel() > 1 and model.training and type(input_ids) is torch.Tensor:  # in no trace
+    def too_much(model, batch):
+        found = model(**batch.inputs, use_cache=False).logits.sum()
+        if batch.labels.numel() > 1 and model.training and type(batch.labels) is torch.Tensor:  # in no trace
             torch.empty(2**60)
         return found
 

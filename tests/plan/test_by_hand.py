@@ -154,11 +154,12 @@ def llama_backward_peak(s, groups=None):
 
 def llama_forward_peak(s):
     """In a chunk of the loss, behind the last norm, whose result is what the head reads."""
-    labels = 8 * s.N  # in one row: a copy, of int64
+    labels = 2 * 8 * s.N  # in one row: a copy, of int64; and the numbers of those that count
     gradients = 2 * s.N * s.H + 4 * s.V * s.H  # of the head's input; of the head, summed in fp32
     chunk = (4 + 4 + 2) * s.rows * s.V  # logits; their gradient, in the place of log_softmax's result; that in bf16
     product = 2 * s.V * s.H  # the chunk's part of the head's gradient
-    return llama_whole_pass(s) + llama_norm_keeps(s) + labels + gradients + chunk + product
+    entering = (2 * s.H + 8) * s.rows  # of the chunk: hidden states and labels
+    return llama_whole_pass(s) + llama_norm_keeps(s) + labels + gradients + chunk + entering + product
 
 
 MASTERS = ("precision=bf16-master", "gradient_checkpointing=every_layer", "loss=chunked", f"loss.rows={LLAMA.rows}")

@@ -62,10 +62,10 @@ class Norms(Callback):
 def test_the_forward_pass_computes_in_the_dtype_and_the_weights_stay_fp32(trained, monkeypatch, precision, dtype):
     seen = set()
 
-    def spying(network, input_ids, labels):
-        logits = network(input_ids=input_ids, use_cache=False).logits
+    def spying(network, batch):
+        logits = network(**batch.inputs, use_cache=False).logits
         seen.add(logits.dtype)
-        return losses.F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        return losses.F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), reduction="sum")
 
     monkeypatch.setattr(losses, "full", spying)
     module, _ = trained(f"precision={precision}")

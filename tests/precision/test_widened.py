@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import parity
 from conftest import ROOT
 from lowmem import loss as losses
+from lowmem.data.loader import MicroBatch
 from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import PHASES
 from lowmem.module import CausalLM
@@ -97,8 +98,8 @@ def gradient(model, batch, dtype):
     torch.manual_seed(1)
     model.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False):
-        loss = losses.full(model, *batch)
-    (loss / batch[1].numel() * 2.0**10).backward()
+        loss = losses.full(model, batch)
+    (loss / batch.labels.numel() * 2.0**10).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) / 2.0**10
 
 
@@ -107,7 +108,7 @@ def gradient(model, batch, dtype):
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_a_gradient_is_as_near_to_that_of_fp32_as_torchs_own(monkeypatch, model_type, dropout, dtype):
     model = shaped(model_type, layers=2, dropout=dropout).train()
-    batch = torch.randint(0, 500, (2, 32)), torch.randint(0, 500, (2, 32))
+    batch = MicroBatch(torch.randint(0, 500, (2, 32)), torch.randint(0, 500, (2, 32)))
     exact, native = gradient(model, batch, None), gradient(model, batch, dtype)
     monkeypatch.setattr(widening, "has_units", lambda dtype: False)
     with widened(dtype, "cpu"):

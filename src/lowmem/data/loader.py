@@ -8,7 +8,7 @@ A window carries the position that stands *after* it. Whoever completes the wind
 prefetched window that was never trained on cannot be skipped by a resume.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,17 @@ class MicroBatch(NamedTuple):
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
+    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: a row is one
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a model is called with, beside `use_cache=False`: a cache hides from it where documents begin."""
+        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        return {"input_ids": self.input_ids, **positions}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """The same of every tensor: a part of the rows, or all of them on another device."""
+        return MicroBatch(*(None if part is None else change(part) for part in self))
 
     @property
     def tokens(self) -> int:
@@ -136,7 +147,7 @@ class WindowLoader:
             tokens += batch.tokens
             share = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
             if len(together[share]):
-                micro_batches.append(MicroBatch(batch.input_ids[share], batch.labels[share]))
+                micro_batches.append(batch.each(lambda part, share=share: part[share]))
         return Window(micro_batches, tokens, end)
 
     def _after(self, start: Position) -> Position:

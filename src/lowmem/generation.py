@@ -1,0 +1,86 @@
+"""What a model writes behind a prompt: for the samples of a run, and for `generate=`.
+
+One prompt at a time, with a cache of keys and values: 2 x layers x their width x length x bytes, less than training
+keeps of one sequence of that length.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem.errors import Refused
+from lowmem.model import positions
+
+Prompt = str | list[dict]  # text, or the messages of a conversation
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -> Tensor:
+    """(1, T) int64, T >= 1. Messages go through the tokenizer's chat template; with `chat` a text does so too, as a
+    user's turn.
+
+    Raises:
+        Refused: a template that does not take the prompt.
+    """
+    if isinstance(prompt, str) and not chat:
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except (TemplateError, ValueError) as error:
+            raise Refused(
+                f"prompt={prompt}: the tokenizer's chat template does not take it ({error}). Give messages such as it "
+                "was made for, or a text."
+            ) from None
+    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # of nothing: how a document begins
+
+
+@torch.no_grad()
+def continuation(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    tokens: int,
+    temperature: float = 0.0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> str:
+    """The text that the model, in evaluation mode, writes behind `ids`; it ends at an end token.
+
+    Args:
+        ids: (1, T), on the host.
+        tokens: how many at most; never more than the model has positions.
+        temperature: 0: always the likeliest token.
+        stopped: asked before each token.
+    """
+    length = min(ids.shape[1] + tokens, positions(model.config) or ids.shape[1] + tokens)
+    how = GenerationConfig(
+        max_length=length,
+        do_sample=temperature > 0,
+        temperature=temperature or 1.0,
+        top_p=1.0,  # said, or those of the model's own generation_config.json are taken
+        top_k=50,
+        use_cache=True,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    if ids.shape[1] >= length:
+        return ""
+    given = ids.to(model.device)
+    stops = [lambda *_, **__: stopped()]
+    written = model.generate(
+        given, attention_mask=torch.ones_like(given), generation_config=how, stopping_criteria=stops
+    )
+    before, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
+    return whole.removeprefix(before)  # decoded together: a token alone may lose its space
+
+
+def printable(text: str) -> str:
+    """A young model writes any byte, also those that a terminal obeys."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())
+
+
+def shown(prompt: Prompt) -> str:
+    """Of messages what the last of them says."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))

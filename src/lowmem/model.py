@@ -82,9 +82,10 @@ def architecture_of(cfg: DictConfig) -> PretrainedConfig:
     spec = OmegaConf.to_container(cfg.model)
     says_all = "model_type" in (spec["architecture"] or {})
     config = architecture(**spec | {"pretrained": spec["pretrained"] and not says_all})
-    if not spec["added_tokens"] or (tokens := tokenizer_of(cfg)) is None:  # one that is trained here has room for them
+    wanted = vocabulary.wanted(cfg)
+    if not wanted or (tokens := tokenizer_of(cfg)) is None:  # one that is trained here has room for them
         return config
-    return vocabulary.grown(config, vocabulary.add(tokens, spec["added_tokens"], config.vocab_size).rows)
+    return vocabulary.grown(config, vocabulary.add(tokens, wanted, config.vocab_size).rows)
 
 
 def tokenizer_of(cfg: DictConfig) -> PreTrainedTokenizerBase | None:

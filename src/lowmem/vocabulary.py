@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem.data.chat_template import CHATML_TOKENS
 from lowmem.data.tokens import rows_of
 from lowmem.errors import Refused
 
@@ -30,7 +31,8 @@ class Added(NamedTuple):
 
 def wanted(cfg: DictConfig) -> list[str]:
     """What is typed, and what a template needs that is not the tokenizer's own."""
-    return list(dict.fromkeys(cfg.model.added_tokens))
+    chatml = CHATML_TOKENS if cfg.data.get("template") == "chatml" else ()
+    return list(dict.fromkeys([*cfg.model.added_tokens, *chatml]))
 
 
 def add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], vocab_size: int) -> Added:

@@ -6,16 +6,19 @@ from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem import checkpoint, model
 from lowmem.adapter.freeze import freeze
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
 from lowmem.data.tokens import Tokens, tokenize, vocabulary
+from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
+from lowmem.report import sample
 from lowmem.settings import Settings
 from lowmem.trained import digest_of_base
 
@@ -28,6 +31,7 @@ class Data(NamedTuple):
     tokens: Tokens
     train: WindowLoader
     val: ValidationLoader
+    prompts: list[Tensor]  # of the samples, (1, T) each
     spec: dict  # cfg.model
     config: PretrainedConfig
 
@@ -41,7 +45,17 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     start = saved.position if saved else START
     train = WindowLoader(Sequences(tokens.train.ids, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
     val = ValidationLoader(Sequences(tokens.val.ids, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, val, spec, config)
+    return Data(tokens, train, val, _prompts(cfg, tokens.tokenizer, val), spec, config)
+
+
+def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:
+    """(1, T) each: as they were given, or how the validation split begins."""
+    if not cfg.sample_tokens:
+        return []
+    if cfg.sample_prompts is None:
+        return [sample.beginning(next(iter(val)))]
+    given = OmegaConf.to_container(OmegaConf.create({"prompts": cfg.sample_prompts}))["prompts"]
+    return [prompt_ids(tokenizer, one, chat=False) for one in sample.prompts(given)]
 
 
 def steps(cfg: DictConfig) -> int:

@@ -228,7 +228,9 @@ class Run(Section):
     early_stop: EarlyStop
     log_every: Count
     sample_tokens: Whole
+    sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
+    merge: Switch
     cache_dir: Place
     output_dir: _words("nothing: the run folder is hydra.run.dir", None)
     debug: Switch

@@ -81,6 +81,7 @@ def check_places(cfg: DictConfig) -> None:
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
     if "encoding" in cfg.data:
         corpus.checked_encoding(cfg.data.encoding)
+    if "on_error" in cfg.data:
         corpus.checked_on_error(cfg.data.on_error)
 
 

@@ -120,6 +120,7 @@ class Model(Section):
     max_steps: Count
     architecture: _words("its keys, such as model.architecture.n_layer=6", dict[str, Any] | None)
     stable_embedding: Switch
+    added_tokens: _words("a list such as [<|im_start|>,<|im_end|>]", list[Text])
 
 
 class Optim(Node):
@@ -228,7 +229,9 @@ class Run(Section):
     early_stop: EarlyStop
     log_every: Count
     sample_tokens: Whole
+    sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
+    merge: Switch
     cache_dir: Place
     output_dir: _words("nothing: the run folder is hydra.run.dir", None)
     debug: Switch

@@ -28,13 +28,14 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
     for step, indices in enumerate(order(windows, sequences), start=1):
         model.zero_grad()
         mean_loss(model, *read(indices)).backward()
-        grads = {name: p.grad for name, p in model.named_parameters()}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        grads = {name: p.grad for name, p in trained.items()}
         if clip is not None:
             norm = torch.stack([g.norm() for g in grads.values()]).norm()
             grads = {name: g * min(1.0, clip / norm.item()) for name, g in grads.items()}
         now = lr * (1 - (step - 1) / len(windows))  # scheduler=linear without warm-up
         with torch.no_grad():
-            for name, p in model.named_parameters():
+            for name, p in trained.items():
                 decay = 0.0 if p.dim() < 2 else weight_decay
                 p.copy_(rule(p, grads[name], states[name], step, now, decay, role(name, p)).to(held_in))
     return {name: p.detach().clone() for name, p in model.named_parameters()}

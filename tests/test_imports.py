@@ -30,6 +30,7 @@ STOREYS = (
         "memory",
         "offload",
         "gradients",
+        "trained",
         "accumulation",
         "scheduler",
         "stop",

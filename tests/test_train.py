@@ -29,7 +29,7 @@ SUMMARY_KEYS = {
 
 
 def test_a_run_leaves_what_it_promises(command, tmp_path):
-    code, said = command("sample_tokens=5")
+    code, said = command("sample_tokens=5", "sample_prompts=['def ']")
     run = tmp_path / "run"
     assert code == 0, said
     summary = json.loads((run / "summary.json").read_text())
@@ -51,7 +51,7 @@ def test_a_run_leaves_what_it_promises(command, tmp_path):
     }
     assert (run / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000004.ckpt"]
-    for shown in ("bits per byte", "tokens/s", "activations", "def ", "memory.png", "summary.json"):
+    for shown in ("bits per byte", "tokens/s", "activations", "A sample:\ndef ", "samples.jsonl", "summary.json"):
         assert shown in said
     assert "Traceback" not in said
 

@@ -36,7 +36,7 @@ def _arrange(phase: str, reached: Path) -> None:
     from lowmem import checkpoint
     from lowmem.data import tokens
     from lowmem.module import CausalLM
-    from lowmem.report.sample import Sample
+    from lowmem.report.sample import Samples
 
     def wait(seconds: float) -> None:
         reached.touch()
@@ -63,17 +63,19 @@ def _arrange(phase: str, reached: Path) -> None:
     elif phase == "save":
         before(checkpoint.torch, "save", 1.0)
     elif phase == "sampling":
-        _ask_slowly(Sample, wait)
+        _ask_slowly(Samples, wait)
     elif phase == "export":
         before(tokens.PreTrainedTokenizerFast, "save_pretrained", LONG)  # the weights are in the draft already
 
 
-def _ask_slowly(sample: type, wait) -> None:
-    draw = sample.on_train_end
+def _ask_slowly(samples: type, wait) -> None:
+    """At the last evaluation, when all steps are done."""
+    draw = samples.on_validation_epoch_end
 
-    def slow(self, *arguments) -> None:
+    def slow(self, trainer, module) -> None:
         stopped = self.stopped
-        self.stopped = lambda: wait(0.2) or stopped()
-        draw(self, *arguments)
+        if trainer.global_step == trainer.max_steps:
+            self.stopped = lambda: wait(0.2) or stopped()
+        draw(self, trainer, module)
 
-    sample.on_train_end = slow
+    samples.on_validation_epoch_end = slow

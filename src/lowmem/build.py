@@ -6,16 +6,21 @@ from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem import checkpoint, model
+from lowmem.adapter.freeze import freeze
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
-from lowmem.data.tokens import Tokens, tokenize
+from lowmem.data.tokens import Tokens, tokenize, vocabulary
+from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
+from lowmem.report import sample
 from lowmem.settings import Settings
+from lowmem.trained import digest_of_base
 
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
@@ -26,6 +31,7 @@ class Data(NamedTuple):
     tokens: Tokens
     train: WindowLoader
     val: ValidationLoader
+    prompts: list[Tensor]  # of the samples, (1, T) each
     spec: dict  # cfg.model
     config: PretrainedConfig
 
@@ -37,9 +43,19 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     config = model.architecture(**spec)
     tokens = _tokens(cfg, spec, config)
     start = saved.position if saved else START
-    train = WindowLoader(Sequences(tokens.train, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
-    val = ValidationLoader(Sequences(tokens.val, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, val, spec, config)
+    train = WindowLoader(Sequences(tokens.train.ids, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
+    val = ValidationLoader(Sequences(tokens.val.ids, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
+    return Data(tokens, train, val, _prompts(cfg, tokens.tokenizer, val), spec, config)
+
+
+def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:
+    """(1, T) each: as they were given, or how the validation split begins."""
+    if not cfg.sample_tokens:
+        return []
+    if cfg.sample_prompts is None:
+        return [sample.beginning(next(iter(val)))]
+    given = OmegaConf.to_container(OmegaConf.create({"prompts": cfg.sample_prompts}))["prompts"]
+    return [prompt_ids(tokenizer, one, chat=False) for one in sample.prompts(given)]
 
 
 def steps(cfg: DictConfig) -> int:
@@ -51,8 +67,10 @@ def steps(cfg: DictConfig) -> int:
 
 def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> CausalLM:
     """The heavy part."""
-    spec = of.spec | ({"pretrained": False} if saved else {})  # the checkpoint brings the weights
-    made = causal_lm(cfg, spec, of.config, model.check_causal)
+    whole = saved is not None and saved.base is None  # the checkpoint brings all weights
+    made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal)
+    if (base := digest_of_base(made)) is not None:
+        made.identity["base"] = base
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made
@@ -67,7 +85,7 @@ def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
     elif published:
         tokenizer = model.tokenizer(**spec)
     tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), min(BPE_VOCABULARY, config.vocab_size), tokenizer)
-    check_vocabulary(config.vocab_size, len(tokens.tokenizer))
+    check_vocabulary(config.vocab_size, vocabulary(tokens.tokenizer))
     if not published:  # the export must name the end token of the tokenizer it is saved with
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
     return tokens
@@ -80,9 +98,16 @@ def causal_lm(
     where it holds numbers."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     check(network)
+    choose_trained(cfg, network)
     instantiate(cfg.gradient_checkpointing)(network)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
     return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips)
+
+
+def choose_trained(cfg: DictConfig, network: PreTrainedModel) -> None:
+    """All of its weights, some, or those of an adapter that is put into it."""
+    instantiate(cfg.adapter)(network)
+    freeze(network, cfg.freeze or [])
 
 
 def optimizer(cfg: DictConfig) -> MakeOptimizer:

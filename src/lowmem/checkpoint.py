@@ -28,6 +28,7 @@ from lowmem.gradients import finite
 from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
+from lowmem.trained import saved
 from lowmem.units import steps_or_seconds
 
 log = logging.getLogger(__name__)
@@ -258,24 +259,38 @@ class Saved:
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
             self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # of before there were any: None
+            self.base = ours.get("base")  # digest of what is not in it; None: nothing
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
         except Exception as error:  # torch names a dozen ways in which a file can be another file
             raise Refused(f"{self.asked}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
 
     def check(self, module: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         """That these weights are of this model, and its tokens those that it was trained on."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved(module).items()}
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
                 raise Refused(
                     f"{self.asked}: {name} is {self.shapes.get(name, 'missing')} there and "
-                    f"{shapes.get(name, 'missing')} in this model. Type the model= and model.architecture of that run."
+                    f"{shapes.get(name, 'missing')} in {self._trains(module)}. Type the model= and "
+                    f"model.architecture{', adapter= and freeze=' * self._partial(module)} of that run."
                 )
+        if self.base != module.identity.get("base"):
+            raise Refused(
+                f"{self.asked}: what that run did not train is not in its checkpoint, and the weights that this one "
+                "would put in its place are others. Type the model=, precision= and, of a random start, seed= of that "
+                "run."
+            )
         if self.tokenizer not in (None, fingerprint(tokenizer)):
             raise Refused(
                 f"{self.asked}: its tokens are not those that this data= and model= make. Type those of that run, or "
                 f"give its exported model, which has its tokenizer: {in_shell('evaluate', self.run / 'model')}."
             )
+
+    def _partial(self, module: CausalLM) -> bool:
+        return not (self.base is None and module.strict_loading)
+
+    def _trains(self, module: CausalLM) -> str:
+        return "what this run trains" if self._partial(module) else "this model"
 
     def check_training(self, module: CausalLM, train: WindowLoader) -> None:
         """That training goes on where it stopped."""

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from lowmem import batch_size, build, model
+from lowmem.adapter.export import export
 from lowmem.asked import Asked, asked, summary_of, with_model
 from lowmem.check import check
 from lowmem.errors import Refused
@@ -30,6 +31,7 @@ from lowmem.report import summary as report
 from lowmem.runs import folders
 from lowmem.settings import Settings
 from lowmem.terminal import folded
+from lowmem.trained import trained as trained_of
 from lowmem.training import DidNotFit, Training, trained
 
 log = logging.getLogger(__name__)
@@ -145,6 +147,7 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "batch_size": cfg.batch_size,
         "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": sum(p.numel() for p in module.model.parameters()),
+        "trained_parameters": sum(p.numel() for _, p in trained_of(module.model)),
         "interrupted": training.stop.interrupted,
         "signal": training.stop.signal.name if training.stop.signal else None,
         "stopped_early": training.stopped_early,
@@ -160,8 +163,8 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
         logger.log_metrics(report.plan_ratios(summary), step=summary["steps"])
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")
-    if training.sample.text:
-        print(folded(f"A sample:\n{training.sample.text}\n"))
+    if training.samples.text:
+        print(folded(f"A sample:\n{training.samples.text}\n"))
 
 
 def _tell_files(output_dir: Path) -> None:
@@ -191,8 +194,10 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path) -> None:
         Refused: what is missing and how to get it, where the folder cannot be written.
     """
     try:
+        base = cfg.model.name if cfg.model.pretrained else None
+        network, tokenizer = training.module.model, training.tokens.tokenizer
         with training.widest():
-            model.export(training.module.model, training.tokens.tokenizer, output_dir / "model", cfg.export_dtype)
+            export(network, tokenizer, output_dir / "model", cfg.export_dtype, cfg.merge, base)
     except OSError as error:
         raise Refused(
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "

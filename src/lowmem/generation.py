@@ -79,8 +79,3 @@ def continuation(
 def printable(text: str) -> str:
     """A young model writes any byte, also those that a terminal obeys."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())
-
-
-def shown(prompt: Prompt) -> str:
-    """Of messages what the last of them says."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))

@@ -17,6 +17,7 @@ from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
 from lowmem.optim.build import MakeOptimizer
+from lowmem.trained import is_whole, saved
 
 
 class CausalLM(LightningModule):
@@ -45,6 +46,7 @@ class CausalLM(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
+        self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value
@@ -158,6 +160,8 @@ class CausalLM(LightningModule):
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
+        held = saved(self)
+        checkpoint["state_dict"] = {name: one for name, one in checkpoint["state_dict"].items() if name in held}
         random_states = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random_states["cuda"] = torch.cuda.get_rng_state(self.device)

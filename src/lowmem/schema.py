@@ -192,6 +192,7 @@ class Run(Section):
     model: Model
     data: Node
     precision: Declared | None = None
+    adapter: Node
     optim: Optim
     scheduler: Node
     accumulation: Node
@@ -207,6 +208,7 @@ class Run(Section):
     clip: Clip
     clip_value: Clip
     seed: Seed
+    freeze: _words("a list of patterns of names, such as [transformer.wte.*], or null", list[Text] | None)
     on_nonfinite: _words("stop or skip", Literal["stop", "skip"])
     resume: _words("a run folder or a checkpoint, auto, or null", Place | None)
     evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
@@ -226,7 +228,9 @@ class Run(Section):
     early_stop: EarlyStop
     log_every: Count
     sample_tokens: Whole
+    sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
+    merge: Switch
     cache_dir: Place
     output_dir: _words("nothing: the run folder is hydra.run.dir", None)
     debug: Switch
@@ -272,6 +276,10 @@ ARGUMENTS: dict[str, Any] = {
     "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
     "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
     "val_path": _words("a file or a folder, or null", Place | None),
+    "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
+    "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
+    "skip_bad": Switch,
+    **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("a field's name, or null", Text | None)),
     "init_scale": Positive,
     "clip": Clip,
     "clip_value": Clip,

@@ -26,7 +26,7 @@ from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
 from lowmem.report.metrics import Metrics, peak_gib
-from lowmem.report.sample import Sample
+from lowmem.report.sample import Samples
 from lowmem.settings import Settings
 from lowmem.stop import Stop
 
@@ -49,7 +49,7 @@ class Training:
     loggers: list[Logger]
     meter: MemoryMeter
     metrics: Metrics
-    sample: Sample
+    samples: Samples
     stop: Stop
     rss_before_model: int = 0  # bytes
     resumed_from: Path | None = None
@@ -135,7 +135,7 @@ def _work(training: Training, data: build.Data, asked: Asked) -> None:
     trainer.strategy.connect(module)  # whose steps they are
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
     module.on_load_checkpoint(content)
-    module.load_state_dict(content["state_dict"])
+    module.load_state_dict(content["state_dict"], strict=module.strict_loading)
 
 
 def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output_dir: Path) -> str:
@@ -161,14 +161,14 @@ def _assembled(
     bits_per_byte, peak = data.tokens.bits_per_byte(data.val.predicted), lambda: peak_gib(meter.peak_bytes)
     metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, peak, bits_per_byte, kept)
     stop = Stop(keeps)
-    sample = Sample(data.tokens.tokenizer, cfg.sample_tokens, cfg.seed, lambda: stop.interrupted)
+    samples = _samples(cfg, output_dir / "samples.jsonl", data, kept, stop, meter)
     folder, keep = output_dir / "checkpoints", cfg.checkpoint.keep
     saves = checkpoint.Checkpoints(folder, cfg.save_every, keep, meter.saving, metrics.paused)
     plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
     callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified()]
     if cfg.early_stop.patience is not None:
         callbacks.append(EarlyStopping("val_loss", patience=cfg.early_stop.patience))
-    callbacks += [saves, sample] if keeps else [sample]
+    callbacks += [saves, samples] if keeps else [samples]
     loggers = _loggers(cfg, asked)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
@@ -190,7 +190,12 @@ def _assembled(
     theirs = {key: value for key, value in cfg.trainer.items() if key not in ("_target_", "plugins")}
     trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | theirs))
     start = asked.saved.path if asked.saved else None
-    return Training(module, data.tokens, trainer, loggers, meter, metrics, sample, stop, resumed_from=start)
+    return Training(module, data.tokens, trainer, loggers, meter, metrics, samples, stop, resumed_from=start)
+
+
+def _samples(cfg: DictConfig, file: Path, data: build.Data, kept: int, stop: Stop, meter: MemoryMeter) -> Samples:
+    what = (data.tokens.tokenizer, data.prompts, cfg.sample_tokens, cfg.seq_len, cfg.seed)
+    return Samples(*what, file, kept, lambda: stop.interrupted, meter.evaluating)
 
 
 def _loggers(cfg: DictConfig, asked: Asked) -> list[Logger]:

@@ -127,7 +127,7 @@ def test_an_evaluation_of_bitsandbytes_layer_changes_every_gradient_behind_it():
 def test_under_autocast_it_multiplies_in_16_bits_both_ways(dtype):
     layer, x = nn.Linear(64, 128), torch.randn(4, 64)
     ours = NF4Linear(layer)
-    plain = ours.plain(torch.float32)
+    plain = ours.linear(torch.float32)
     found = []
     for one in (ours, plain):
         inside = x.clone().requires_grad_()
@@ -152,7 +152,7 @@ def test_autograd_keeps_nothing_of_it():
 def test_a_conv1d_is_the_same_the_other_way_round():
     layer, x = Conv1D(96, 32), torch.randn(4, 32)
     ours = NF4Linear(layer)
-    plain = ours.plain(torch.float32)
+    plain = ours.as_found(ours.linear(torch.float32))
     assert isinstance(plain, Conv1D) and plain.weight.shape == layer.weight.shape
     assert torch.equal(ours(x), F.linear(x, plain.weight.t(), layer.bias))
     assert torch.allclose(plain(x), ours(x), atol=1e-5)

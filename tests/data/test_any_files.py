@@ -7,12 +7,13 @@ import os
 import shutil
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
-from lowmem.data import corpus, tokens
+from lowmem.data import corpus, reading, tokens
 from lowmem.errors import Refused
 
 ENCODINGS = ["utf-8"] * 6 + ["utf-16", "latin-1", "utf-7", "unicode_escape", "cp1252", "idna"]
@@ -24,6 +25,7 @@ SENTENCES = (
     "holds records",
     "no such encoding",
     "nothing is left to train on",
+    "documents are training documents too",
 )
 
 
@@ -92,12 +94,16 @@ def outcome(folder, files, typed):
         return known
     assert {path.name for path in cache.glob("*/*")} == set(KEPT) and len(list(cache.iterdir())) == 1
     for split in ("train", "val"):
-        said = made.tokenizer.decode(getattr(made, split))
+        said = made.tokenizer.decode(getattr(made, split).ids)
         assert said == "".join(f"{text}{tokens.END_OF_TEXT}" for text in read_again(read, split))
     return "tokens"
 
 
-KEPT = ("meta.json", "tokenizer.json", "train.bin", "val.bin", "val_documents.npy")
+KEPT = (
+    "meta.json",
+    "tokenizer.json",
+    *(f"{s}{of}.bin" for s in ("train", "val") for of in ("", "_ends", "_text_bytes")),
+)
 
 
 def read_again(of, split):
@@ -109,7 +115,7 @@ def read_again(of, split):
             if of.on_error == "skip":
                 continue
         if of.tail is not None:
-            at = len(plain) - len(corpus.cut(plain, of.tail)[1])
+            at = reading.cut_at(partial(list, [plain]), of.tail)
             plain = plain[:at] if split == "train" else plain[at:]
         if plain:
             yield plain
@@ -148,11 +154,11 @@ def test_any_files_end_in_tokens_or_in_a_sentence(cases, tmp_path):
 
 def test_a_traceback_a_draft_and_tokens_that_say_something_else_are_seen(tmp_path, monkeypatch):
     """Each fault, planted, ends the property in the error that it is."""
-    for name, fault in (
-        ("_likely", lambda raw: raw[10**9]),  # a bug in what makes a sentence
-        ("shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
-        ("cut", lambda text, tail: (text[:1], text[2:])),  # a character is lost
+    for of, name, fault in (
+        (reading, "_likely", lambda raw: raw[10**9]),  # a bug in what makes a sentence
+        (tokens, "shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
+        (corpus, "pieces", lambda blocks, _=None: ((block[1:], True) for block in blocks)),  # a character is lost
     ):
         with monkeypatch.context() as planted, pytest.raises((AssertionError, IndexError)):
-            planted.setattr(tokens, name, fault)
+            planted.setattr(of, name, fault)
             holds(100, tmp_path / name, again=False)

@@ -3,11 +3,12 @@
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lowmem.data import corpus, tokens
+from lowmem.data import corpus, reading, tokens
 from lowmem.errors import Refused
 
 
@@ -67,16 +68,22 @@ def test_a_single_file_is_validated_on_its_end(text_folder):
     ],
 )
 def test_the_cut_is_where_a_paragraph_a_line_or_a_word_begins(text, val):
-    assert corpus.cut(text, 0.2) == (text.removesuffix(val), val)
+    assert text[reading.cut_at(lambda: [text], 0.2) :] == val
 
 
 def test_a_cut_loses_nothing_and_leaves_text_on_both_sides():
     for length in range(2, 60):
         text = "".join("ab \n"[i * i % 4] for i in range(length))
         for tail in (0.001, 0.05, 0.5, 0.95, 0.999):
-            train, val = corpus.cut(text, tail)
-            assert train + val == text and train and val
+            at = reading.cut_at(partial(list, [text]), tail)
+            train, val = text[:at], text[at:]
+            assert train and val
             assert len(val) <= 2 * max(1, round(length * tail)) + 1
+            for size in (1, 2, 7):  # in blocks it is the same
+                blocks = [text[i : i + size] for i in range(0, length, size)]
+                assert reading.cut_at(partial(list, blocks), tail) == at
+                assert "".join(reading.between(blocks, 0, at)) == train
+                assert "".join(reading.between(blocks, at, None)) == val
 
 
 # --- what cannot be read, and what is not --------------------------------------------------------------------------

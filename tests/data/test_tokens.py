@@ -1,5 +1,6 @@
 """Tokens on disk: they are the text, they are made once, and nobody sees half of them."""
 
+import hashlib
 import random
 import resource
 import time
@@ -21,17 +22,58 @@ def texts(text_folder):
 def test_tokens_are_the_text_with_an_end_after_every_file(texts, tmp_path):
     made = tokens.tokenize(texts, tmp_path, 300)
     expected = "".join(f.read_text() + tokens.END_OF_TEXT for f in texts.train)
-    assert made.tokenizer.decode(made.train) == expected
-    assert (np.asarray(made.val) == made.tokenizer.eos_token_id).sum() == len(texts.val)
-    assert made.val_bytes(len(made.val)) == sum(f.stat().st_size for f in texts.val)
-    assert made.train.dtype == np.uint16
+    assert made.tokenizer.decode(made.train.ids) == expected
+    assert (np.asarray(made.val.ids) == made.tokenizer.eos_token_id).sum() == len(texts.val)
+    assert made.val_bytes(len(made.val.ids)) == sum(f.stat().st_size for f in texts.val)
+    assert made.train.ids.dtype == np.uint16
+
+
+WORDS_OF_ALL_KINDS = (
+    "def",
+    "return",
+    "Größe",
+    "数据",
+    "in",
+    "🙂",
+    "don't",
+    "class",
+    "  ",
+    "x",
+    "=",
+    "(",
+    "):",
+    "10",
+    "1",
+)
+# SHA-256 of the ids that format 3 had, whose files were encoded whole: losses at a fixed seed hang on them.
+FORMAT_3 = {
+    ".": (
+        "457f8c26f01468a35cd2601d2c7f49c9412813df7be22d3a3138c359c90df872",
+        "ca8f358c9a1f5fbc16f7214aa047d73d9809cd0782d28da9ce39003e3194e70f",
+    ),
+    "3.txt": (
+        "e1283d77df1f283398f81e47be24ff38d0d9671bf1f5715e1ee6611505edfe67",
+        "882b61b2e7129293e0884c326f08e1424529bbfd86bd75653e91d8886adc1df0",
+    ),
+}
+
+
+@pytest.mark.parametrize("given", FORMAT_3)
+def test_ids_on_disk_are_what_they_have_always_been(tmp_path, given):
+    draw = random.Random(0)
+    for i in range(6):
+        lines = (" ".join(draw.choices(WORDS_OF_ALL_KINDS, k=draw.randrange(9))) for _ in range(80))
+        (tmp_path / f"{i}.txt").write_bytes("\n".join(lines).encode())
+    made = tokens.tokenize(corpus.text(str(tmp_path / given), "*.txt", 0.3), tmp_path / "cache", 400)
+    digests = tuple(hashlib.sha256(split.ids.tobytes()).hexdigest() for split in (made.train, made.val))
+    assert digests == FORMAT_3[given] and made.train.learnt_bits is None
 
 
 def test_the_second_time_nothing_is_made(texts, tmp_path, monkeypatch):
     first = tokens.tokenize(texts, tmp_path, 300)
     monkeypatch.setattr(tokens, "_write", lambda *a: pytest.fail("made again"))
     second = tokens.tokenize(texts, tmp_path, 300)
-    assert np.array_equal(first.train, second.train) and isinstance(second.train, np.memmap)
+    assert np.array_equal(first.train.ids, second.train.ids) and isinstance(second.train.ids, np.memmap)
 
 
 def test_the_cache_is_keyed_by_content_and_vocabulary(text_folder, tmp_path):
@@ -71,13 +113,13 @@ def test_an_interrupted_start_leaves_no_half_cache(texts, tmp_path, monkeypatch)
     ],
 )
 def test_bytes_that_are_no_text_are_refused_with_the_files_name_unless_one_says_so(tmp_path, content, said, caplog):
-    for name, written in (("0.txt", b"words " * 40), ("1.txt", content), ("2.txt", b"words " * 40)):
+    for name, written in (("0.txt", b"words " * 40), ("1.txt", content), ("2.txt", b"words " * 30)):
         (tmp_path / name).write_bytes(written)
 
     def made(on_error):
         read = corpus.text(str(tmp_path), "**/[01].txt", 0.5, str(tmp_path / "2.txt"), on_error=on_error)
         made = tokens.tokenize(read, tmp_path / "cache", 300)
-        return made.tokenizer.decode(made.train)
+        return made.tokenizer.decode(made.train.ids)
 
     with pytest.raises(Refused, match=rf"data: {tmp_path}/1.txt is .*{said}"):
         made("refuse")
@@ -102,27 +144,27 @@ def test_another_encoding_is_the_same_text(tmp_path):
 
     ours = made("utf-8")
     for other in map(made, ("utf-16", "gb18030")):
-        assert np.array_equal(ours.train, other.train) and np.array_equal(ours.val, other.val)
-        assert np.array_equal(ours.val_documents, other.val_documents)  # bytes of the text, not of the file
-    assert ours.val_documents[-1, 1] == len(texts[1].encode())
+        assert np.array_equal(ours.train.ids, other.train.ids) and np.array_equal(ours.val.ids, other.val.ids)
+        assert np.array_equal(ours.val.text_bytes, other.val.text_bytes)  # bytes of the text, not of the file
+    assert ours.val.text_bytes[-1] == len(texts[1].encode())
 
 
 def test_of_a_single_file_the_end_is_validation(tmp_path):
     text = "\n\n".join(f"Paragraph {i} says Größe.\nAnd more of {i}." for i in range(40))
     (tmp_path / "one.txt").write_text(text)
     made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
-    train, val = (made.tokenizer.decode(ids).removesuffix(tokens.END_OF_TEXT) for ids in (made.train, made.val))
+    train, val = (made.tokenizer.decode(ids).removesuffix(tokens.END_OF_TEXT) for ids in (made.train.ids, made.val.ids))
     assert train + val == text and val.startswith("Paragraph ") and 0.1 <= len(val) / len(text) < 0.15
-    assert made.val_documents.tolist() == [[len(made.val), len(val.encode())]]
-    nats = made.bits_per_byte(len(made.val) - 1)(np.log(2))
-    first = len(made.tokenizer.decode(made.val[:1]).encode())
-    assert nats == pytest.approx((len(made.val) - 1) / (len(val.encode()) - first), rel=1e-12)
+    assert (made.val.ends.tolist(), made.val.text_bytes.tolist()) == ([len(made.val.ids)], [len(val.encode())])
+    nats = made.bits_per_byte(len(made.val.ids) - 1)(np.log(2))
+    first = len(made.tokenizer.decode(made.val.ids[:1]).encode())
+    assert nats == pytest.approx((len(made.val.ids) - 1) / (len(val.encode()) - first), rel=1e-12)
 
 
 def test_the_share_of_a_single_file_is_part_of_the_key(tmp_path):
-    (tmp_path / "one.txt").write_text("a line of text\n" * 100)
+    (tmp_path / "one.txt").write_text("".join(f"line {i} of text\n" for i in range(100)))
     sizes = [
-        len(tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", share), tmp_path / "cache", 300).val)
+        len(tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", share), tmp_path / "cache", 300).val.ids)
         for share in (0.1, 0.5, 0.1)
     ]
     assert sizes[0] == sizes[2] < sizes[1] and len(list((tmp_path / "cache").iterdir())) == 2
@@ -152,7 +194,7 @@ def test_a_word_is_seen_in_pieces_by_the_training_of_a_tokenizer_alone(tmp_path,
 
     def longest(folder):
         made = tokens.tokenize(read, tmp_path / folder, 400)
-        assert made.tokenizer.decode(made.val) == word + tokens.END_OF_TEXT
+        assert made.tokenizer.decode(made.val.ids) == word + tokens.END_OF_TEXT
         return max(map(len, made.tokenizer.get_vocab()))
 
     assert longest("in pieces") == tokens.LONGEST_WORD
@@ -175,7 +217,7 @@ def test_a_word_that_never_ends_does_not_stall_the_tokenizer(tmp_path, letters):
     before = time.process_time()
     made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.01), tmp_path / "cache", 4096)
     assert time.process_time() - before < letters / 1e5
-    assert len(made.train) > letters / 4
+    assert len(made.train.ids) > letters / 4
 
 
 @pytest.fixture
@@ -190,12 +232,12 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_documents": 1_000}  # bytes that are too few for each
+WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_ends": 600}  # bytes that are too few for each
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_full_disk_is_a_sentence_and_leaves_no_draft(texts, tmp_path, small_files, writer):
-    if writer == "val_documents":  # which are larger than their tokens where they have one token each
+    if writer == "val_ends":  # which are larger than their tokens where they have one token each
         tokenizer = tokens.tokenize(texts, tmp_path / "made before", 300).tokenizer
         _write_all(tmp_path / "train", ["some words"])
         _write_all(tmp_path / "val", ["x"] * 100)
@@ -211,7 +253,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_draft(texts, tmp_path, small_fi
     assert not list((tmp_path / "cache").iterdir())
     made = tokens.tokenize(read, tmp_path / "cache", 300, tokenizer)  # with room it goes on
     sizes = {path.stem: path.stat().st_size for path in (tmp_path / "cache").glob("*/*")}
-    assert next(name for name in WRITERS if sizes.get(name, 0) > WRITERS[writer]) == writer and len(made.val)
+    assert next(name for name in WRITERS if sizes.get(name, 0) > WRITERS[writer]) == writer and len(made.val.ids)
 
 
 def _write_all(folder, texts):
@@ -240,34 +282,34 @@ def uneven(tmp_path):
         (tmp_path / f"{name}.txt").write_bytes(content)
     read = corpus.text(str(tmp_path / "train.txt"), "*.txt", 0.2, str(tmp_path / "val"))
     made = tokens.tokenize(read, tmp_path / "cache", 300)
-    first = int(np.flatnonzero(made.val == made.tokenizer.eos_token_id)[0]) + 1
-    assert first < len(WORDS) / 3 and len(made.val) == first + len(SIGNS) + 1
+    first = int(np.flatnonzero(made.val.ids == made.tokenizer.eos_token_id)[0]) + 1
+    assert first < len(WORDS) / 3 and len(made.val.ids) == first + len(SIGNS) + 1
     return made, first
 
 
 def test_the_bytes_of_any_number_of_tokens(uneven):
     made, first = uneven
     for count in range(first):
-        assert made.val_bytes(count) == len(made.tokenizer.decode(made.val[:count]))  # ASCII
+        assert made.val_bytes(count) == len(made.tokenizer.decode(made.val.ids[:count]))  # ASCII
     assert made.val_bytes(first - 1) == made.val_bytes(first) == len(WORDS)  # an end-of-text token is no text
     for count in range(len(SIGNS) + 1):  # also inside a sign of two bytes
         assert made.val_bytes(first + count) == len(WORDS) + count
-    assert made.val_bytes(len(made.val)) == len(WORDS) + len(SIGNS)
+    assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
 
 
 def test_bits_per_byte_are_those_of_what_was_predicted(uneven):
     made, first = uneven
-    token_0 = len(made.tokenizer.decode(made.val[:1]))
-    for predicted, text in ((first - 1, len(WORDS)), (first + 10, len(WORDS) + 11), (len(made.val) - 1, 880)):
+    token_0 = len(made.tokenizer.decode(made.val.ids[:1]))
+    for predicted, text in ((first - 1, len(WORDS)), (first + 10, len(WORDS) + 11), (len(made.val.ids) - 1, 880)):
         assert made.bits_per_byte(predicted)(np.log(2)) == pytest.approx(predicted / (text - token_0), rel=1e-12)
-    assert made.bits_per_byte(first - 1)(1.0) < 0.5 * made.bits_per_byte(len(made.val) - 1)(1.0)
+    assert made.bits_per_byte(first - 1)(1.0) < 0.5 * made.bits_per_byte(len(made.val.ids) - 1)(1.0)
 
 
 def test_of_a_large_split_only_the_document_that_is_cut_is_looked_at(uneven, monkeypatch):
     made, first = uneven
     text_bytes, looked_at = tokens._text_bytes, []
     monkeypatch.setattr(tokens, "_text_bytes", lambda t, ids: looked_at.append(len(ids)) or text_bytes(t, ids))
-    assert made.val_bytes(len(made.val)) == 880 and made.val_bytes(first) == len(WORDS) and not looked_at
+    assert made.val_bytes(len(made.val.ids)) == 880 and made.val_bytes(first) == len(WORDS) and not looked_at
     monkeypatch.setattr(tokens, "COUNTED_AT_ONCE", 3)
     assert made.val_bytes(first + 10) == len(WORDS) + 10 and looked_at == [3, 3, 3, 1]
 
@@ -284,7 +326,9 @@ def test_bytes_of_tokens_that_are_no_bytes(uneven, tmp_path):
         (tmp_path / "val" / f"{i}.txt").write_text(content)
     read = corpus.text(str(tmp_path / "train.txt"), "*.txt", 0.2, str(tmp_path / "val"))
     made = tokens.tokenize(read, tmp_path / "cache", 0, pieces)
-    assert made.val.tolist() == [ids[t] for t in ("▁wörd", "▁other", "▁läst", "▁wörd", "<0xC3>", "<0x9F>", "<end>")] + [
+    assert made.val.ids.tolist() == [
+        ids[t] for t in ("▁wörd", "▁other", "▁läst", "▁wörd", "<0xC3>", "<0x9F>", "<end>")
+    ] + [
         *(ids["▁läst"], ids["▁läst"], ids["<end>"]),
     ]
     text = [0, 5, 11, 17, 23, 23, 25, 25, 30, 36, 36]  # the first byte of ß alone is no character
@@ -295,5 +339,5 @@ def test_a_run_says_the_bits_per_byte_of_its_first_validation_sequences(fit, une
     made, _ = uneven
     files = (f"data.path={tmp_path}/train.txt", f"data.val_path={tmp_path}/val")
     summary, _ = fit("data=text", *files, "val_sequences=1", "max_steps=1")
-    text = len(made.tokenizer.decode(made.val[1:17]))  # of tokens 1 to 16
+    text = len(made.tokenizer.decode(made.val.ids[1:17]))  # of tokens 1 to 16
     assert summary["bits_per_byte"] == pytest.approx(summary["val_loss"] / np.log(2) * 16 / text, rel=1e-12)

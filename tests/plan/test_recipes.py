@@ -297,7 +297,9 @@ def ranked(monkeypatch):
                 return True
 
             def of_parameters(self, option, cfg):
-                return Trace(0, 0, 0, 0, False, phases={"step": Point("step", {"weights": self.bytes(option)}, 0)})
+                return Trace(
+                    0, 0, 0, 0, 0, 0, False, phases={"step": Point("step", {"weights": self.bytes(option)}, 0)}
+                )
 
             def bytes(self, option):
                 return recipes_[option["precision"], option["optim"]][0]

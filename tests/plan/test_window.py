@@ -28,7 +28,8 @@ def card(link, bandwidth=1.0, updates=1.0):
 
 def shapes(**said):
     """Of 10 parameters, 4 of them in the largest."""
-    return Trace(parameters=10, largest=4, weights=20, gradients=20, **({"steps_on_host": True} | said))
+    sizes = {"parameters": 10, "largest": 4, "trained": 10, "largest_trained": 4}
+    return Trace(**sizes, weights=20, gradients=20, **({"steps_on_host": True} | said))
 
 
 def test_on_a_processor_everything_is_one_after_the_other():

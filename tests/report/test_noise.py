@@ -23,7 +23,7 @@ BAR = r"\|[^|]*\| \d+/\d+ \[(\d\d:\d\d|\?) left(, loss [\d.]+, [\d,]+ tokens/s, 
 # Every line that a run may print. Whatever else stands there is noise.
 FORMS = [
     r"",
-    r"Tokenizing \S+: \d+ files for training, \d+ for validation",
+    r"Tokenizing data=text",
     r"step \d+: loss [\d.]+, validation [\d.]+, [\d.]+ bits per byte, [\d,]+ tokens/s",
     rf"(parameters|optimizer steps|tokens|train loss|validation loss|bits per byte|tokens/s) +{NUMBER}",
     r"optimizer                 [\w.]+",

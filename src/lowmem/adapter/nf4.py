@@ -72,15 +72,21 @@ class NF4Linear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(kind))
         return _Product.apply(x, self)
 
-    def plain(self, dtype: torch.dtype) -> nn.Linear | Conv1D:
-        """The layer that it was made of, with what 4 bits have left of its matrix, in `dtype`."""
+    def linear(self, dtype: torch.dtype) -> nn.Linear:
+        """A layer of the same function, with what 4 bits have left of the matrix, in `dtype`."""
         with torch.device("meta"):  # its own start would be drawn for nothing
-            sizes = (self.out_features, self.in_features)
-            layer = Conv1D(*sizes) if self.transposed else nn.Linear(*sizes[::-1], bias=self.bias is not None)
-        matrix = self.dequantised(dtype)
-        layer.weight = nn.Parameter(matrix.t().contiguous() if self.transposed else matrix, requires_grad=False)
-        layer.bias = self.bias
+            layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        layer.weight, layer.bias = nn.Parameter(self.dequantised(dtype), requires_grad=False), self.bias
         return layer
+
+    def as_found(self, layer: nn.Linear) -> nn.Linear | Conv1D:
+        """Of the kind that this one was made of."""
+        if not self.transposed:
+            return layer
+        with torch.device("meta"):
+            turned = Conv1D(self.out_features, self.in_features)
+        turned.weight, turned.bias = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False), layer.bias
+        return turned
 
 
 class _Product(torch.autograd.Function):

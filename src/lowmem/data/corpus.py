@@ -1,19 +1,28 @@
 """Corpora: which files are text, and which of them are held out.
 
 Train and validation are split *by file*: a split inside files would put a function's first half into training and its
-second half into validation. Only a file that is alone is cut, near its end. Nothing is read here but names and sizes.
+second half into validation. Only a file that is alone is cut, near its end. Opening a corpus reads names and sizes.
 """
+
+from __future__ import annotations
 
 import hashlib
 import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lowmem.data.pieces import Cuts, batches, end_of, ids_of, pieces, text_bytes
+from lowmem.data.reading import ahead, between, blocks, cut_at, digests, is_text, shown
+from lowmem.data.source import Encoded, SplitName
 from lowmem.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +32,13 @@ RECORDS = {".jsonl", ".ndjson"}  # text, but not plain: a model would learn brac
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of a corpus. `root` is what their names are relative to in keys and messages.
+    """Files of text, each a document. `root` is what their names are relative to in keys and messages.
 
     Args:
         encoding, on_error: of the files, and what becomes of one that is no text in it: `refuse`, `replace` what is no
             character by U+FFFD, or `skip` the file.
         tail: share of the text that is validation, where `train` and `val` are the same single file.
+        packing, too_long: see `Source`.
     """
 
     name: str
@@ -38,6 +48,53 @@ class Corpus:
     encoding: str = "utf-8"
     on_error: str = "refuse"
     tail: float | None = None
+    packing: str = "joined"
+    too_long: str = "cut"
+    skipped: dict[str, int] = field(default_factory=dict, compare=False)  # files that are no text, by split
+
+    def key(self) -> list:
+        contents = [digests(getattr(self, split)) for split in ("train", "val")]
+        return [contents, self.encoding, self.on_error, self.tail]
+
+    def size(self, split: SplitName) -> int:
+        share = {"train": 1 - self.tail, "val": self.tail}[split] if self.tail else 1
+        return round(share * sum(file.stat().st_size for file in getattr(self, split)))
+
+    def texts(self) -> Iterator[str]:
+        for file in self._readable("train"):
+            yield from (piece for piece, _ in pieces(self._blocks(file, "train")))
+
+    def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+        end, cuts = end_of(tokenizer), Cuts(tokenizer)
+        parts = (part for file in self._readable(split) for part in pieces(self._blocks(file, split), cuts))
+        for batch in ahead(batches(parts, lambda part: len(part[0]))):
+            of_each = ids_of(tokenizer, [text for text, _ in batch])
+            for (text, ends), ids in zip(batch, of_each, strict=True):
+                yield Encoded(ids + end if ends else ids, None, text_bytes(text), ends)
+
+    def notes(self) -> list[str]:
+        return [
+            f"data.on_error=skip: {count} of {len(getattr(self, split))} {split} files are left out."
+            for split, count in self.skipped.items()
+            if count
+        ]
+
+    def _readable(self, split: SplitName) -> Iterator[Path]:
+        self.skipped[split] = 0
+        for file in getattr(self, split):
+            if self.on_error == "skip" and not is_text(file, self.encoding):
+                self.skipped[split] += 1
+            else:
+                yield file
+
+    def _blocks(self, file: Path, split: SplitName) -> Iterator[str]:
+        def read() -> Iterator[str]:
+            return blocks(file, self.encoding, self.on_error)
+
+        if self.tail is None:
+            return read()
+        at = cut_at(read, self.tail)
+        return between(read(), 0, at) if split == "train" else between(read(), at, None)
 
 
 # Not the library itself: its tests, other people's packages, and what is generated: rows of code points, help texts.
@@ -55,7 +112,7 @@ _NOT_STDLIB = {
 }
 
 
-def stdlib(val_fraction: float) -> Corpus:
+def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") -> Corpus:
     """The Python standard library's own source files on this machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
@@ -64,7 +121,7 @@ def stdlib(val_fraction: float) -> Corpus:
             f"data=stdlib: there are no .py files under {root}; this Python ships its library without sources. "
             "Type data=text data.path=<your text files>."
         )
-    return _split("stdlib", root, files, val_fraction, on_error="replace")
+    return _split("stdlib", root, files, val_fraction, on_error="replace", packing=packing, too_long=too_long)
 
 
 def text(
@@ -74,9 +131,12 @@ def text(
     val_path: str | None = None,
     encoding: str = "utf-8",
     on_error: str = "refuse",
+    packing: str = "joined",
+    too_long: str = "cut",
 ) -> Corpus:
     """A file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing else."""
     how = {"encoding": checked_encoding(encoding), "on_error": checked_on_error(on_error)}
+    how |= {"packing": packing, "too_long": too_long}
     root, files = _text_files(path, pattern, "data.path", on_error)
     if val_path is None:
         return _split("text", root, files, val_fraction, **how)
@@ -203,20 +263,3 @@ def _split(name: str, root: Path, files: list[Path], val_fraction: float, **how:
 def _name(file: Path, root: Path) -> bytes:
     """Below `root`, in the bytes that the disk has: a name need not be UTF-8."""
     return os.fsencode(file.relative_to(root).as_posix())
-
-
-def shown(name: object) -> str:
-    """A file's name in a sentence: it may hold newlines, and bytes that no terminal takes."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
-
-
-def cut(text: str, tail: float) -> tuple[str, str]:
-    """(training, validation): the last `tail` of the characters, and from the paragraph, line or word that begins last
-    before there, if one begins in as many characters again."""
-    at = min(max(1, round(len(text) * (1 - tail))), max(1, len(text) - 1))
-    lowest = max(1, 2 * at - len(text))
-    for boundary in ("\n\n", "\n", " "):
-        before = text.rfind(boundary, lowest, at)
-        if before >= 0:
-            return text[: before + len(boundary)], text[before + len(boundary) :]
-    return text[:at], text[at:]

@@ -1,50 +1,72 @@
-"""A corpus as token ids on disk, made once and memory-mapped ever after.
+"""A source as token ids on disk, made once and memory-mapped ever after.
 
-The cache is keyed by content: every file's bytes, the split and the tokenizer. It costs 2 or 4 bytes of disk per token
-and no host memory but the pages that are being read.
+The cache is keyed by content: every file's bytes, the split and the tokenizer. It costs 2 or 4 bytes of disk per token,
+16 per document, and no host memory but the pages that are being read. Making it holds a few MB of text at a time.
 """
 
-import codecs
 import hashlib
-import io
 import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowmem.data.corpus import Corpus, cut, shown
+from lowmem.data.source import Encoded, Source, SplitName
 from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # raise it when what is written changes
+FORMAT = 4  # raise it when what is written changes
 END_OF_TEXT = "<|endoftext|>"
 COUNTED_AT_ONCE = 1 << 20  # tokens: about 100 MB as Python's strings
 # Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB
 # takes minutes, and in pieces of 256 bytes 6 s. The longest of Python's standard library has 80.
 LONGEST_WORD = 256
+# Characters of text that a BPE is trained on, evenly spread: its merges no longer change, and its words are in memory.
+LEARNT_FROM = 1 << 27
+LOOKED_AT = 10_000  # validation documents that are looked for in the training text
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents behind one another, each with its end-of-text token; all of it memory-mapped.
+
+    Args:
+        ids: (tokens,) unsigned.
+        ends: (documents,) int64: tokens up to the end of each.
+        text_bytes: (documents,) int64: bytes of text up to the end of each.
+        learnt_bits: (tokens / 8,) uint8, a bit for each token; None: every token is learnt.
+    """
+
+    ids: np.ndarray
+    ends: np.ndarray
+    text_bytes: np.ndarray
+    learnt_bits: np.ndarray | None
+
+    def learnt(self, start: int, stop: int) -> np.ndarray:
+        """(stop - start,) bool: which of these tokens are to be learnt."""
+        if self.learnt_bits is None:
+            return np.ones(stop - start, bool)
+        first = start // 8
+        bits = np.unpackbits(self.learnt_bits[first : (stop + 7) // 8])
+        return bits[start - 8 * first : stop - 8 * first].astype(bool)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of both splits, documents joined and separated by the end-of-text token.
+    """Both splits, and what made ids of their text."""
 
-    `train` and `val` are memory-mapped (tokens,) arrays of unsigned integers; `val_documents` is (documents, 2): the
-    tokens and the bytes of the validation text up to the end of each document.
-    """
-
-    train: np.ndarray
-    val: np.ndarray
-    val_documents: np.ndarray
+    train: Split
+    val: Split
     tokenizer: PreTrainedTokenizerBase
 
     def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
@@ -57,72 +79,75 @@ class Tokens:
 
     def val_bytes(self, count: int) -> int:
         """Bytes of text of the first `count` tokens of `val`. Only the document that is cut there is looked at."""
-        whole = int(np.searchsorted(self.val_documents[:, 0], count, side="right"))
-        start, text = self.val_documents[whole - 1].tolist() if whole else (0, 0)
-        pieces = (self.val[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
+        whole = int(np.searchsorted(self.val.ends, count, side="right"))
+        start, text = (int(of[whole - 1]) if whole else 0 for of in (self.val.ends, self.val.text_bytes))
+        pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
         return text + sum(_text_bytes(self.tokenizer, piece) for piece in pieces)
 
 
 def tokenize(
-    corpus: Corpus, cache_dir: Path, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
+    source: Source, cache_dir: Path, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Tokens:
-    """Read a corpus's tokens from the cache, or make them.
+    """Read a source's tokens from the cache, or make them.
 
     Args:
-        vocab_size: of the byte-level BPE that is trained on the training files when `tokenizer` is None.
+        vocab_size: of the byte-level BPE that is trained on the training text when `tokenizer` is None.
         tokenizer: the pretrained model's own.
 
     Raises:
-        Refused: a file that cannot be read or is no text; no text at all; no room for the tokens.
+        Refused: a file that cannot be read or is no text; no text at all; validation on what is trained on; no room
+            for the tokens.
     """
-    folder = cache_dir / _key(corpus, vocab_size, tokenizer)
+    folder = cache_dir / _key(source, vocab_size, tokenizer)
     if not (folder / "meta.json").exists():
         try:
-            _write(folder, corpus, vocab_size, tokenizer)
+            _write(folder, source, vocab_size, tokenizer)
         except OSError as error:
             raise Refused(
                 f"cache_dir={cache_dir}: the tokens of this text cannot be written there "
                 f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
             ) from error
     meta = json.loads((folder / "meta.json").read_text())
-    return Tokens(
-        train=np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r"),
-        val=np.memmap(folder / "val.bin", dtype=meta["dtype"], mode="r"),
-        val_documents=np.load(folder / "val_documents.npy"),
-        tokenizer=tokenizer or _load_bpe(folder / "tokenizer.json"),
-    )
+    for note in meta["notes"]:
+        log.info(note)
+    train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
+    return Tokens(train, val, tokenizer or _load_bpe(folder / "tokenizer.json"))
 
 
-def _key(corpus: Corpus, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    what = vocab_size if tokenizer is None else sorted(tokenizer.get_vocab().items())
-    how = [corpus.encoding, corpus.on_error, corpus.tail]
-    key = hashlib.sha256(json.dumps([FORMAT, what, how]).encode())
-    for split, files in (("train", corpus.train), ("val", corpus.val)):
-        for file in files:
-            with _readable(file), file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            key.update(f"{split} {digest}\n".encode())
-    return f"{corpus.name}-{key.hexdigest()[:16]}"
+def _split(folder: Path, split: SplitName, dtype: str) -> Split:
+    def mapped(name: str, dtype: str) -> np.ndarray:
+        return np.memmap(folder / f"{split}{name}.bin", dtype, mode="r")
+
+    bits = mapped("_learnt", "uint8") if (folder / f"{split}_learnt.bin").exists() else None
+    return Split(mapped("", dtype), mapped("_ends", "int64"), mapped("_text_bytes", "int64"), bits)
 
 
-def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _key(source: Source, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    what = [FORMAT, vocab_size if tokenizer is None else _identity(tokenizer), source.key()]
+    return f"{source.name}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> list:
+    """Whatever its ids depend on: two tokenizers may have one vocabulary and cut words differently."""
+    how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)]
+
+
+def _write(folder: Path, source: Source, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Fill a folder beside its final name, then rename: a second job or a Ctrl-C never sees half a cache."""
-    log.info(
-        "Tokenizing %s: %d files for training, %d for validation",
-        shown(corpus.root),
-        len(corpus.train),
-        len(corpus.val),
-    )
+    log.info("Tokenizing data=%s", source.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
     try:
         if tokenizer is None:
-            _train_bpe(_texts(corpus, "train"), vocab_size, draft / "tokenizer.json")
+            _train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft / "tokenizer.json")
             tokenizer = _load_bpe(draft / "tokenizer.json")
-        dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-        _write_split(draft / "train.bin", corpus, tokenizer, dtype)
-        _save(draft / "val_documents.npy", _write_split(draft / "val.bin", corpus, tokenizer, dtype))
-        (draft / "meta.json").write_text(json.dumps({"dtype": dtype}))
+        dtype = "uint16" if vocabulary(tokenizer) <= 2**16 else "uint32"
+        twice = Twice()
+        _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
+        _write_split(draft, "train", source, tokenizer, dtype, twice.trained_on)
+        twice.check()
+        (draft / "meta.json").write_text(json.dumps({"dtype": dtype, "notes": source.notes()}))
         try:
             os.replace(draft, folder)
         except OSError:
@@ -130,6 +155,20 @@ def _write(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: PreTrainedT
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of an embedding that its ids need: there may be gaps between them."""
+    return max(tokenizer.get_vocab().values(), default=0) + 1
+
+
+def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
+    """As much of the text as a BPE is trained on, from everywhere in it."""
+    every, taken = max(1, -(-(size or 0) // LEARNT_FROM)), 0
+    for number, text in enumerate(texts):
+        if number % every == 0 and taken < LEARNT_FROM:
+            taken += len(text)
+            yield text
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path) -> None:
@@ -146,29 +185,102 @@ def _load_bpe(file: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 
-def _write_split(target: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, dtype: str) -> np.ndarray:
-    """Append each file's ids and an end-of-text token. Returns (documents, 2): tokens and bytes up to each end."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    documents = []
-    with target.open("wb") as out:
-        for batch in _batches(_texts(corpus, target.stem)):
-            ids_of_each = _encode(tokenizer, batch)
-            for text, ids in zip(batch, ids_of_each, strict=True):
-                out.write(np.asarray(ids + end, dtype=dtype).tobytes())
-                documents.append((len(ids) + len(end), len(text.encode())))
-    files = len(getattr(corpus, target.stem))
-    if not any(tokens > len(end) for tokens, _ in documents):
-        raise Refused(f"data: the {target.stem} files hold no text ({files} files). Give files that do.")
-    if corpus.on_error == "skip" and len(documents) < files:
-        log.info(f"data.on_error=skip: {files - len(documents)} of {files} {target.stem} files are left out.")
-    return np.cumsum(documents, axis=0)
+def _write_split(
+    draft: Path,
+    split: SplitName,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    document: Callable[[bytes], None],
+) -> None:
+    """Append each document's ids.
+
+    Args:
+        document: is told of a digest of each document's ids.
+    """
+    digest, text = _digest(), 0
+    with ExitStack() as stack:
+        into = {
+            name: stack.enter_context((draft / f"{split}{name}.bin").open("wb"))
+            for name in ("", "_ends", "_text_bytes")
+        }
+        learnt = stack.enter_context(_Bits(draft / f"{split}_learnt.bin"))
+        for one in _shown(source.encoded(split, tokenizer), f"Tokenizing, {split}", source.size(split)):
+            raw = np.asarray(one.ids, dtype).tobytes()
+            into[""].write(raw)
+            learnt.add(one.learnt, len(one.ids))
+            digest.update(raw)
+            text += one.text_bytes
+            if one.ends:
+                into["_ends"].write(np.int64(learnt.count).tobytes())
+                into["_text_bytes"].write(np.int64(text).tobytes())
+                document(digest.digest())
+                digest = _digest()
+    if not text:
+        raise Refused(" ".join([f"data: the {split} files hold no text. Give files that do.", *source.notes()]))
 
 
-def _save(target: Path, array: np.ndarray) -> None:
-    """Where numpy writes to a file itself, what a full disk did not take is missing without a word."""
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    target.write_bytes(buffer.getvalue())
+def _digest():
+    return hashlib.blake2b(digest_size=8)
+
+
+def _shown(documents: Iterable[Encoded], what: str, size: int | None) -> Iterator[Encoded]:
+    """A bar of bytes on a terminal where it takes longer than 2 s, and nothing elsewhere."""
+    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
+        for one in documents:
+            yield one
+            bar.update(one.text_bytes)
+
+
+class _Bits:
+    """A file of a bit for each token, 1 for the learnt ones; there is none where all of them are."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.count, self.every = file, 0, True
+        self.waiting = np.empty(0, bool)  # less than a byte
+
+    def __enter__(self) -> "_Bits":
+        self.out = self.file.open("wb")
+        return self
+
+    def add(self, learnt: np.ndarray | None, tokens: int) -> None:
+        if learnt is None:
+            learnt = np.ones(tokens, bool)
+        self.count, self.every = self.count + tokens, self.every and bool(learnt.all())
+        bits = np.concatenate([self.waiting, learnt])
+        whole = len(bits) // 8 * 8
+        self.out.write(np.packbits(bits[:whole]).tobytes())
+        self.waiting = bits[whole:]
+
+    def __exit__(self, *_: object) -> None:
+        with self.out:
+            self.out.write(np.packbits(self.waiting).tobytes())
+        if self.every:
+            self.file.unlink()
+
+
+class Twice:
+    """Counts validation documents that are training documents too: what was trained on says nothing of other text."""
+
+    def __init__(self) -> None:
+        self.looked_for: set[bytes] = set()
+        self.found: set[bytes] = set()
+
+    def held_out(self, document: bytes) -> None:
+        if len(self.looked_for) < LOOKED_AT:
+            self.looked_for.add(document)
+
+    def trained_on(self, document: bytes) -> None:
+        if document in self.looked_for:
+            self.found.add(document)
+
+    def check(self) -> None:
+        if 2 * len(self.found) > len(self.looked_for):
+            raise Refused(
+                f"data: {len(self.found):,} of {len(self.looked_for):,} different validation documents are training "
+                "documents too, and validation would be of what was trained on. Leave the doubles out, or type "
+                "data.val_path=<other text>."
+            )
 
 
 def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
@@ -182,76 +294,3 @@ def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
     added = tokenizer.get_added_vocab()  # written as they are; every other token has one character for each byte
     tokens = tokenizer.convert_ids_to_tokens(different.tolist())
     return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
-    if tokenizer.is_fast:  # all cores, and no offsets that nobody reads
-        encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return (encoding.ids for encoding in encoded)
-    return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-
-
-def _texts(corpus: Corpus, split: str) -> Iterator[str]:
-    """Of every file of `train` or `val` that is not empty."""
-    for file in getattr(corpus, split):
-        text = _decoded(file, corpus.encoding, corpus.on_error)
-        if text and corpus.tail is not None:
-            text = cut(text, corpus.tail)[("train", "val").index(split)]
-        if text:
-            yield text
-
-
-def _decoded(file: Path, encoding: str, on_error: str) -> str | None:
-    """None: not text, and to be skipped."""
-    with _readable(file):
-        raw = file.read_bytes()
-    try:
-        text = raw.decode(encoding)
-        if "\0" not in text:
-            text.encode()  # which half of a surrogate pair, as some encodings give, does not do
-            return text
-        reason = "it has zero bytes, as binary files have"
-    except UnicodeError as error:
-        reason = f"see byte {getattr(error, 'start', 0):,}"
-    if on_error == "skip":
-        return None
-    if on_error == "replace":
-        text = raw.decode(encoding, errors="replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
-        return text.encode(errors="replace").decode()
-    raise Refused(
-        f"data: {shown(file)} is no text in {encoding} ({reason}). {_likely(raw)}"
-        "data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
-    )
-
-
-def _likely(raw: bytes) -> str:
-    """What else the bytes of a file may be."""
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "Type data.encoding=utf-16, as which it begins; "
-    return "" if b"\0" in raw else "Type data.encoding=latin-1, if that is what it is; "
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """The text is the user's: that it cannot be read is no fault of the cache."""
-    try:
-        yield
-    except OSError as error:
-        raise Refused(
-            f"data: {shown(file)} cannot be read ({(error.strerror or str(error)).lower()}). "
-            "Make it readable, or type a data.pattern that leaves it out."
-        ) from None
-
-
-def _batches(texts: Iterable[str], size: int = 4 << 20) -> Iterator[list[str]]:
-    """Groups of texts of about `size` characters: enough to keep every core busy, little enough to stay in memory."""
-    batch: list[str] = []
-    held = 0
-    for text in texts:
-        batch.append(text)
-        held += len(text)
-        if held >= size:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch

@@ -120,6 +120,14 @@ class MemoryMeter(Callback):
         self._untrack(self._phase)
 
     @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What is done at the end of an evaluation, beside its micro-batches."""
+        self._track()
+        self._enter("evaluation")
+        yield
+        self._untrack("evaluation")
+
+    @contextmanager
     def saving(self, trainer: Trainer) -> Iterator[None]:
         self._enter("save")
         yield
@@ -206,7 +214,9 @@ class MemoryMeter(Callback):
         points = list(self._tracker.timeline())
         for name, point in highest(points).items():
             row = self._live_row(point)
-            self._window.setdefault(name, self._read(name) if name == phase else {}).update(row)
+            of_phase = self._window.setdefault(name, self._read(name) if name == phase else {})
+            if row["live_peak_bytes"] >= of_phase.get("live_peak_bytes", 0):  # an evaluation is seen more than once
+                of_phase.update(row)
             if self.peak is None or point.total > self.peak.total:
                 self.peak = point
         self._tracker = None

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lowmem.memory.ledger import parts
 from lowmem.memory.process import page_out
 from lowmem.optim.bitsandbytes_cpu import in_one_pass
+from lowmem.trained import trained
 
 BUFFERS = ("state1", "state2")  # of bitsandbytes' state, what a paged optimizer pages
 PAGED_FROM = 100_000  # elements of a parameter: of a smaller one it pages none (its `get_state_buffer`)
@@ -67,10 +68,9 @@ def parameter_groups(model: nn.Module) -> list[dict]:
         "embedding": {"params": [], "role": "embedding"},
         "vector": {"params": [], "role": "vector", "weight_decay": 0.0},
     }
-    for p in model.parameters():
-        if p.requires_grad:
-            role = "vector" if p.dim() < 2 else "embedding" if id(p) in by_token else "matrix"
-            groups[role]["params"].append(p)
+    for _, p in trained(model):
+        role = "vector" if p.dim() < 2 else "embedding" if id(p) in by_token else "matrix"
+        groups[role]["params"].append(p)
     return [group for group in groups.values() if group["params"]]
 
 

@@ -105,6 +105,8 @@ class Derivation:
         return Trace(
             parameters=parameters.bytes(lambda t: t.parameters),
             largest=parameters.any.largest,
+            trained=parameters.bytes(lambda t: t.trained),
+            largest_trained=parameters.any.largest_trained,
             weights=parameters.bytes(_held("evaluation", "weights")),
             gradients=parameters.bytes(lambda t: t.gradients),
             steps_on_host=parameters.any.steps_on_host,

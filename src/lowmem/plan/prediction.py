@@ -19,6 +19,7 @@ from lowmem.plan.allocator import replay, smallest_limit
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.settings import SIXTEEN, Settings
+from lowmem.trained import trained
 from lowmem.units import CATEGORIES, GIB, MIB
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
@@ -156,21 +157,23 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     config = architecture_of(cfg)
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
-        sizes = [p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()]
-    count, largest = sum(sizes), max(sizes)
-    size = getattr(torch, cfg.weights_dtype).itemsize
+        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, cfg.weights_dtype))
+        build.choose_trained(cfg, network)
+    every, own = list(network.parameters()), [p for _, p in trained(network)]
+    sizes = [p.numel() for p in own]
+    count, narrow = sum(sizes), 2 * sum(p.numel() for p in every)
     run = Settings(cfg)
     on_host = run.masters
     rate, pageable = state_bytes_per_parameter(build.optimizer(cfg))
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
-    weights, state = count * (2 if on_host else size), round(count * rate) - paged
+    weights, state = narrow if on_host else sum(p.nbytes for p in every), round(count * rate) - paged
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
     held = tokens * (2 if run.multiplies_in in SIXTEEN else 4)
     boundary = held * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.checkpointing.saves else layers
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
-    gradients = 0 if on_host else weights
+    gradients = 0 if on_host else sum(p.nbytes for p in own)
     host = count * (4 + (4 if run.accumulates else 2)) + state if on_host else 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
@@ -179,7 +182,17 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
 
     phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
     phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
-    return Trace(count, largest, weights, gradients, on_host, phases=phases, paged=paged)
+    return Trace(
+        parameters=sum(p.numel() for p in every),
+        largest=max(p.numel() for p in every),
+        trained=count,
+        largest_trained=max(sizes),
+        weights=weights,
+        gradients=gradients,
+        steps_on_host=on_host,
+        phases=phases,
+        paged=paged,
+    )
 
 
 def _kept_per_token(text: PretrainedConfig) -> int:
@@ -220,7 +233,8 @@ def needs(
     shapes = sharded(shapes, devices)
     size = getattr(torch, cfg.weights_dtype).itemsize
     steps_beside_card = on_card and shapes.steps_on_host
-    leaving = shapes.largest * size // 2 if steps_beside_card else 0  # a gradient on its way to the host, in 16 bits
+    # a gradient on its way to the host, in 16 bits
+    leaving = shapes.largest_trained * size // 2 if steps_beside_card else 0
     built_on = {
         "libraries": libraries,
         "cuda": CUDA_ON_HOST if on_card else 0,
@@ -269,20 +283,21 @@ def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
 def _host_bytes(shapes: Trace, on_card: bool, size: int) -> dict[str, int]:
     """By phase, of tensors that lie on the host only. Args: size: bytes of an element of the weights."""
     traced = {name: point.host for name, point in shapes.phases.items()}
-    largest, weights = shapes.largest * size, shapes.parameters * size
-    masters = weights if shapes.steps_on_host else 0
+    largest, weights = shapes.largest * size, max(shapes.parameters * size, shapes.weights)
+    masters = shapes.trained * size if shapes.steps_on_host else 0
     # where there is a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
     # to be written each tensor is copied from the card, and when a run ends Lightning brings all of them to the host
     copies = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"] if on_card else 0
     return {
-        "load": masters + largest + (weights if on_card else 0),
+        # on a CPU they are loaded where they stay, and what is frozen is narrowed there
+        "load": largest + (masters + weights if on_card else max(masters, weights - shapes.weights)),
         "forward": traced["forward"] + rounding,
         "backward": traced["backward"] + rounding,
         "step": traced["step"] + rounding + (0 if on_card and not shapes.steps_on_host else shapes.unseen),
         "evaluation": traced["evaluation"],
         "save": traced["evaluation"] + copies + shapes.paged,  # of which nothing is copied: what the host reads moves
-        "resume": traced["evaluation"] + largest + shapes.paged,
+        "resume": traced["evaluation"] + shapes.largest_trained * size + shapes.paged,
     }
 
 

@@ -46,6 +46,7 @@ from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
+from lowmem.trained import trained
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
@@ -85,6 +86,8 @@ class Trace:
 
     parameters: int
     largest: int  # elements of the largest parameter
+    trained: int  # parameters that are
+    largest_trained: int  # elements of the largest of them
     weights: int  # bytes on the device
     gradients: int  # bytes of all of them, as backward makes them
     steps_on_host: bool  # whether the optimizer does
@@ -138,14 +141,17 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         trainer.fit(module, Windows(micro_batch), Evaluation(micro_batch))
         recorder.close()
     parameters, window = list(module.model.parameters()), recorder.recordings[0]
-    largest = max(p.numel() for p in parameters)
+    own = [p for _, p in trained(module.model)]
+    largest_trained = max(p.numel() for p in own)
     return Trace(
         parameters=sum(p.numel() for p in parameters),
-        largest=largest,
+        largest=max(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in own),
+        largest_trained=largest_trained,
         weights=recorder.weights,
-        gradients=sum(p.nbytes for p in parameters if p.requires_grad),
+        gradients=sum(p.nbytes for p in own),
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
-        unseen=round(scratch * largest),
+        unseen=round(scratch * largest_trained),
         generated=run.optim.generates_code,
         paged=getattr(trainer.optimizers[0], "paged", 0),
         blocks=_blocks(module.model),
@@ -297,10 +303,9 @@ class Steady(Callback):
             stepped.grad = None
 
     def _make_gradients(self, module: LightningModule) -> None:
-        for p in module.parameters():
-            if p.requires_grad:
-                for _ in range(2 if self.accumulates else 1):  # the second micro-batch's widens what masters sum up
-                    p.backward(torch.empty_like(p))  # of a leaf: sets its gradient, and calls its hooks
+        for _, p in trained(module):
+            for _ in range(2 if self.accumulates else 1):  # the second micro-batch's widens what masters sum up
+                p.backward(torch.empty_like(p))  # of a leaf: sets its gradient, and calls its hooks
 
     def on_train_batch_start(self, *_) -> None:
         self.shapes.phase = "forward"

@@ -63,12 +63,12 @@ def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
         update += 2 * shapes.paged / machine.bandwidth  # no operator that is traced touches it
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
-    host, travel = machine.host or machine, HALF * shapes.parameters / machine.link
+    host, travel = machine.host or machine, HALF * shapes.trained / machine.link
     update *= pace_of_update(host, cfg)
-    update += 2 * HALF * shapes.parameters / host.bandwidth  # read and written again: into the link's slots
+    update += 2 * HALF * shapes.trained / host.bandwidth  # read and written again: into the link's slots
     waits = _beyond(forward, offloaded) + _beyond(backward, max(offloaded, travel, taken["sum"]))
     # The embeddings, first in a model and last in backward, are most often its largest: nothing hides their update.
-    first = update * shapes.largest / shapes.parameters
+    first = update * shapes.largest_trained / shapes.trained
     if run.early:
         hidden = max(backward, offloaded, travel, taken["sum"])
         step = max(first, _beyond(hidden, taken["sum"] + taken["step"] + update), _beyond(hidden, offloaded + travel))

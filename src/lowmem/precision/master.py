@@ -7,8 +7,8 @@ micro-batch needs no more than its 16 bits. After the last one the host clips, s
 device's weight. It costs 4 bytes per parameter and step over the bus, and the step runs at the speed of the host.
 
 Masters are the loaded weights themselves, taken before they are rounded, and are kept by parameter, so tied weights
-stay tied. Source: Micikevicius et al. 2018, arXiv 1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for
-keeping them on the host.
+stay tied; a frozen one has none, and is rounded once. Source: Micikevicius et al. 2018, arXiv 1710.03740, for masters;
+Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 """
 
 from collections.abc import Iterator
@@ -90,12 +90,14 @@ class HostMasters(BasePrecision):
         """Lightning calls this once the weights are loaded or restored, and before they move to the device."""
         module = super().convert_module(module)
         for name, p in module.named_parameters():  # a tied parameter once
-            if id(p) not in self.masters:
+            if not p.requires_grad:
+                p.data = p.data.to(self.dtype)
+            elif id(p) not in self.masters:
                 self.masters[id(p)] = Master(name, p, self.dtype)
         return module
 
     def master(self, p: nn.Parameter) -> nn.Parameter:
-        return self.masters[id(p)].wide
+        return self.masters[id(p)].wide if p.requires_grad else p
 
     def host_tensors(self) -> Iterator[Tensor]:
         for master in self.masters.values():
@@ -202,14 +204,14 @@ class HostMasters(BasePrecision):
     @contextmanager
     def widest(self, module: nn.Module) -> Iterator[None]:
         self.arrived()
-        narrow = {p: p.data for p in module.parameters()}
-        for p in narrow:
-            p.data = self.master(p).data
+        narrow = {master: master.weight.data for master in self.masters.values()}
+        for master in narrow:
+            master.weight.data = master.wide.data
         try:
             yield
         finally:
-            for p, data in narrow.items():
-                p.data = data
+            for master, data in narrow.items():
+                master.weight.data = data
 
     def teardown(self) -> None:
         super().teardown()

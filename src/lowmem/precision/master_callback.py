@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import NotFinite, Refused
 from lowmem.settings import steps_early
+from lowmem.trained import trained
 
 
 class MasterWeights(Callback):
@@ -50,8 +51,7 @@ class MasterWeights(Callback):
 
             return wait
 
-        every = list(module.parameters())
-        self._hooks = [p.register_post_accumulate_grad_hook(left) for p in every if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(left) for _, p in trained(module)]
         for part in module.modules():
             if own := list(part.parameters(recurse=False)):
                 self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
@@ -94,4 +94,5 @@ class MasterWeights(Callback):
         """The masters under the names of the weights: any other precision can go on with them."""
         self.plugin.arrived()
         for name, p in module.named_parameters(remove_duplicate=False):
-            checkpoint["state_dict"][name] = self.plugin.master(p).data
+            if p.requires_grad:
+                checkpoint["state_dict"][name] = self.plugin.master(p).data

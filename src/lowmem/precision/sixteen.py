@@ -78,6 +78,10 @@ class SixteenBitWeights(BasePrecision):
             self.update(optimizer, group, p)
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+        if p.dtype == torch.float32:  # beside weights of 16 bits, a part that is held in full: nothing is rounded
+            p.grad.div_(self.gradient_scale)
+            super().update(optimizer, group, p)
+            return
         narrow, wide, gradient = p.data, self.widen(p), p.grad
         # A parameter cannot have a gradient of another dtype: both are exchanged.
         p.grad = None

@@ -1,58 +1,139 @@
-"""A continuation drawn from the model at the end of the run: one look says whether it learnt anything."""
+"""What the model writes behind the same prompts at every evaluation: one look says whether it learns anything.
 
-from collections.abc import Callable
+Each is continued twice: with the likeliest tokens, and with drawn ones. A prompt and what follows it are never longer
+than a sequence of training, so that an evaluation needs no memory that training does not.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.model import positions
+from lowmem.data.corpus import RECORDS
+from lowmem.data.loader import IGNORED, MicroBatch
+from lowmem.errors import Refused
+from lowmem.generation import Prompt, continuation, printable
 
-PROMPT = "def "
+TEMPERATURE = 0.8
+BEGINNING = 8  # tokens of a text that nothing else divides into what is given and what is learnt
+COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
-class Sample(Callback):
-    """Draws `tokens` tokens after "def " where the model stands, before Lightning moves it to the host.
-
-    Args:
-        stopped: asked before each token; then there is no sample.
+class Samples(Callback):
+    """Args:
+    prompts: (1, T) ids each.
+    tokens: of each continuation; 0: none.
+    length: of a prompt and its continuation together: more tokens than half of it are not written, and a prompt that
+        leaves them no room loses its beginning.
+    file: a line of JSON for each prompt and evaluation; kept: the step until which it keeps what it has.
+    stopped: asked before each token; then there is no sample.
+    metered: the meter's context around them.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int, stopped: Callable[[], bool] = lambda: False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Tensor],
+        tokens: int,
+        length: int,
+        seed: int,
+        file: Path,
+        kept: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+        metered: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.tokenizer, self.tokens, self.seed, self.stopped = tokenizer, tokens, seed, stopped
-        self.text: str | None = None
+        self.tokenizer, self.tokens, self.seed = tokenizer, min(tokens, length // 2), seed
+        self.prompts = [ids[:, -(length - self.tokens) :] for ids in prompts]
+        self.file, self.stopped, self.metered = file, stopped, metered
+        self.text: str | None = None  # the first prompt with what was drawn behind it last
+        if file.exists():
+            lines = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= kept]
+            file.write_text("".join(lines))
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.draw(trainer, module)
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.VALIDATING:  # and nothing else: not one between two steps
-            self.draw(trainer, module)
-
-    @torch.no_grad()
-    def draw(self, trainer: Trainer, module: LightningModule) -> None:
-        if not self.tokens or self.stopped():
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.sanity_checking or not self.tokens or self.stopped():
             return
-        prompt = self.tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(module.device)  # (1, T)
-        module.model.eval()
-        room = (positions(module.model.config) or prompt.shape[1] + self.tokens) - prompt.shape[1]
-        with torch.random.fork_rng(), trainer.precision_plugin.forward_context():
-            torch.manual_seed(self.seed)
-            ids = module.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=min(self.tokens, room),
-                do_sample=True,
-                temperature=0.8,
-                pad_token_id=self.tokenizer.eos_token_id,
-                stopping_criteria=[lambda *_, **__: self.stopped()],
-            )
-        module.model.train()
+        cards = [module.device] if module.device.type == "cuda" else []
+        with self.metered(), torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():
+            rows = [self._row(module.model, ids, trainer.global_step) for ids in self.prompts]
         if self.stopped():
             return
-        text = self.tokenizer.decode(ids[0], skip_special_tokens=True).expandtabs()
-        # a young model draws any byte, also those that a terminal obeys
-        self.text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        self.text = rows[0]["prompt"] + rows[0]["sampled"]
+        with self.file.open("a") as out:
+            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        send(rows, trainer.loggers, trainer.global_step)
+
+    def _row(self, model: torch.nn.Module, ids: Tensor, step: int) -> dict[str, object]:
+        torch.manual_seed(self.seed)  # for each: what a prompt gets does not depend on the others
+        how = (model, self.tokenizer, ids, self.tokens)
+        texts = [self.tokenizer.decode(ids[0], skip_special_tokens=True)]
+        texts += [continuation(*how, temperature, self.stopped) for temperature in (0.0, TEMPERATURE)]
+        return dict(zip(COLUMNS, (step, *map(printable, texts)), strict=True))
+
+
+def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int) -> None:
+    """To the loggers that show texts; each evaluation is a table of its own, or W&B would upload all of them again."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            said = (f"{row['prompt']}**{row['greedy']}**\n\n*drawn:* {row['sampled']}" for row in rows)
+            logger.experiment.add_text("samples", "\n\n---\n\n".join(said), step)
+        elif hasattr(logger, "log_table"):
+            logger.log_table("samples", [*COLUMNS], [[row[column] for column in COLUMNS] for row in rows], step=step)
+
+
+def prompts(given: list | str) -> list[Prompt]:
+    """`sample_prompts`: a list, or a file with one in each line; of a .jsonl a text, or `prompt` or `messages`.
+
+    Raises:
+        Refused: a file that cannot be read, a line of it that is no prompt, none at all.
+    """
+    found = given if isinstance(given, list) else _read(Path(given).expanduser())
+    for number, prompt in enumerate(found, start=1):
+        if not (_is_text(prompt) or _is_messages(prompt)):
+            raise Refused(
+                f"sample_prompts: number {number} is no prompt ({json.dumps(prompt)[:60]}). Give texts, or in a .jsonl "
+                '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]} in each line.'
+            )
+    if not found:
+        raise Refused(f"sample_prompts={given}: there is none. Give one, or type sample_tokens=0 for no samples.")
+    return found
+
+
+def _is_text(prompt: object) -> bool:
+    return isinstance(prompt, str) and prompt != ""
+
+
+def _is_messages(prompt: object) -> bool:
+    each = prompt if isinstance(prompt, list) else [None]
+    return bool(each) and all(isinstance(one, dict) and _is_text(one.get("content")) for one in each)
+
+
+def _read(file: Path) -> list:
+    try:
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text in utf-8"
+        raise Refused(f"sample_prompts={file}: it cannot be read ({why}). Give a file, or a list: [a,b].") from None
+    if file.suffix not in RECORDS:
+        return lines
+    return [_of_json(line, number, file) for number, line in enumerate(lines, start=1)]
+
+
+def _of_json(line: str, number: int, file: Path) -> object:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise Refused(f"sample_prompts: {file.name}, line {number} is no JSON ({error}).") from None
+    return record.get("prompt", record.get("messages")) if isinstance(record, dict) else record
+
+
+def beginning(first: MicroBatch) -> Tensor:
+    """(1, T): of a text its first tokens, of a conversation, or a prompt and its completion, what is not learnt."""
+    learnt = int((first.labels[0] != IGNORED).int().argmax())
+    return first.input_ids[:1, : learnt + 1 if learnt else BEGINNING]

@@ -1,0 +1,123 @@
+"""What a run with an adapter leaves in model/: the adapter alone, or with merge=true a plain model with it inside.
+
+An adapter folder is what peft reads: adapter_model.safetensors and adapter_config.json, which names the base that it
+was trained on. A base that was held in 4 bits is not that base: the adapter has learnt to make up for what 4 bits took
+from it. So it is merged into what 4 bits have left, one layer after the other, in fp32, and rounded once.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from lowmem import model
+from lowmem.aside import aside
+
+log = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of the names in a folder: peft's own model wraps the network twice
+
+
+def export(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: str | None,
+    merged: bool,
+    base: str | None,
+) -> None:
+    """Whole or not at all. A model whose adapter is merged is a plain one from then on.
+
+    Args:
+        dtype: of the written weights, such as bfloat16; None: as they are.
+        base: the published model, or its folder, that the network was loaded from; None: it started at random.
+    """
+    if not is_adapted(network):
+        model.export(network, tokenizer, folder, dtype)
+    elif merged or base is None:
+        if not merged:
+            log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
+        merge(network, getattr(torch, dtype) if dtype else network.get_input_embeddings().weight.dtype)
+        model.export(network, tokenizer, folder, dtype)
+    else:
+        with aside(folder) as draft:
+            draft.mkdir(exist_ok=True)
+            _write(network, draft, dtype, base)
+            tokenizer.save_pretrained(draft)
+
+
+def is_adapted(network: nn.Module) -> bool:
+    return hasattr(network, "peft_config")
+
+
+# --- merged ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
+    """In place, one layer after the other, in fp32: nothing of 4 bits and no adapter is left. Args: dtype: of the
+    matrices that it leaves."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
+
+    names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
+    for name in names:
+        if not name.endswith(".base_layer"):  # which goes with the layer around it
+            network.set_submodule(name, _merged(network.get_submodule(name), dtype))
+    del network.peft_config
+
+
+def _merged(part: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
+    held = part if _in_4_bits(part) else part.get_base_layer()
+    layer = held.linear(torch.float32) if _in_4_bits(held) else held
+    layer.weight.data = layer.weight.data.float()
+    if part is not held:
+        part.base_layer = layer
+        part.merge()
+    layer.weight.data = layer.weight.data.to(dtype)
+    return held.as_found(layer) if _in_4_bits(held) else layer
+
+
+def _in_4_bits(part: nn.Module) -> bool:
+    from lowmem.adapter.nf4 import NF4Linear  # so do its operators
+
+    return isinstance(part, NF4Linear)
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
+
+
+def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str) -> None:
+    from peft import get_peft_model_state_dict
+
+    # "auto" would ask the hub for the base's configuration
+    held = get_peft_model_state_dict(network, save_embedding_layers=False)
+    kind = {"dtype": getattr(torch, dtype)} if dtype else {}
+    tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
+    quantised = any(map(_in_4_bits, network.modules()))
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | ({"base": "nf4"} if quantised else {}))
+    (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n")
+
+
+def _said(network: PreTrainedModel, base: str) -> dict:
+    """The same bytes for the same adapter: peft's sets come in another order each time."""
+    (config,) = network.peft_config.values()
+    said = config.to_dict() | {
+        "base_model_name_or_path": str(Path(base).expanduser().absolute())
+        if Path(base).expanduser().is_dir()
+        else base,
+        "inference_mode": True,
+        "task_type": "CAUSAL_LM",
+        "fan_in_fan_out": _has_conv1d(network),
+    }
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in said.items()}
+
+
+def _has_conv1d(network: PreTrainedModel) -> bool:
+    """Whether the base's matrices lie the other way round, as GPT-2's."""
+    return any(isinstance(part, Conv1D) or getattr(part, "transposed", False) for part in network.modules())

@@ -1,0 +1,117 @@
+"""From text to token ids on all cores, a long text in pieces: what the tokenizer holds at once stays small.
+
+A cut may change tokens: one of " b" is none of " " and "b". So a text is cut only after a line that ends in a visible
+character and before an ASCII letter, where the usual pre-tokenizers begin a word, and only where *this* tokenizer gives
+the text around the cut the same ids in one and in two. One that never does, as those of SentencePiece, which put a mark
+before every text, gets its texts whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+PIECE = 1 << 16  # characters of a piece, at least: several for every core
+BATCH = 1 << 21  # characters that are encoded together: a token of them takes more than 100 bytes
+EACH = 32  # characters that a text counts beside its own: its tokens come in an object of their own
+AROUND = 128  # characters on each side of a cut that are encoded to prove it
+PROOFS = 8  # of the first so many cuts one must hold
+CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
+T = TypeVar("T")
+
+
+class Cuts:
+    """Where texts may be cut without a change of their ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.tried, self.held = 0, 0
+        self.never = not tokenizer.is_fast
+
+    def proved(self, text: str, at: int) -> bool:
+        """Whether the ids around position `at` are those of what is before and what is behind."""
+        parts = text[max(0, at - AROUND) : at], text[at : at + AROUND]
+        whole, before, behind = ids_of(self.tokenizer, ["".join(parts), *parts])
+        holds = whole == before + behind
+        self.tried, self.held = self.tried + 1, self.held + holds
+        if self.tried == PROOFS and not self.held:
+            self.never = True
+            log.info("data: this tokenizer gives other tokens to a text in pieces, so each text is encoded whole.")
+        return holds
+
+
+def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[str, bool]]:
+    """(piece, whether the text ends with it): nothing of an empty text.
+
+    Args:
+        blocks: of one text.
+        cuts: None: every cut is taken for proved, as it is for the tokenizers that are trained here.
+    """
+    held: list[str] = []
+    for block in blocks:
+        start = 0
+        for at in _places(block, cuts):
+            yield "".join([*held, block[start:at]]), False
+            held, start = [], at
+        held.append(block[start:])
+    if any(held):
+        yield "".join(held), True
+
+
+def _places(block: str, cuts: Cuts | None) -> Iterator[int]:
+    at = PIECE
+    while not (cuts and cuts.never) and (found := CUT.search(block, at, max(at, len(block) - AROUND))):
+        at = found.end()
+        if cuts is None or cuts.proved(block, at):
+            yield at
+            at += PIECE
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text, without special tokens: (tokens,) uint32."""
+    cuts, found = Cuts(tokenizer), [[] for _ in texts]
+    parts = ((i, part) for i, text in enumerate(texts) for part, _ in pieces([text], cuts))
+    for batch in batches(parts, lambda part: len(part[1])):
+        of_each = ids_of(tokenizer, [part for _, part in batch])
+        for (i, _), ids in zip(batch, of_each, strict=True):
+            found[i].append(np.fromiter(ids, np.uint32, len(ids)))
+    return [of_one[0] if len(of_one) == 1 else np.concatenate([np.empty(0, np.uint32), *of_one]) for of_one in found]
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
+    if tokenizer.is_fast:  # all cores, and no offsets that nobody reads
+        encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return (encoding.ids for encoding in encoded)
+    return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+
+def end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a document: one token, or none where the tokenizer has no such token."""
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+def text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def batches(items: Iterable[T], characters: Callable[[T], int], most: int = BATCH) -> Iterator[list[T]]:
+    """Groups of about `most` characters: enough to keep every core busy, little enough to stay in memory."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        batch.append(item)
+        held += characters(item) + EACH
+        if held >= most:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch

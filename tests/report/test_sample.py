@@ -1,0 +1,135 @@
+"""Samples of each evaluation: what plain transformers writes, nothing that training notices, no more memory."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowmem.data.loader import MicroBatch
+from lowmem.errors import Refused
+from lowmem.report import sample
+from same import last, same
+
+DRAWS = ("model.architecture.resid_pdrop=0.2", "val_every=2", "save_every=2", "max_steps=4", "log_every=4")
+PROMPTS = "sample_prompts=['def return','class']"
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def weights(run):
+    return last(run)["state_dict"]
+
+
+def test_the_likeliest_tokens_are_those_of_the_exported_model_and_a_resume_goes_on(fit):
+    lines = (*DRAWS, PROMPTS, "sample_tokens=6")
+    _, run = fit(*lines)
+    assert [(row["step"], row["prompt"]) for row in rows(run)] == [
+        (n, p) for n in (2, 4) for p in ("def return", "class")
+    ]
+    model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    for row in rows(run)[2:]:
+        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        for _ in range(6):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        assert sample.printable(tokenizer.decode(ids[0])) == row["prompt"] + row["greedy"]
+    whole = rows(run)
+    fit(*lines, f"resume={run / 'checkpoints' / 'step-00000002.ckpt'}")
+    assert rows(run) == whole  # of the step that it went on from they stay, later ones are written again
+
+
+def test_training_does_not_notice_them(fit, monkeypatch):
+    plain = weights(fit(*DRAWS, folder="plain")[1])
+    assert same(weights(fit(*DRAWS, "sample_tokens=8", folder="sampled")[1]), plain)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *_: nullcontext())  # deliberately wrong
+    assert not same(weights(fit(*DRAWS, "sample_tokens=8", folder="wrong")[1]), plain)
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        (),
+        ("gradient_checkpointing=offload", "loss=chunked", "optim=sgd", "batch_size=1"),
+        ("precision=bf16-master", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),
+    ],
+    ids=" ".join,
+)
+def test_an_evaluation_with_samples_needs_no_more_memory_than_training(fit, technique):
+    longest = ("seq_len=64", "sample_tokens=32", f"sample_prompts=['{'def return ' * 40}']", "val_sequences=1")
+    summary, run = fit("max_steps=1", *longest, *technique)
+    peaks = {phase: sizes["device"] for phase, sizes in summary["peak_bytes_by_phase"].items() if "device" in sizes}
+    assert rows(run)[0]["greedy"] and peaks["evaluation"] <= max(peaks["forward"], peaks["backward"], peaks["step"])
+
+
+def test_the_meter_sees_them(fit):
+    def peak(*more):
+        summary = fit("max_steps=1", "val_sequences=1", "batch_size=1", "seq_len=4", "loss=chunked", *more)[0]
+        return summary["peak_bytes_by_phase"]["evaluation"]["device"]
+
+    held = []
+
+    def hoards(*_, **__):
+        held.append(torch.zeros(1 << 20))
+        return ""
+
+    plain = peak()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sample, "continuation", hoards)
+        assert peak("sample_tokens=2") >= 2 * held[0].nbytes > 2 * plain
+
+
+def test_each_evaluation_is_a_text_and_a_table_of_its_own():
+    texts, tables = [], []
+    board = TensorBoardLogger.__new__(TensorBoardLogger)
+    board._experiment = SimpleNamespace(add_text=lambda *text: texts.append(text))
+    wandb = SimpleNamespace(log_table=lambda *table, step: tables.append((*table, step)))
+    for step in (2, 4):
+        sample.send(
+            [{"step": step, "prompt": "a", "greedy": "b", "sampled": "c"}], [board, wandb, SimpleNamespace()], step
+        )
+    assert texts == [("samples", "a**b**\n\n*drawn:* c", step) for step in (2, 4)]
+    assert tables == [
+        ("samples", ["step", "prompt", "greedy", "sampled"], [[step, "a", "b", "c"]], step) for step in (2, 4)
+    ]
+
+
+def test_prompts_are_a_list_or_lines(tmp_path):
+    file, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    file.write_text("one\n\n two \n")
+    said = [{"role": "user", "content": "hi"}]
+    records.write_text("\n".join(map(json.dumps, ["one", {"prompt": "two"}, {"messages": said}])))
+    assert sample.prompts(["a", "b"]) == ["a", "b"]
+    assert sample.prompts(str(file)) == ["one", " two "]
+    assert sample.prompts(str(records)) == ["one", "two", said]
+    wrong = {
+        "a.jsonl": "{",
+        "b.jsonl": '{"text": "x"}',
+        "c.jsonl": '{"messages": []}',
+        "d.jsonl": "7",
+        "e.txt": "",
+        "f.txt": None,
+    }
+    for name, content in wrong.items():
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(Refused, match=r"sample_prompts"):
+            sample.prompts(str(tmp_path / name))
+    for given in ([1], [""], [[]], [[{"role": "user"}]], []):
+        with pytest.raises(Refused, match=r"sample_prompts"):
+            sample.prompts(given)
+
+
+def test_without_any_they_begin_as_validation_does():
+    ids, none = torch.arange(20)[None], -100
+    text = ids + 1
+    assert sample.beginning(MicroBatch(ids, text)).tolist() == [list(range(8))]
+    chat = torch.where(ids < 11, none, text)
+    assert sample.beginning(MicroBatch(ids, chat)).tolist() == [
+        list(range(12))
+    ]  # until the answer's first token is next

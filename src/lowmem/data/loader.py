@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lowmem.accumulation import WindowSize

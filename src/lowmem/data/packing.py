@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lowmem.data.loader import IGNORED, MicroBatch, Rows
 from lowmem.data.tokens import Split
@@ -211,7 +210,9 @@ def told(report: Mapping, name: str, packing: str) -> str:
     }
     said = "".join(f"; {count:,} {what}" for what, count in left_out.items() if count)
     filled = f", {report['fill']:.1%} filled" if "fill" in report else ""
-    return f"data.packing={packing}, {name}: {report['documents']:,} documents in {report['rows']:,} rows{filled}{said}."
+    return (
+        f"data.packing={packing}, {name}: {report['documents']:,} documents in {report['rows']:,} rows{filled}{said}."
+    )
 
 
 def with_positions(data: Mapping) -> bool:
@@ -232,10 +233,11 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
     lengths = np.diff(ends, prepend=0)
     above = lengths > seq_len
     if too_long == "refuse" and above.any():
+        longest = int(lengths.max())
         raise Refused(
             f"data.too_long=refuse: {int(above.sum()):,} of {len(ends):,} documents of the {name} split are longer "
-            f"than seq_len={seq_len}; the longest has {int(lengths.max()):,} tokens. Type seq_len={int(lengths.max())}, "
-            "or data.too_long=cut or drop."
+            f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, or data.too_long=cut "
+            "or drop."
         )
     kept = ~above if too_long == "drop" else np.ones(len(ends), bool)
     of = _cut(ends[kept] - lengths[kept], lengths[kept], seq_len)

@@ -32,7 +32,7 @@ class Data(NamedTuple):
 
     tokens: Tokens
     train: WindowLoader
-    val: ValidationLoader
+    val: list[ValidationLoader]  # the first is that by which a checkpoint is the best
     prompts: list[Tensor]  # of the samples, (1, T) each
     spec: dict  # cfg.model
     config: PretrainedConfig
@@ -49,7 +49,7 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     how = cfg.seq_len, source.packing, source.too_long
     train = WindowLoader(rows(tokens.train, *how, "train"), cfg.batch_size, windows, cfg.seed, start)
     val = ValidationLoader(rows(tokens.val, *how, "val"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, val, _prompts(cfg, tokens.tokenizer, val), spec, config)
+    return Data(tokens, train, [val], _prompts(cfg, tokens.tokenizer, val), spec, config)
 
 
 def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:

@@ -15,7 +15,7 @@ from lowmem.overrides import quoted
 
 CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
-TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
+TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss", "adapter")
 README = (ROOT / "README.md").read_text()
 # What the first cell of each row of its tables names; choices that do the same share a row.
 NAMED = [

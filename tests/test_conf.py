@@ -106,6 +106,7 @@ def test_advice_names_only_what_is_not_in_use_and_composes():
         "optim=adam8bit",
         "batch_size=4 accumulation=fixed accumulation.batches=2",
         "loss=chunked",
+        "adapter=lora",
         "seq_len=64",
     ]
     with initialize_config_dir(str(CONF), version_base="1.3"):

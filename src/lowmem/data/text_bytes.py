@@ -6,12 +6,14 @@ adds to the tokens before it, since a token alone may lose a space, or be a part
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.loader import IGNORED, MicroBatch, Sequences, ValidationLoader
+from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
+from lowmem.data.packing import Joined
 from lowmem.data.tokens import Tokens, byte_level, bytes_of
 
 BEFORE = 4  # tokens: a character has no more bytes
@@ -30,8 +32,9 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
     """Labels that count, and bytes of their text."""
-    if isinstance(val.sequences, Sequences):
-        return val.predicted, tokens.val_bytes(val.predicted + 1) - tokens.val_bytes(1)
+    if isinstance(rows := val.sequences, Joined) and rows.split.learnt_bits is None:
+        known = replace(tokens, val=rows.split)  # a mixture has several
+        return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
     return label_bytes(tokens.tokenizer, val)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
-from lowmem.data.packing import Joined
 from lowmem.data.tokens import Tokens, byte_level, bytes_of
 
 BEFORE = 4  # tokens: a character has no more bytes
@@ -32,8 +31,8 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
     """Labels that count, and bytes of their text."""
-    if isinstance(rows := val.sequences, Joined) and rows.split.learnt_bits is None:
-        known = replace(tokens, val=rows.split)  # a mixture has several
+    if val.sequences.without_gaps:
+        known = replace(tokens, val=val.sequences.split)  # of a mixture each part has its own
         return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
     return label_bytes(tokens.tokenizer, val)
 

@@ -74,15 +74,22 @@ def check_places(cfg: DictConfig) -> None:
     for key in OF_A_RUN:
         if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
             raise no_such_run(key, cfg[key])
-    for key in ("path", "val_path"):
-        if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
-            raise corpus.no_such(f"data.{key}", cfg.data[key])
+    _check_texts("data", cfg.data)
+    for name, part in cfg.data.get("parts", {}).items():
+        _check_texts(f"data.parts.{name}", part)
     if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
-    if "encoding" in cfg.data:
-        corpus.checked_encoding(cfg.data.encoding)
-    if "on_error" in cfg.data:
-        corpus.checked_on_error(cfg.data.on_error)
+
+
+def _check_texts(of: str, data: DictConfig) -> None:
+    """Args: of: the key of `data`. What may be on a hub is told of where it is looked for."""
+    for key in ("path", "val_path"):
+        if data.get(key) is not None and "revision" not in data and not _is_there(data[key]):
+            raise corpus.no_such(f"{of}.{key}", data[key])
+    if "encoding" in data:
+        corpus.checked_encoding(data.encoding)
+    if "on_error" in data:
+        corpus.checked_on_error(data.on_error)
 
 
 def no_such_run(key: str, place: str) -> Refused:

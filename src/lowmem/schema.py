@@ -285,6 +285,7 @@ ARGUMENTS: dict[str, Any] = {
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
     "skip_bad": Switch,
+    "weights": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
     **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("a field's name, or null", Text | None)),
     "init_scale": Positive,
     "clip": Clip,

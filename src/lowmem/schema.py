@@ -214,6 +214,7 @@ class Run(Section):
     evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
     export: _words("a run folder or a checkpoint, or null", Place | None)
     generate: _words("a run folder, an exported model or an adapter, or null", Place | None)
+    show: _words("how many sequences of training are printed, or null", Count | None)
     prompt: _words("a text, or null", str | None)
     max_new_tokens: Count
     temperature: NotNegative

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.chat_template import CHATML, TODAY, Bad, ChatTemplate, Messages, Rendered
+from lowmem.data.chat_template import CHATML, CHATML_TOKENS, TODAY, Bad, ChatTemplate, Messages, Rendered
 from lowmem.errors import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -62,6 +62,17 @@ class Chat:
     def text(self, fields: dict) -> str:
         """Contents alone: a BPE that saw the markup would learn it as words."""
         return "\n".join(message["content"] for message in self._checked(fields))
+
+    def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Give a tokenizer the template that is trained on, to be saved with it: the one that was typed, or ChatML
+        where there is none and its two tokens are, as a tokenizer has them that was trained on conversations."""
+        source = self.source
+        if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
+            source = CHATML
+        if source:
+            tokenizer.chat_template = source
+        if source == CHATML:
+            tokenizer.eos_token = CHATML_TOKENS[1]  # where whoever generates text stops
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
         template = self._of(tokenizer)

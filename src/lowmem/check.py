@@ -79,6 +79,7 @@ def check_places(cfg: DictConfig) -> None:
             raise corpus.no_such(f"data.{key}", cfg.data[key])
     if "encoding" in cfg.data:
         corpus.checked_encoding(cfg.data.encoding)
+    if "on_error" in cfg.data:
         corpus.checked_on_error(cfg.data.on_error)
 
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from lowmem.data.packing import rows
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lowmem.data.loader import WindowLoader
-from lowmem.data.packing import rows
 from lowmem.data.tokens import Split
 from lowmem.report.show import RULE, Row, page, pieces, row_of, written
 

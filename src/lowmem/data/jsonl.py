@@ -35,11 +35,16 @@ def jsonl(
     packing: str = "documents",
     too_long: str = "cut",
     skip_bad: bool = False,
+    assistant: str = "all",
+    control_tokens: str = "refuse",
+    boundary: str = "refuse",
+    template: str | None = None,
 ) -> Records:
     """Each line of a file, or of the files of a folder that match `pattern`. Of several files some are validation; of
-    one, some of its lines."""
+    one, some of its lines. The last four are of conversations (`chat.py`)."""
     lines = Lines(found(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
-    of_each = encoder(field, prompt, completion, messages)
+    chat = {"assistant": assistant, "control_tokens": control_tokens, "boundary": boundary, "template": template}
+    of_each = encoder(field, prompt, completion, messages, **chat)
     return Records(lines, of_each, "jsonl", packing, too_long, skip_bad)
 
 

@@ -49,6 +49,9 @@ class Chat:
         self.messages, self.assistant = messages, assistant
         self.control_tokens, self.boundary = control_tokens, boundary
         self.source = CHATML if template == "chatml" else template and _read(template)
+        self.chat = self
+        # of a tokenizer that is trained on conversations: it has no template of its own
+        self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.opened: tuple[PreTrainedTokenizerBase, ChatTemplate] | None = None
 
     def key(self) -> list:
@@ -58,7 +61,7 @@ class Chat:
 
     def text(self, fields: dict) -> str:
         """Contents alone: a BPE that saw the markup would learn it as words."""
-        return "\n".join(message["content"] for message in self._checked(fields))
+        return checked("\n".join(message["content"] for message in self._checked(fields)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Give a tokenizer the template that is trained on, to be saved with it: the one that was typed, or ChatML

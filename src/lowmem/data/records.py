@@ -80,6 +80,7 @@ class Records:
     ) -> None:
         self.reader, self.encoder, self.name = reader, encoder, name
         self.packing, self.too_long, self.skip_bad = packing, too_long, skip_bad
+        self.chat = getattr(encoder, "chat", None)
         self._bad: dict[str, list[str]] = {}  # split -> the first records that were left out, each a sentence
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
 

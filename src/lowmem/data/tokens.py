@@ -20,6 +20,7 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowmem.data.chat import Chat
 from lowmem.data.source import Encoded, Source, SplitName
 from lowmem.errors import Refused
 
@@ -103,6 +104,10 @@ def tokenize(
         Refused: a file that cannot be read or is no text; no text at all; validation on what is trained on; no room
             for the tokens.
     """
+    if (chat := _chat(source)) and tokenizer:
+        chat.dress(tokenizer)
+    elif chat:
+        special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
     folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
     if not (folder / "meta.json").exists():
         try:
@@ -116,7 +121,12 @@ def tokenize(
     for note in meta["notes"]:
         log.info(note)
     train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
-    return Tokens(train, val, tokenizer or _load_bpe(folder / "tokenizer.json"))
+    return Tokens(train, val, tokenizer or _load_bpe(folder / "tokenizer.json", source))
+
+
+def _chat(source: Source) -> Chat | None:
+    """What conversations ask of a tokenizer, where the source has some."""
+    return getattr(source, "chat", None)
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -153,7 +163,7 @@ def _write(
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
             _train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = _load_bpe(draft / "tokenizer.json")
+            tokenizer = _load_bpe(draft / "tokenizer.json", source)
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
@@ -193,8 +203,12 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_toke
     target.write_text(bpe.to_str(pretty=True))
 
 
-def _load_bpe(file: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+def _load_bpe(file: Path, source: Source) -> PreTrainedTokenizerFast:
+    names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
+    made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
+    if chat := _chat(source):
+        chat.dress(made)
+    return made
 
 
 def _write_split(

@@ -71,6 +71,8 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
+    if of.tokens.template is not None:
+        made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made

@@ -45,7 +45,7 @@ def jsonl(
     lines = Lines(found(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
     chat = {"assistant": assistant, "control_tokens": control_tokens, "boundary": boundary, "template": template}
     of_each = encoder(field, prompt, completion, messages, **chat)
-    return Records(lines, of_each, "jsonl", packing, too_long, skip_bad)
+    return Records(lines, of_each, "chat" if messages else "jsonl", packing, too_long, skip_bad)
 
 
 def _of_lines(encoding: str) -> str:

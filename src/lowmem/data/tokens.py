@@ -64,11 +64,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Both splits, and what made ids of their text."""
+    """Both splits, and what made ids of their text.
+
+    Args:
+        template: of conversations: a digest of the chat template that made text of them.
+    """
 
     train: Split
     val: Split
     tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
 
     def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
         """nats per token -> bits per byte, of an evaluation that predicts tokens 1 .. `predicted` of `val`.
@@ -121,7 +126,9 @@ def tokenize(
     for note in meta["notes"]:
         log.info(note)
     train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
-    return Tokens(train, val, tokenizer or _load_bpe(folder / "tokenizer.json", source))
+    tokenizer = tokenizer or _load_bpe(folder / "tokenizer.json", source)
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
+    return Tokens(train, val, tokenizer, template)
 
 
 def _chat(source: Source) -> Chat | None:

@@ -30,7 +30,7 @@ class Data(NamedTuple):
 
     tokens: Tokens
     train: WindowLoader
-    val: ValidationLoader
+    val: list[ValidationLoader]  # the first is that by which a checkpoint is the best
     prompts: list[Tensor]  # of the samples, (1, T) each
     spec: dict  # cfg.model
     config: PretrainedConfig
@@ -45,7 +45,7 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     start = saved.position if saved else START
     train = WindowLoader(Sequences(tokens.train.ids, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
     val = ValidationLoader(Sequences(tokens.val.ids, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, val, _prompts(cfg, tokens.tokenizer, val), spec, config)
+    return Data(tokens, train, [val], _prompts(cfg, tokens.tokenizer, val), spec, config)
 
 
 def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:

@@ -167,10 +167,14 @@ class WindowLoader:
 
 
 class ValidationLoader:
-    """The first `limit` sequences of the validation split, in order, in micro-batches of the training size."""
+    """The first `limit` sequences of a validation set, in order, in micro-batches of the training size.
 
-    def __init__(self, sequences: Sequences, batch_size: int, limit: int) -> None:
-        self.sequences, self.batch_size = sequences, batch_size
+    Args:
+        name: empty where there is no other set.
+    """
+
+    def __init__(self, sequences: Sequences, batch_size: int, limit: int, name: str = "") -> None:
+        self.sequences, self.batch_size, self.name = sequences, batch_size, name
         self.count = min(len(sequences), limit)
 
     @property

@@ -88,7 +88,7 @@ class Tokens:
         whole = int(np.searchsorted(self.val.ends, count, side="right"))
         start, text = (int(of[whole - 1]) if whole else 0 for of in (self.val.ends, self.val.text_bytes))
         pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
-        return text + sum(_text_bytes(self.tokenizer, piece) for piece in pieces)
+        return text + sum(bytes_of(self.tokenizer, piece) for piece in pieces)
 
 
 def tokenize(
@@ -316,10 +316,10 @@ class Twice:
             )
 
 
-def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
+def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
     """Of the text that the tokens stand for. Byte-level ones may begin and end inside a character; of others, one that
     is cut does not count."""
-    if not (tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)):
+    if not byte_level(tokenizer):
         text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
     times = np.bincount(ids)
@@ -327,3 +327,8 @@ def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
     added = tokenizer.get_added_vocab()  # written as they are; every other token has one character for each byte
     tokens = tokenizer.convert_ids_to_tokens(different.tolist())
     return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
+
+
+def byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a token stands for bytes, whatever is before it."""
+    return tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-from lowmem.data.packing import rows
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lowmem.check import check_values
 from lowmem.data.loader import WindowLoader
+from lowmem.data.packing import rows
 from lowmem.data.tokens import Split
+from lowmem.errors import Refused
 from lowmem.report.show import RULE, Row, page, pieces, row_of, written
 
 
@@ -89,6 +91,20 @@ def test_the_page_ends_with_counts(letters):
     split = split_of(letters, *DOCUMENTS, learnt="-xxx-xx-xxxxxx")
     loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), 1, lambda *_: 1, seed=0)
     text = page(loader, split, letters, 9)
-    assert text.count("════ sequence") == 4 and "6 of 7 tokens learnt" in text
+    assert text.count("════ sequence") == 2 and "6 of 7 tokens learnt" in text
     assert "Training: 3 documents; 14 tokens, 79% of them learnt; 2 sequences of 7; 100.0% filled" in text
     assert "\033[32m" in page(loader, split, letters, 1, colour=True)
+
+
+@pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
+def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_path, monkeypatch, packing):
+    monkeypatch.setattr("lowmem.model.build", lambda *_, **__: pytest.fail("a model was built"))
+    code, said = command("show=2", f"data.packing={packing}", "batch_size=auto", "accumulation=effective_batch")
+    assert code == 0 and "sequence 2 of" in said and "sequence 3" not in said
+    assert "Training: 11 documents" in said and "100% of them learnt" in said and "\033" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_show_goes_with_nothing_that_was_trained(config):
+    with pytest.raises(Refused, match=r"evaluate and show: one command does one of them"):
+        check_values(config("show=1", "evaluate=x"))

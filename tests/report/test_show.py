@@ -99,7 +99,7 @@ def test_the_page_ends_with_counts(letters):
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
 def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_path, monkeypatch, packing):
     monkeypatch.setattr("lowmem.model.build", lambda *_, **__: pytest.fail("a model was built"))
-    code, said = command("show=2", f"data.packing={packing}", "batch_size=auto", "accumulation=effective_batch")
+    code, said = command("show=2", f"data.packing={packing}")
     assert code == 0 and "sequence 2 of" in said and "sequence 3" not in said
     assert "Training: 11 documents" in said and "100% of them learnt" in said and "\033" not in said
     assert not (tmp_path / "run").exists()

@@ -126,6 +126,7 @@ def tokenize(
     for note in meta["notes"]:
         log.info(note)
     train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
+<<<<<<< HEAD
     tokenizer = tokenizer or _load_bpe(folder / "tokenizer.json", source)
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
     return Tokens(train, val, tokenizer, template)
@@ -134,6 +135,9 @@ def tokenize(
 def _chat(source: Source) -> Chat | None:
     """What conversations ask of a tokenizer, where the source has some."""
     return getattr(source, "chat", None)
+=======
+    return Tokens(train, val, tokenizer or load_bpe(folder / "tokenizer.json"))
+>>>>>>> main
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -169,8 +173,13 @@ def _write(
     try:
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
+<<<<<<< HEAD
             _train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
             tokenizer = _load_bpe(draft / "tokenizer.json", source)
+=======
+            train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
+            tokenizer = load_bpe(draft / "tokenizer.json")
+>>>>>>> main
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
@@ -200,7 +209,7 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
             yield text
 
 
-def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
     """Only its training sees long words in pieces; what it encodes it sees whole."""
     bpe = ByteLevelBPETokenizer()
     words, special = bpe.pre_tokenizer, [END_OF_TEXT, *special_tokens]
@@ -210,12 +219,17 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_toke
     target.write_text(bpe.to_str(pretty=True))
 
 
+<<<<<<< HEAD
 def _load_bpe(file: Path, source: Source) -> PreTrainedTokenizerFast:
     names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
     made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
     if chat := _chat(source):
         chat.dress(made)
     return made
+=======
+def load_bpe(file: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+>>>>>>> main
 
 
 def _write_split(

@@ -54,7 +54,7 @@ def test_a_tokenizer_trained_on_conversations_has_chatml_and_learnt_no_markup(ch
 
 def test_training_on_the_conversations_that_ship_learns_and_the_model_has_the_template(run, tmp_path):
     summary = run("max_steps=25", "lr=1e-2", "val_sequences=16")
-    assert summary["val_loss"] < 5.0  # of 6.0 = ln(400) at the start
+    assert summary["val_loss"] < 5.5  # of 6.0 = ln(400) at the start
     exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert exported.chat_template == CHATML and config["eos_token_id"] == exported.eos_token_id
@@ -83,5 +83,5 @@ def test_the_line_of_a_bad_conversation_is_named_or_it_is_left_out_and_counted(r
     with pytest.raises(Refused, match=r"some\.jsonl, line 3: there is no answer of the assistant"):
         run("max_steps=1", path=file)
     with caplog.at_level("INFO", logger="lowmem"):
-        assert run("max_steps=1", "seq_len=32", "data.skip_bad=true", path=file, folder="skips")["steps"] == 1
+        assert run("max_steps=1", "seq_len=96", "data.skip_bad=true", path=file, folder="skips")["steps"] == 1
     assert "1 of" in caplog.text and "some.jsonl, line 3" in caplog.text

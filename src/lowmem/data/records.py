@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-<<<<<<< HEAD
 from lowmem.data.bad import Bad, checked
-=======
 from lowmem.data.corpus import Files
->>>>>>> main
 from lowmem.data.pieces import batches, encode, end_of, text_bytes
 from lowmem.data.reading import ahead, digests, shown
 from lowmem.data.source import Encoded, SplitName

@@ -126,8 +126,7 @@ def tokenize(
     for note in meta["notes"]:
         log.info(note)
     train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
-<<<<<<< HEAD
-    tokenizer = tokenizer or _load_bpe(folder / "tokenizer.json", source)
+    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
     return Tokens(train, val, tokenizer, template)
 
@@ -135,9 +134,6 @@ def tokenize(
 def _chat(source: Source) -> Chat | None:
     """What conversations ask of a tokenizer, where the source has some."""
     return getattr(source, "chat", None)
-=======
-    return Tokens(train, val, tokenizer or load_bpe(folder / "tokenizer.json"))
->>>>>>> main
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -173,13 +169,8 @@ def _write(
     try:
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
-<<<<<<< HEAD
-            _train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = _load_bpe(draft / "tokenizer.json", source)
-=======
             train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = load_bpe(draft / "tokenizer.json")
->>>>>>> main
+            tokenizer = load_bpe(draft / "tokenizer.json", _chat(source))
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
@@ -219,17 +210,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
     target.write_text(bpe.to_str(pretty=True))
 
 
-<<<<<<< HEAD
-def _load_bpe(file: Path, source: Source) -> PreTrainedTokenizerFast:
+def load_bpe(file: Path, chat: Chat | None = None) -> PreTrainedTokenizerFast:
     names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
     made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
-    if chat := _chat(source):
+    if chat:
         chat.dress(made)
     return made
-=======
-def load_bpe(file: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
->>>>>>> main
 
 
 def _write_split(

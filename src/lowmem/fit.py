@@ -31,6 +31,7 @@ from lowmem.report import summary as report
 from lowmem.runs import folders
 from lowmem.settings import Settings
 from lowmem.terminal import folded
+from lowmem.trained import parameters
 from lowmem.trained import trained as trained_of
 from lowmem.training import DidNotFit, Training, trained
 
@@ -146,7 +147,7 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": cfg.batch_size,
         "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
-        "parameters": sum(p.numel() for p in module.model.parameters()),
+        "parameters": parameters(module.model),
         "trained_parameters": sum(p.numel() for _, p in trained_of(module.model)),
         "interrupted": training.stop.interrupted,
         "signal": training.stop.signal.name if training.stop.signal else None,

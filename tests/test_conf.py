@@ -26,6 +26,7 @@ NAMED = [
 # What a choice leaves for the user to say.
 GIVEN = {
     "data=text": ["data.path=x"],
+    "data=jsonl": ["data.path=x"],
     "model=hf": ["model.name=x"],
     "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
     "accumulation=by_step": ["accumulation.sizes={0: 1, 1: 2}"],

@@ -18,9 +18,10 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
-PLACES += ("tokenizer", "generate")
+PLACES += ("tokenizer", "generate", "adapter.path")
 WHOLE = (*FOLDERS, "may_change", "prompt")  # a comma in these separates nothing, in a sweep either
-TEXTS = (*WHOLE, *PLACES, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
+FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # whatever a file calls them
+TEXTS = (*WHOLE, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
 # Two ways to say one thing: of a run that goes on, whichever is typed now stands in the place of both.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
 # What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.

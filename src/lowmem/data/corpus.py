@@ -11,10 +11,10 @@ import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowmem.data.pieces import Cuts, batches, end_of, ids_of, pieces, text_bytes
 from lowmem.data.reading import ahead, between, blocks, cut_at, digests, is_text, shown
@@ -121,7 +121,8 @@ def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") 
             f"data=stdlib: there are no .py files under {root}; this Python ships its library without sources. "
             "Type data=text data.path=<your text files>."
         )
-    return _split("stdlib", root, files, val_fraction, on_error="replace", packing=packing, too_long=too_long)
+    held = split(root, files, val_fraction)
+    return Corpus("stdlib", *held, on_error="replace", packing=packing, too_long=too_long)
 
 
 def text(
@@ -137,10 +138,42 @@ def text(
     """A file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing else."""
     how = {"encoding": checked_encoding(encoding), "on_error": checked_on_error(on_error)}
     how |= {"packing": packing, "too_long": too_long}
-    root, files = _text_files(path, pattern, "data.path", on_error)
+    root, train, val = files = found(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
+    return Corpus("text", root, train, val, tail=val_fraction if files.alone else None, **how)
+
+
+class Files(NamedTuple):
+    """`root` is what their names are relative to in messages."""
+
+    root: Path
+    train: list[Path]
+    val: list[Path]
+
+    @property
+    def alone(self) -> bool:
+        """Whether one file is both, so that it is to be cut."""
+        return self.train == self.val
+
+
+def found(
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | None = None,
+    usable: Callable[[list[Path]], list[Path]] = list,
+) -> Files:
+    """The files of `data.path` and `data.val_path`, or which of the former are held out.
+
+    Args:
+        usable: of the files that match, those that can be read as what they are.
+
+    Raises:
+        Refused: nothing there, or nothing left.
+    """
+    root, files = _files(path, pattern, "data.path", usable)
     if val_path is None:
-        return _split("text", root, files, val_fraction, **how)
-    val = _text_files(val_path, pattern, "data.val_path", on_error)[1]
+        return split(root, files, val_fraction)
+    val = _files(val_path, pattern, "data.val_path", usable)[1]
     held_out = {f.resolve() for f in val}
     train = [f for f in files if f.resolve() not in held_out]
     if not train:
@@ -150,7 +183,7 @@ def text(
         )
     if len(train) < len(files):
         log.info(f"data.val_path: of {len(files)} files of data.path {len(files) - len(train)} are validation only.")
-    return Corpus("text", root, train, val, **how)
+    return Files(root, train, val)
 
 
 def checked_encoding(encoding: str) -> str:
@@ -169,7 +202,7 @@ def checked_on_error(on_error: str) -> str:
     return on_error
 
 
-def _text_files(path: str, pattern: str, key: str, on_error: str) -> tuple[Path, list[Path]]:
+def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], list[Path]]) -> tuple[Path, list[Path]]:
     given = shown(path)
     if not given.strip():
         raise Refused(f"{key}=: it is empty. Type {key}=<a file or folder>, and {key}=. for this one.")
@@ -187,7 +220,7 @@ def _text_files(path: str, pattern: str, key: str, on_error: str) -> tuple[Path,
         where = getattr(error, "filename", None)
         of = f" ({shown(where)})" if where and str(where) != path else ""
         raise Refused(f"{key}={given}: {reason}{of}. Give files and folders that you can read.") from None
-    files = _plain(files, key, on_error)
+    files = usable(files)
     if not files:
         raise Refused(f"{key}={given}: there is no text in it. Give files that hold some.")
     return root, files
@@ -234,30 +267,30 @@ def _all_files(root: Path) -> set[Path]:
     return found
 
 
-def _plain(files: Sequence[Path], key: str, on_error: str) -> list[Path]:
+def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
     records = [f for f in files if f.suffix.lower() in RECORDS]
     if records and on_error == "refuse":
         raise Refused(
-            f"{key}: {shown(records[0])} holds records, and data=text reads plain text: the model would learn braces "
-            "and keys. Write their text into .txt files, or type data.on_error=replace to take them as they are, or "
-            "data.on_error=skip to leave them out."
+            f"data: {shown(records[0])} holds records, and data=text reads plain text: the model would learn braces "
+            "and keys. Type data=jsonl, which reads their fields, or data.on_error=replace to take them as they are, "
+            "or data.on_error=skip to leave them out."
         )
     return [f for f in files if on_error != "skip" or f not in records]
 
 
-def _split(name: str, root: Path, files: list[Path], val_fraction: float, **how: str) -> Corpus:
-    """Hold out whole files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; of a
-    single file its end."""
+def split(root: Path, files: list[Path], val_fraction: float) -> Files:
+    """Hold out whole files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; a
+    single file is both."""
     if not 0.0 < val_fraction < 1.0:
         raise Refused(f"data.val_fraction={val_fraction}: give a share between 0 and 1, such as 0.05.")
     if len(files) == 1:
-        return Corpus(name, root, files, files, tail=val_fraction, **how)
+        return Files(root, files, files)
     order = sorted(files, key=lambda f: hashlib.sha256(_name(f, root)).digest())
     wanted, held_out, val = val_fraction * sum(f.stat().st_size for f in files), 0, []
     while len(val) < len(order) - 1 and (not val or held_out < wanted):
         val.append(order[len(val)])
         held_out += val[-1].stat().st_size
-    return Corpus(name, root, sorted(order[len(val) :]), sorted(val), **how)
+    return Files(root, sorted(order[len(val) :]), sorted(val))
 
 
 def _name(file: Path, root: Path) -> bytes:

@@ -1,0 +1,139 @@
+"""Records from files of JSON lines, read by bytes: an error names the file and the line.
+
+What `json` takes and JSON does not know is refused: a field that stands there twice, NaN. A line is never held beyond
+`LONGEST` bytes.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from lowmem.data.corpus import Files, checked_encoding, found
+from lowmem.data.reading import digests, readable, shown
+from lowmem.data.records import Bad, Record, Records, encoder, place
+from lowmem.data.source import SplitName
+from lowmem.errors import Refused
+
+LONGEST = 1 << 24  # bytes of a line
+BOM = b"\xef\xbb\xbf"
+
+
+def jsonl(
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | None = None,
+    encoding: str = "utf-8",
+    field: str | None = None,
+    prompt: str | None = None,
+    completion: str | None = None,
+    messages: str | None = None,
+    packing: str = "documents",
+    too_long: str = "cut",
+    skip_bad: bool = False,
+) -> Records:
+    """Each line of a file, or of the files of a folder that match `pattern`. Of several files some are validation; of
+    one, some of its lines."""
+    lines = Lines(found(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
+    of_each = encoder(field, prompt, completion, messages)
+    return Records(lines, of_each, "jsonl", packing, too_long, skip_bad)
+
+
+def _of_lines(encoding: str) -> str:
+    if "\n{".encode(checked_encoding(encoding)) != b"\n{":
+        raise Refused(
+            f"data.encoding={encoding}: lines of JSON are found by their bytes, which this encoding writes otherwise. "
+            "Save the file as utf-8, or type utf-8, latin-1 or cp1252 if it is that."
+        )
+    return encoding
+
+
+class Lines:
+    """Reader of the lines of files.
+
+    Args:
+        val_fraction: share of the lines that is validation, where one file is both.
+    """
+
+    def __init__(self, files: Files, val_fraction: float, encoding: str = "utf-8") -> None:
+        self.files, self.val_fraction, self.encoding = files, val_fraction, encoding
+
+    def key(self) -> list:
+        contents = [digests(files) for files in (self.files.train, self.files.val)]
+        return [contents, self.encoding, self.val_fraction if self.files.alone else None]
+
+    def size(self, split: SplitName) -> int:
+        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.files.alone else 1
+        return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
+
+    def records(self, split: SplitName) -> Iterator[Record]:
+        for file in getattr(self.files, split):
+            name = file.relative_to(self.files.root) if file.is_relative_to(self.files.root) else file
+            for number, line in _lines(file):
+                if not self.files.alone or (place(line) < self._held_out) == (split == "val"):
+                    yield Record(f"{shown(name)}, line {number:,}", _fields(line, self.encoding), len(line))
+
+    @cached_property
+    def _held_out(self) -> float:
+        """The share of the lines that is validation: where it is none of a few, the one with the lowest number."""
+        lowest = 1.0
+        for _, line in _lines(self.files.train[0]):
+            lowest = min(lowest, place(line))
+            if lowest < self.val_fraction:
+                return self.val_fraction
+        return float(np.nextafter(lowest, 1.0))
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of every line that is not blank, without what stands around it; of one that is too long the
+    beginning."""
+    with readable(file), file.open("rb") as stream:
+        number = 0
+        while line := stream.readline(LONGEST + 1):
+            number += 1
+            if len(line) > LONGEST and not line.endswith(b"\n"):
+                _skip_rest(stream)
+            if stripped := line.removeprefix(BOM if number == 1 else b"").strip():
+                yield number, stripped
+
+
+def _skip_rest(stream: BinaryIO) -> None:
+    while (rest := stream.readline(LONGEST)) and not rest.endswith(b"\n"):
+        pass
+
+
+def _fields(line: bytes, encoding: str) -> dict | Bad:
+    if len(line) > LONGEST:
+        return Bad(f"it is longer than {LONGEST:,} bytes")
+    try:
+        value = json.loads(line.decode(encoding), object_pairs_hook=_object, parse_constant=_no_constant)
+    except Bad as bad:
+        return bad
+    except UnicodeError as error:
+        return Bad(f"it is no {encoding} (see byte {getattr(error, 'start', 0):,} of the line)")
+    except json.JSONDecodeError as error:
+        near = error.doc[max(0, error.pos - 10) : error.pos + 10]
+        return Bad(f'it is no JSON ({error.msg.lower().rstrip(".")} at character {error.pos:,}, near "{near}")')
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in brackets
+        return Bad(f"it is no JSON that can be read ({str(error).partition(';')[0].lower()})")
+    return value if isinstance(value, dict) else Bad(f"it is {_called(value)} and no object with fields")
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise Bad(f'field "{next(name for name in names if names.count(name) > 1)}" stands there twice')
+    return made
+
+
+def _no_constant(name: str) -> None:
+    raise Bad(f"it holds {name}, which is no JSON")
+
+
+def _called(value: object) -> str:
+    return "a list" if isinstance(value, list) else "a text" if isinstance(value, str) else f'"{value}"'

@@ -1,0 +1,266 @@
+"""Records as documents: a reader gives fields and says where they stand, an encoder makes tokens of them.
+
+Whoever mends a file must know which line. So a record that cannot be used is told by its place and by what was found
+there; with data.skip_bad=true it is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from lowmem.data.pieces import batches, encode, end_of, text_bytes
+from lowmem.data.reading import ahead, shown
+from lowmem.data.source import Encoded, SplitName
+from lowmem.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NAMED = 3  # of the records that are left out the log names so many
+SMALLEST = 512  # characters that a record counts at least, so that not too many are encoded together
+
+
+class Bad(ValueError):
+    """A record that cannot be used: what was found in it, without a name of a file and without a full stop."""
+
+
+class Record(NamedTuple):
+    where: str  # "notes.jsonl, line 3"
+    fields: dict | Bad  # Bad: what stands there is no record
+    size: int = 0  # bytes in its file, where that is known
+
+
+class Reader(Protocol):
+    """Where records come from."""
+
+    def key(self) -> list:
+        """Of contents, and of settings that change the records: lists, texts and numbers."""
+
+    def size(self, split: SplitName) -> int | None:
+        """Bytes that will be read, about; None: nobody knows."""
+
+    def records(self, split: SplitName) -> Iterator[Record]:
+        """In order; read again at each call. What cannot be read at all is `Refused`."""
+
+
+class Encoder(Protocol):
+    """What is made of a record."""
+
+    def key(self) -> list: ...
+
+    def text(self, fields: dict) -> str:
+        """What a tokenizer is trained on.
+
+        Raises:
+            Bad: a record that cannot be used.
+        """
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
+        """A document of each record, or why there is none."""
+
+
+class Records:
+    """The source that a reader and an encoder make.
+
+    Args:
+        name: of the yaml, such as jsonl.
+        packing, too_long: see `Source`.
+        skip_bad: leave out records that cannot be used, and count them; otherwise the first is refused.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        encoder: Encoder,
+        name: str,
+        packing: str = "documents",
+        too_long: str = "cut",
+        skip_bad: bool = False,
+    ) -> None:
+        self.reader, self.encoder, self.name = reader, encoder, name
+        self.packing, self.too_long, self.skip_bad = packing, too_long, skip_bad
+        self._bad: dict[str, list[str]] = {}  # split -> the first records that were left out, each a sentence
+        self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
+
+    def key(self) -> list:
+        return [self.reader.key(), self.encoder.key(), self.skip_bad]
+
+    def size(self, split: SplitName) -> int | None:
+        return self.reader.size(split)
+
+    def texts(self) -> Iterator[str]:
+        """Records that cannot be used are left to `encoded`, which refuses or counts them."""
+        for record in self.reader.records("train"):
+            try:
+                if not isinstance(record.fields, Bad) and (text := self.encoder.text(record.fields)):
+                    yield text
+            except Bad:
+                pass
+
+    def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+        self._bad[split], self._counts[split] = [], [0, 0]
+        for batch in ahead(batches(self.reader.records(split), lambda record: max(record.size, SMALLEST))):
+            self._counts[split][1] += len(batch)
+            usable = [record.fields for record in batch if not isinstance(record.fields, Bad)]
+            made = iter(self.encoder.encode(tokenizer, usable))
+            for record in batch:
+                one = record.fields if isinstance(record.fields, Bad) else next(made)
+                if isinstance(one, Bad):
+                    self._leave_out(split, record.where, one)
+                else:
+                    yield one
+
+    def notes(self) -> list[str]:
+        return [
+            f"data.skip_bad=true: {bad:,} of {count:,} {split} records are left out ({'; '.join(self._bad[split])}"
+            f"{'; and others' * (bad > NAMED)})."
+            for split, (bad, count) in self._counts.items()
+            if bad
+        ]
+
+    def _leave_out(self, split: SplitName, where: str, bad: Bad) -> None:
+        if not self.skip_bad:
+            raise Refused(
+                f"data: {shown(where)}: {shown(bad)}. Mend it, or type data.skip_bad=true to leave such records out "
+                "and count them."
+            )
+        self._counts[split][0] += 1
+        if len(self._bad[split]) < NAMED:
+            self._bad[split].append(f"{shown(where)}: {shown(bad)}")
+
+
+class Text:
+    """One field, all of it learnt."""
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    def key(self) -> list:
+        return ["text", self.field]
+
+    def text(self, fields: dict) -> str:
+        return text_of(fields, self.field)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
+        return _each(batch, self.text, lambda texts: _documents(tokenizer, texts))
+
+
+class Completion:
+    """Two fields, of which the second and the document's end are learnt. Each is encoded alone, as it is when the model
+    is asked: a token that lay in both would be learnt from half of it."""
+
+    def __init__(self, prompt: str, completion: str) -> None:
+        self.prompt, self.completion = prompt, completion
+
+    def key(self) -> list:
+        return ["completion", self.prompt, self.completion]
+
+    def text(self, fields: dict) -> str:
+        return "".join(self._both(fields))
+
+    def _both(self, fields: dict) -> tuple[str, str]:
+        return text_of(fields, self.prompt, empty=True), text_of(fields, self.completion)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
+        return _each(batch, self._both, lambda pairs: self._documents(tokenizer, pairs))
+
+    def _documents(self, tokenizer: PreTrainedTokenizerBase, pairs: list[tuple[str, str]]) -> Iterator[Encoded]:
+        prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
+        for (prompt, _), before, answer in zip(
+            pairs, prompts, _documents(tokenizer, [completion for _, completion in pairs]), strict=True
+        ):
+            ids = np.concatenate([before, answer.ids])
+            yield Encoded(ids, np.arange(len(ids)) >= len(before), text_bytes(prompt) + answer.text_bytes)
+
+
+def encoder(field: str | None, prompt: str | None, completion: str | None, messages: str | None, **chat) -> Encoder:
+    """The one that the keys of a yaml name; without any it is the field "text".
+
+    Args:
+        chat: what conversations take beside the name of their field.
+
+    Raises:
+        Refused: keys of several, or half of one.
+    """
+    given = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
+    if len(given) > 1:
+        raise Refused(
+            f"data.{given[0]} and data.{given[1]}: a record is one of text (data.field), prompt and completion, or a "
+            "conversation (data.messages). Leave the others null."
+        )
+    if bool(prompt) != bool(completion):
+        one, other = ("prompt", "completion") if prompt else ("completion", "prompt")
+        raise Refused(f"data.{one}={prompt or completion}: there is no data.{other}. Type data.{other}=<a field>.")
+    if messages:
+        from lowmem.data.chat import Chat  # templates are slow to import
+
+        return Chat(messages, **chat)
+    return Completion(prompt, completion) if prompt and completion else Text(field or "text")
+
+
+def text_of(fields: dict, name: str, empty: bool = False) -> str:
+    """Raises:
+    Bad: no such field, or what is in it is no text that a tokenizer takes.
+    """
+    if name not in fields:
+        there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
+        raise Bad(f'there is no field "{name}"; its fields are {there}')
+    return checked(fields[name], f'field "{name}"', empty)
+
+
+def checked(value: object, what: str, empty: bool = False) -> str:
+    """Args: what: names the value in a sentence; empty: whether a text without a visible character will do.
+
+    Raises:
+        Bad: it is none, or holds what is no character.
+    """
+    if not isinstance(value, str):
+        raise Bad(f"{what} is {_kind(value)} and no text")
+    if not empty and not value.strip():
+        raise Bad(f"{what} is empty")
+    if "\0" in value:
+        raise Bad(f"{what} holds a zero byte")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeError:
+            raise Bad(f"{what} holds half a character") from None
+    return value
+
+
+def place(record: bytes) -> float:
+    """From 0 to 1: those below `val_fraction` are validation. It hangs on the record alone, so that none changes its
+    side when others are added."""
+    return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"the number {str(value)[:20]}"
+    return {list: "a list", dict: "an object"}.get(type(value), f"a {type(value).__name__}")
+
+
+def _each(batch: list[dict], read, documents) -> list[Encoded | Bad]:
+    """What `documents` makes of everything that could be read, with what is bad in its place."""
+    found: list = []
+    for fields in batch:
+        try:
+            found.append(read(fields))
+        except Bad as bad:
+            found.append(bad)
+    made = iter(documents([one for one in found if not isinstance(one, Bad)]))
+    return [one if isinstance(one, Bad) else next(made) for one in found]
+
+
+def _documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Encoded]:
+    end = np.asarray(end_of(tokenizer), np.uint32)
+    for text, ids in zip(texts, encode(tokenizer, list(texts)), strict=True):
+        yield Encoded(np.concatenate([ids, end]), None, text_bytes(text))

@@ -1,0 +1,315 @@
+"""Lines of JSON as documents, what is learnt of them, and the sentence that each bad line ends in."""
+
+import json
+import shutil
+from collections import Counter
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from test_any_files import one_of
+
+from lowmem.data import corpus, jsonl, tokens
+from lowmem.errors import Refused
+
+
+def write(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [one if isinstance(one, bytes) else json.dumps(one, ensure_ascii=False).encode() for one in records]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def opened(path, val_fraction=0.2, pattern="**/*.jsonl", **typed):
+    return jsonl.jsonl(path, pattern, val_fraction, **typed)
+
+
+def made_of(folder, path, **typed):
+    return tokens.tokenize(opened(path, **typed), folder / "cache", 400)
+
+
+def documents(made, split):
+    """The text of each, its end left out."""
+    of = getattr(made, split)
+    said = [made.tokenizer.decode(ids) for ids in np.split(of.ids, of.ends[:-1])]
+    assert all(text.endswith(tokens.END_OF_TEXT) for text in said)
+    return [text.removesuffix(tokens.END_OF_TEXT) for text in said]
+
+
+TEXTS = [f'Größe {i} of {i * i}, and\nwords 数据 "{i}"' for i in range(50)]
+
+
+def test_every_line_is_a_document_of_one_of_the_splits(tmp_path):
+    made = made_of(tmp_path, write(tmp_path / "one.jsonl", [{"text": text, "id": 3} for text in TEXTS]))
+    train, val = (documents(made, split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(TEXTS) and 3 <= len(val) <= 20
+    assert made.val.text_bytes[-1] == sum(len(text.encode()) for text in val) and made.val.learnt_bits is None
+
+
+def test_what_is_around_the_lines_changes_nothing(tmp_path):
+    """A mark of UTF-8, Windows' ends of lines, lines without anything, an end without a newline."""
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "plain.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "odd.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n  \r\n\r\n".join(lines).encode())
+    plain, odd = (made_of(tmp_path, str(tmp_path / f"{name}.jsonl")) for name in ("plain", "odd"))
+    assert np.array_equal(plain.train.ids, odd.train.ids) and np.array_equal(plain.val.ends, odd.val.ends)
+
+
+def test_a_line_that_is_added_moves_no_other_to_the_other_side(tmp_path):
+    def held_out(texts):
+        source = opened(write(tmp_path / "one.jsonl", [{"text": text} for text in texts]))
+        return {record.fields["text"] for record in source.reader.records("val")}
+
+    before = held_out(TEXTS)
+    assert held_out([*TEXTS, "another", "and more"]) - {"another", "and more"} == before
+    assert held_out(TEXTS[::-1]) == before
+
+
+def test_of_few_lines_one_is_validation(tmp_path):
+    for count in (2, 3, 4):
+        source = opened(write(tmp_path / "one.jsonl", [{"text": text} for text in TEXTS[:count]]), 0.001)
+        sizes = [len(list(source.reader.records(split))) for split in ("train", "val")]
+        assert sizes == [count - 1, 1]
+
+
+def test_several_files_are_split_by_file_and_val_path_is_its_own(tmp_path):
+    for i in range(4):
+        write(tmp_path / "in" / f"{i}.jsonl", [{"text": text} for text in TEXTS[i * 10 : i * 10 + 10]])
+    made = made_of(tmp_path, str(tmp_path / "in"), val_fraction=0.25)
+    assert documents(made, "val") in [TEXTS[i : i + 10] for i in (0, 10, 20, 30)]
+    other = write(tmp_path / "other.jsonl", [{"text": text} for text in TEXTS[40:]])
+    made = made_of(tmp_path, str(tmp_path / "in"), val_path=other)
+    assert documents(made, "val") == TEXTS[40:] and documents(made, "train") == TEXTS[:40]
+
+
+def test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path):
+    pairs = [(f"What is {i} of it? ", f" It is 数 {i}.\n") for i in range(40)]
+    path = write(tmp_path / "one.jsonl", [{"q": q, "a": a} for q, a in pairs])
+    made = made_of(tmp_path, path, prompt="q", completion="a")
+    start, seen = 0, 0
+    for stop in made.train.ends.tolist():
+        learnt, ids = made.train.learnt(start, stop), made.train.ids[start:stop]
+        said = made.tokenizer.decode(ids[~learnt]), made.tokenizer.decode(ids[learnt])
+        assert (said[0], said[1].removesuffix(tokens.END_OF_TEXT)) in pairs and ids[-1] == made.tokenizer.eos_token_id
+        start, seen = stop, seen + 1
+    assert seen > 20 and 0.2 < made.train.learnt(0, start).mean() < 0.9
+    assert np.array_equal(made.train.learnt(3, 70), made.train.learnt(0, start)[3:70])
+
+
+def test_everything_learnt_would_be_seen(tmp_path, monkeypatch):
+    """The deliberately wrong variant of the test above."""
+    monkeypatch.setattr(tokens._Bits, "add", lambda self, learnt, count, add=tokens._Bits.add: add(self, None, count))
+    with pytest.raises(AssertionError):
+        test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path)
+
+
+BAD = [
+    (b'{"text": "a"', "it is no JSON (expecting"),
+    (b"text", 'it is no JSON (expecting value at character 0, near "text")'),
+    (b'{"text": "a\0b"}', "it is no JSON (invalid control character"),
+    (b'{"text": "a\\u0000b"}', 'field "text" holds a zero byte'),
+    (b'{"text": "\\ud800"}', 'field "text" holds half a character'),
+    (b'{"text": "a", "text": "b"}', 'field "text" stands there twice'),
+    (b'{"text": "a", "score": NaN}', "it holds NaN, which is no JSON"),
+    (b'["text"]', "it is a list and no object with fields"),
+    (b"3", 'it is "3" and no object with fields'),
+    (b'{"body": "a", "id": 1}', 'there is no field "text"; its fields are "body", "id"'),
+    (b"{}", 'there is no field "text"; its fields are none at all'),
+    (b'{"text": 3}', 'field "text" is the number 3 and no text'),
+    (b'{"text": null}', 'field "text" is null and no text'),
+    (b'{"text": ["a"]}', 'field "text" is a list and no text'),
+    (b'{"text": " \\n"}', 'field "text" is empty'),
+    ('{"text": "Größe"}'.encode("latin-1"), "it is no utf-8 (see byte 12 of the line)"),
+    (b'{"text": ' + b"9" * 5000 + b"}", "it is no JSON that can be read (exceeds the limit"),
+    (b"[" * 100_000, "it is no JSON that can be read (maximum recursion depth"),
+    (b'{"text": "' + b"x" * 300_000 + b'"}', "it is longer than 200,000 bytes"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD, ids=[said[:30] for _, said in BAD])
+def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, monkeypatch, caplog, line, said):
+    monkeypatch.setattr(jsonl, "LONGEST", 200_000)
+    good = [{"text": text} for text in TEXTS]
+    path = write(tmp_path / "notes.jsonl", [*good[:7], line, *good[7:]])
+    other = write(tmp_path / "other.jsonl", [{"text": "other words"}])
+    with pytest.raises(Refused) as refused:
+        made_of(tmp_path, path, val_path=other)
+    assert str(refused.value).startswith(f"data: notes.jsonl, line 8: {said}") and "skip_bad=true" in str(refused.value)
+    for _ in range(2):  # made, and found in the cache
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            made = made_of(tmp_path, path, val_path=other, skip_bad=True)
+        assert documents(made, "train") == TEXTS
+        assert f"data.skip_bad=true: 1 of 51 train records are left out (notes.jsonl, line 8: {said}" in caplog.text
+
+
+def test_the_first_three_are_named(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", [b"1", {"text": "words"}, b"2", b"3", b"4"])
+    other = write(tmp_path / "other.jsonl", [{"text": "other words"}])
+    with caplog.at_level("INFO"):
+        made_of(tmp_path, path, val_path=other, skip_bad=True)
+    assert "4 of 5 train records are left out (a.jsonl, line 1: " in caplog.text
+    assert "line 4: " in caplog.text and "line 5: " not in caplog.text and "; and others)" in caplog.text
+
+
+@pytest.mark.parametrize("longer", [1, 5, 200_000, 1_000_000])
+def test_of_a_line_that_is_too_long_no_more_is_held_than_may_be(tmp_path, monkeypatch, longer):
+    monkeypatch.setattr(jsonl, "LONGEST", 100_000)
+    lines = [b'{"text": "a"}', b'"' + b"x" * (100_000 + longer - 1), b'{"text": "b"}']
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    numbers, found = zip(*jsonl._lines(file), strict=True)
+    assert numbers == (1, 2, 3) and found[0] == lines[0] and found[2] == lines[2] and len(found[1]) == 100_001
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ({"field": "a", "messages": "b"}, r"data.field and data.messages: a record is one of"),
+        ({"prompt": "a", "messages": "b"}, r"data.prompt and data.messages: a record is one of"),
+        ({"prompt": "a"}, r"data.prompt=a: there is no data.completion. Type"),
+        ({"completion": "a"}, r"data.completion=a: there is no data.prompt. Type"),
+        ({"encoding": "utf-16"}, r"data.encoding=utf-16: lines of JSON are found by their bytes"),
+        ({"encoding": "utf-99"}, r"data.encoding=utf-99: Python knows no such"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_sentence(tmp_path, typed, said):
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    with pytest.raises(Refused, match=said):
+        opened(path, **typed)
+
+
+# --- validation on what is trained on -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_validation_on_copies_of_the_training_text_is_refused(tmp_path, kind):
+    for folder, texts in (("train", TEXTS), ("val", [*TEXTS[:30], *(f"other {text}" for text in TEXTS[:20])])):
+        (tmp_path / folder).mkdir()
+        if kind == "jsonl":
+            write(tmp_path / folder / "a.jsonl", [{"text": text} for text in texts])
+        else:
+            for i, text in enumerate(texts):
+                (tmp_path / folder / f"{i}.txt").write_text(text)
+    paths = str(tmp_path / "train"), str(tmp_path / "val")
+    read = opened(paths[0], val_path=paths[1]) if kind == "jsonl" else corpus.text(paths[0], "*", 0.1, paths[1])
+    with pytest.raises(Refused, match=r"data: 30 of 50 different validation documents are training documents too"):
+        tokens.tokenize(read, tmp_path / "cache", 300)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_few_doubles_are_no_reason(tmp_path):
+    paths = [
+        write(tmp_path / f"{i}.jsonl", [{"text": t} for t in texts]) for i, texts in enumerate((TEXTS, TEXTS[40:]))
+    ]
+    more = [{"text": f"other {text}"} for text in TEXTS[:10]]
+    write(tmp_path / "1.jsonl", [*({"text": t} for t in TEXTS[40:]), *more])
+    assert len(made_of(tmp_path, paths[0], val_path=paths[1]).val.ends) == 20
+
+
+# --- whatever is in the files ---------------------------------------------------------------------------------------
+
+SENTENCES = ("line ", "hold no text", "there is no text in it", "documents are training documents too", "less than one")
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=80)
+good = st.builds(
+    lambda text, number: {"text": f"{number} {text}", "q": f"{text}?", "a": f"{text} {number}!"}, texts, st.integers()
+)
+lines = one_of(
+    good.map(lambda record: json.dumps(record).encode()),
+    good.map(lambda record: json.dumps(record, ensure_ascii=False).encode()),
+    st.dictionaries(st.sampled_from(["text", "q", "a", "b"]), values, max_size=4).map(lambda r: json.dumps(r).encode()),
+    values.map(lambda value: json.dumps(value).encode()),
+    good.map(lambda record: json.dumps(record).encode()[:-3]),
+    good.map(lambda record: json.dumps(record, ensure_ascii=False).encode("utf-16")),
+    st.sampled_from([line for line, _ in BAD[:-3]]),
+    st.binary(max_size=60),
+)
+many_good = st.lists(good.map(lambda record: json.dumps(record).encode()), max_size=30)
+contents = one_of(many_good, st.lists(lines, min_size=1, max_size=12)).map(b"\n".join)
+
+
+def outcome(folder, of_train, of_val, skip_bad, pairs):
+    """`tokens`, or the words by which a refusal is known. Anything else is raised."""
+    (folder / "train.jsonl").write_bytes(of_train)
+    if of_val is not None:
+        (folder / "val.jsonl").write_bytes(of_val)
+    typed = {"prompt": "q", "completion": "a"} if pairs else {}
+    val_path = None if of_val is None else str(folder / "val.jsonl")
+    try:
+        made = made_of(folder, str(folder / "train.jsonl"), val_path=val_path, skip_bad=skip_bad, **typed)
+    except Refused as error:
+        assert str(error).isprintable() and str(error).endswith(".")
+        assert not skip_bad or "line " not in str(error).partition("data.skip_bad")[0]
+        assert not (folder / "cache").exists() or not list((folder / "cache").iterdir())
+        return next(words for words in SENTENCES if words in str(error))
+    found = documents(made, "train") + documents(made, "val")
+    assert Counter(found) == Counter(read_again([of_train, of_val or b""], pairs))
+    return "tokens"
+
+
+def read_again(contents, pairs):
+    """A reading of its own, of what a run took: whatever is not taken was refused or left out."""
+    for content in contents:
+        for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+            try:
+                record = json.loads(line.decode())
+                names = ("q", "a") if pairs else ("text",)
+                text = "".join(record[name] for name in names)
+                twice = any(line.count(f'"{name}":'.encode()) > 1 for name in ("text", "q", "a"))
+                if (
+                    text.encode()
+                    and "\0" not in text
+                    and record[names[-1]].strip()
+                    and not twice
+                    and b"NaN" not in line
+                ):
+                    yield text
+            except (ValueError, TypeError, KeyError, AttributeError):
+                pass
+
+
+def holds(cases, folder, again=False):
+    """Every outcome of so many cases, counted."""
+    counted = Counter()
+
+    @settings(
+        max_examples=cases,
+        derandomize=not again,
+        database=None,
+        deadline=timedelta(seconds=30),
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(contents, st.none() | contents, st.sampled_from([False, False, True]), st.booleans())
+    def case(of_train, of_val, skip_bad, pairs):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        counted[outcome(folder, of_train, of_val, skip_bad, pairs)] += 1
+
+    case()
+    return counted
+
+
+@pytest.mark.parametrize("cases", [30, pytest.param(500, marks=pytest.mark.slow)])
+def test_any_lines_end_in_tokens_or_in_a_sentence(cases, tmp_path):
+    counted = holds(cases, tmp_path / "case", again=cases > 30)
+    print(f"\n{dict(counted.most_common())}")
+    assert counted["tokens"] > cases / 10 and counted["line "] > cases / 10
+
+
+def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
+    """Each fault, planted, ends the property in the error that it is."""
+    for name, fault in (
+        ("_fields", lambda line, encoding: json.loads(line)),
+        ("place", lambda line: 1 / (len(line) - 20)),
+    ):
+        with monkeypatch.context() as planted, pytest.raises((ValueError, AttributeError, ZeroDivisionError)):
+            planted.setattr(jsonl, name, fault)
+            holds(200, tmp_path / name)

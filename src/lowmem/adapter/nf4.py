@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.errors import Refused
+from lowmem.trained import parameters
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +134,14 @@ def quantise(model: PreTrainedModel) -> None:
             f"adapter=qlora: {type(model).__name__} has no matrix in a layer of its own, which is what is held in 4 "
             "bits. Type adapter=lora."
         )
-    before, count = sum(p.numel() for p in model.parameters()), 0
+    count = 0
     for name in names:  # the layer is looked up by name, so that nothing else holds it once it is replaced
         layer = NF4Linear(model.get_submodule(name))
         model.set_submodule(name, layer)
         count += layer.packed_elements
-    log.info(f"adapter=qlora: {len(names)} matrices, {count:,} of {before:,} parameters, are held in 4 bits.")
+    log.info(
+        f"adapter=qlora: {len(names)} matrices, {count:,} of {parameters(model):,} parameters, are held in 4 bits."
+    )
 
 
 def _fits(model: PreTrainedModel, name: str, part: nn.Module) -> bool:

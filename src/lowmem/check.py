@@ -29,7 +29,7 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Args: choices: group -> chosen yaml, to name the file an error comes from."""
     check_values(cfg)
     errors = [*_keys(cfg, choices)]
-    errors = errors or [*refused(cfg), *_savers(cfg)]
+    errors = errors or [*refused(cfg), *_savers(cfg), *_metric(cfg.metric)]
     if errors:
         raise Refused("\n".join(errors))
     _device(cfg.device, cfg.memory.snapshot)
@@ -140,6 +140,18 @@ def _savers(cfg: DictConfig) -> Iterator[str]:
                 f"{'.'.join(path)}: {one.__name__} saves inside accumulation windows, which no run can go on from. "
                 "Leave it out: save_every=30min and checkpoint.keep=best do what it is for."
             )
+
+
+def _metric(name: str | None) -> Iterator[str]:
+    if name is None:
+        return
+    try:
+        found = callable(get_object(name))
+        why = "it is no function"
+    except Exception as error:  # whatever the module does when it is imported
+        found, why = False, str(error).partition("\n")[0]
+    if not found:
+        yield f"metric={name}: {why}. Type metric=<module>.<function> of a module beside train.py, or metric=null."
 
 
 def targets(cfg: DictConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], DictConfig]]:

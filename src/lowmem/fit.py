@@ -140,7 +140,9 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "train_loss": metrics.train_loss,
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
-        "bits_per_byte": metrics.bits_per_byte(metrics.val_loss),
+        "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
+        "validation": metrics.evaluated,  # each set
+        "metric": dict(metrics.own()),
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),

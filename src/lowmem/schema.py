@@ -228,6 +228,7 @@ class Run(Section):
     checkpoint: Checkpoint
     early_stop: EarlyStop
     log_every: Count
+    metric: _words("module.function, such as examples.metric.accuracy, or null", Text | None)
     sample_tokens: Whole
     sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)

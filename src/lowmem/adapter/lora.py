@@ -79,8 +79,8 @@ class LoRA:
 
         whole, linear = parameters(model), _linear(model)
         config = deepcopy(self.config)
-        if self.path is None or self.target is not None:
-            config.target_modules = _targets(model, linear, self.target or ALL)
+        if self.path is None:
+            config.target_modules = _shortest(model, _chosen(model, linear, self.target or ALL))
         config.fan_in_fan_out = any(isinstance(part, Conv1D) for part in linear.values())
         try:
             with warnings.catch_warnings(action="ignore"):  # of Conv1D, whose matrix lies the other way round
@@ -92,7 +92,7 @@ class LoRA:
             ) from None
         adapted = _adapted(model)
         if self.path is not None:
-            self._check_targets(adapted, linear)
+            self._check_targets(model, adapted, linear)
         for _, p in trained(model):
             p.data = p.data.float()
         for part in adapted.values():
@@ -128,11 +128,15 @@ class LoRA:
         log.info(f"{said}: it was trained on {config.base_model_name_or_path or 'a base that it does not name'}.")
         return config
 
-    def _check_targets(self, adapted: dict[str, nn.Module], linear: dict[str, nn.Module]) -> None:
+    def _check_targets(self, model: nn.Module, adapted: dict[str, nn.Module], linear: dict[str, nn.Module]) -> None:
         if beyond := [name for name in adapted if name not in linear]:
             raise Refused(
                 f"adapter.path={self.path}: it adapts {beyond[0]}, and embeddings and heads are not adapted here. Give "
                 "a folder without it."
+            )
+        if self.target is not None and {*adapted} != {*_chosen(model, linear, self.target)}:
+            raise Refused(
+                f"adapter.target={self.target}: {self.path} adapts others ({_kinds(adapted)}). Leave it out."
             )
 
 
@@ -173,7 +177,7 @@ def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {n: part for n, part in kinds.items() if part is not head and part._parameters.get("weight") is not tokens}
 
 
-def _targets(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
+def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
     """Names of the layers that are meant; a pattern may leave out what is before them."""
     if target == ALL:
         target = ["*"]
@@ -186,10 +190,14 @@ def _targets(model: PreTrainedModel, linear: dict[str, nn.Module], target: str |
                 f"adapter.target={pattern}: linear layers are adapted, without the head, and {what}. Type some of "
                 f"[{','.join(ends)}], or {ALL}."
             )
-    chosen = [name for name in linear if any(_meant(name, pattern) for pattern in target)]
+    return [name for name in linear if any(_meant(name, pattern) for pattern in target)]
+
+
+def _shortest(model: nn.Module, chosen: list[str]) -> list[str]:
+    """The same layers by the ends of their names, where these say it: a folder's config has them."""
     ends = {name.rpartition(".")[2] for name in chosen}
     ending_so = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
-    return sorted(ends) if ending_so == chosen else chosen  # as short as it can be said, in a folder too
+    return sorted(ends) if ending_so == chosen else chosen
 
 
 def _meant(name: str, pattern: str) -> bool:

@@ -135,9 +135,7 @@ class LoRA:
                 "a folder without it."
             )
         if self.target is not None and {*adapted} != {*_chosen(model, linear, self.target)}:
-            raise Refused(
-                f"adapter.target={self.target}: {self.path} adapts others ({_kinds(adapted)}). Leave it out."
-            )
+            raise Refused(f"adapter.target={self.target}: {self.path} adapts others ({_kinds(adapted)}). Leave it out.")
 
 
 class DoRA(LoRA):

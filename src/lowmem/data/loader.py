@@ -68,10 +68,12 @@ class Rows:
     Args:
         seq_len: tokens of a row, at most.
         report: counts of what became of the documents, for the log.
+        without_gaps: whether row after row each token but the split's first is predicted, and counts.
     """
 
     seq_len: int
     report: Mapping = MappingProxyType({})
+    without_gaps = False
 
     def __len__(self) -> int:
         raise NotImplementedError

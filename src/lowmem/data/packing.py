@@ -46,6 +46,7 @@ class Joined(Rows):
     def __init__(self, split: Split, seq_len: int, name: str) -> None:
         self.split, self.seq_len = split, seq_len
         self.count, tokens = (len(split.ids) - 1) // seq_len, len(split.ids)
+        self.without_gaps = split.learnt_bits is None
         if self.count < 1:
             raise Refused(
                 f"seq_len={seq_len}: the {name} split has {tokens} tokens, less than one sequence needs "

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import oracle
 from lowmem import model
 from lowmem.build import causal_lm, optimizer
-from lowmem.data.loader import MicroBatch, WindowLoader
+from lowmem.data.loader import MicroBatch, Rows, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.overrides import composed
 from lowmem.techniques import GROUPS, techniques
@@ -67,7 +67,7 @@ WITH = {
 WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
 
 
-class Ragged:
+class Ragged(Rows):
     """Sequences of different lengths: behind its end, and in a masked stretch, a sequence has no labels."""
 
     seq_len = LENGTH

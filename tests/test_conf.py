@@ -27,6 +27,8 @@ NAMED = [
 GIVEN = {
     "data=text": ["data.path=x"],
     "data=jsonl": ["data.path=x"],
+    "data=csv": ["data.path=x"],
+    "data=parquet": ["data.path=x"],
     "model=hf": ["model.name=x"],
     "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
     "accumulation=by_step": ["accumulation.sizes={0: 1, 1: 2}"],

@@ -33,9 +33,9 @@ class Died(Exception):
 @pytest.fixture
 def life(fit, monkeypatch):
     """(name, technique, resume, death) -> everything a checkpoint holds; `consumed` gets each window's sequences."""
-    from lowmem.data.loader import Sequences
+    from lowmem.data.packing import Joined
 
-    monkeypatch.setattr(Sequences, "__len__", lambda self: min(self.count, SEQUENCES))
+    monkeypatch.setattr(Joined, "__len__", lambda self: min(self.count, SEQUENCES))
     backward, step = CausalLM.manual_backward, CausalLM.training_step
     state = {"windows": 0, "batches": 0, "death": None}
 

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.loader import IGNORED, MicroBatch, Sequences, ValidationLoader
+from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
 from lowmem.data.tokens import Tokens, byte_level, bytes_of
 
 BEFORE = 4  # tokens: a character has no more bytes
@@ -30,7 +30,7 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
     """Labels that count, and bytes of their text."""
-    if isinstance(val.sequences, Sequences):
+    if val.sequences.without_gaps:
         return val.predicted, tokens.val_bytes(val.predicted + 1) - tokens.val_bytes(1)
     return label_bytes(tokens.tokenizer, val)
 

@@ -116,7 +116,7 @@ def tokenize(
     for note in meta["notes"]:
         log.info(note)
     train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
-    return Tokens(train, val, tokenizer or _load_bpe(folder / "tokenizer.json"))
+    return Tokens(train, val, tokenizer or load_bpe(folder / "tokenizer.json"))
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -152,8 +152,8 @@ def _write(
     try:
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
-            _train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = _load_bpe(draft / "tokenizer.json")
+            train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
+            tokenizer = load_bpe(draft / "tokenizer.json")
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
@@ -183,7 +183,7 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
             yield text
 
 
-def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
     """Only its training sees long words in pieces; what it encodes it sees whole."""
     bpe = ByteLevelBPETokenizer()
     words, special = bpe.pre_tokenizer, [END_OF_TEXT, *special_tokens]
@@ -193,7 +193,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_toke
     target.write_text(bpe.to_str(pretty=True))
 
 
-def _load_bpe(file: Path) -> PreTrainedTokenizerFast:
+def load_bpe(file: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 

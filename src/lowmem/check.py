@@ -79,6 +79,8 @@ def check_places(cfg: DictConfig) -> None:
     for key in ("path", "val_path"):
         if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
             raise corpus.no_such(f"data.{key}", cfg.data[key])
+    if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
+        raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
     if "encoding" in cfg.data:
         corpus.checked_encoding(cfg.data.encoding)
     if "on_error" in cfg.data:

@@ -123,6 +123,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
     config = _of_depth(model.architecture_of(cfg), depth)
     with _quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(cfg, on_card)
+        instantiate(cfg.adapter)  # imports its library, which must not happen where tensors have no memory
     run, shapes = Settings(cfg), Shapes()
     with (
         _quietly(),
@@ -174,7 +175,8 @@ def _here(cfg: DictConfig) -> DictConfig:
 def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> CausalLM:
     """The run's own, of tensors without memory: there are no numbers to draw, and nothing that could be moved."""
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
-    with patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
+    where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft brings an adapter to its layer
+    with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
         module = build.causal_lm(cfg, spec, config)
     module.make_optimizer = make
     module.to = module.cpu = lambda *_, **__: module

@@ -28,8 +28,8 @@ def card(summary: Mapping) -> str:
 
 
 def _tags(summary: Mapping) -> list[str]:
-    adapter = summary["recipe"].get("adapter", "none")
-    return [] if adapter == "none" else [adapter]
+    """A choice that does nothing is not in the recipe."""
+    return [summary["recipe"]["adapter"]] if "adapter" in summary["recipe"] else []
 
 
 def _said(summary: Mapping) -> Iterator[str]:

@@ -231,6 +231,7 @@ class Run(Section):
     metric: _words("module.function, such as examples.metric.accuracy, or null", Text | None)
     sample_tokens: Whole
     sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
+    push: _words("a hub id such as name/model, or null", Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
     merge: Switch
     cache_dir: Place

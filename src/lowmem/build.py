@@ -77,6 +77,8 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
         load(made.model, cfg.adapter.path)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
+    if of.tokens.template is not None:
+        made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made

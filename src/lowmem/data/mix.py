@@ -49,6 +49,11 @@ class Mix:
                 )
         self.parts, self.weights = dict(parts), weights
 
+    @property
+    def chat(self) -> object | None:
+        """What conversations ask of a tokenizer, where a part has some."""
+        return next(filter(None, (getattr(part, "chat", None) for part in self.parts.values())), None)
+
     def key(self) -> list:
         return [part.key() for part in self.parts.values()]
 
@@ -66,7 +71,8 @@ class Mix:
         train = Mixed({name: one.train for name, one in each.items()}, self.weights)
         log.info(f"data=mix: {'; '.join(train.told())}.")
         val = {f"{name}_{below}".rstrip("_"): rows for name, one in each.items() for below, rows in one.val.items()}
-        return Opened(next(iter(each.values())).tokens, train, val)
+        ofs = [one.tokens for one in each.values()]
+        return Opened(next((of for of in ofs if of.template), ofs[0]), train, val)
 
 
 class Mixed(Rows):

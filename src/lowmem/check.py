@@ -81,6 +81,9 @@ def check_places(cfg: DictConfig) -> None:
             raise corpus.no_such(f"data.{key}", cfg.data[key])
     if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
+    template = cfg.data.get("template")
+    if template not in (None, "chatml") and not _is_there(template):
+        raise corpus.no_such("data.template", template)
     if "encoding" in cfg.data:
         corpus.checked_encoding(cfg.data.encoding)
     if "on_error" in cfg.data:

@@ -34,8 +34,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
-from lowmem.instantiate import instantiate
 from lowmem.data.packing import with_positions
+from lowmem.instantiate import instantiate
 from lowmem.internals import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM

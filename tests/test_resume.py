@@ -6,7 +6,7 @@ from lowmem.module import CausalLM
 from parity import CHOICES, COMPILED
 from same import last, same
 
-EVERY = [choice for choice in CHOICES if choice.startswith(("optim=", "precision="))]
+EVERY = [choice for choice in CHOICES if choice.startswith(("optim=", "precision=", "adapter="))]
 EACH = [pytest.param(t, marks=pytest.mark.slow if t in COMPILED else []) for t in EVERY]
 
 # 12 sequences, one per micro-batch, five micro-batches per window: 5, 5 and a short 2; a resume must find them again.

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
+from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
 from lowmem.data.packing import rows, with_positions
@@ -73,8 +74,12 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     """The heavy part."""
     whole = saved is not None and saved.base is None  # the checkpoint brings all weights
     made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal)
+    if not saved and cfg.adapter.get("path"):
+        load(made.model, cfg.adapter.path)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
+    if of.tokens.template is not None:
+        made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made

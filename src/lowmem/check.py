@@ -51,8 +51,10 @@ def check_values(cfg: DictConfig) -> None:
         errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
     if errors:
         raise Refused("\n".join(errors))
-    if len(named := [key for key in OF_A_RUN if cfg[key] is not None]) > 1:
+    if len(named := [key for key in (*OF_A_RUN, "show") if cfg[key] is not None]) > 1:
         raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
+    if cfg.push is not None and (cfg.evaluate is not None or cfg.generate is not None):
+        raise Refused(f"push={cfg.push}: this writes no model. Type export=<a run> push={cfg.push}.")
     if (cfg.generate is None) != (cfg.prompt is None):
         typed, other = ("generate", "prompt='...'") if cfg.prompt is None else ("prompt", "generate=<a run or model>")
         raise Refused(f"{typed}={cfg[typed]}: one goes on with the other. Type {other} beside it.")
@@ -77,6 +79,8 @@ def check_places(cfg: DictConfig) -> None:
     for key in ("path", "val_path"):
         if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
             raise corpus.no_such(f"data.{key}", cfg.data[key])
+    if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
+        raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
     if "encoding" in cfg.data:
         corpus.checked_encoding(cfg.data.encoding)
     if "on_error" in cfg.data:

@@ -215,6 +215,7 @@ class Run(Section):
     evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
     export: _words("a run folder or a checkpoint, or null", Place | None)
     generate: _words("a run folder, an exported model or an adapter, or null", Place | None)
+    show: _words("how many sequences of training are printed, or null", Count | None)
     prompt: _words("a text, or null", str | None)
     max_new_tokens: Count
     temperature: NotNegative
@@ -231,6 +232,7 @@ class Run(Section):
     metric: _words("module.function, such as examples.metric.accuracy, or null", Text | None)
     sample_tokens: Whole
     sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
+    push: _words("a hub id such as name/model, or null", Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
     merge: Switch
     cache_dir: Place
@@ -274,6 +276,10 @@ ARGUMENTS: dict[str, Any] = {
     "batch_size": BatchSize,
     "sizes": _words("micro-batches from an epoch or a step on, such as {0:1,3:4}", dict[Whole, Count]),
     "fraction": Share,
+    "r": Count,
+    "alpha": Positive,
+    "dropout": Decay,
+    "target": _words("all-linear, or a list of names such as [q_proj,v_proj]", Literal["all-linear"] | list[Text]),
     "path": Place,
     "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
     "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
@@ -281,6 +287,10 @@ ARGUMENTS: dict[str, Any] = {
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
     "skip_bad": Switch,
+    "assistant": _words("all or last", Literal["all", "last"]),
+    "control_tokens": _words("refuse or text", Literal["refuse", "text"]),
+    "boundary": _words("refuse or strip", Literal["refuse", "strip"]),
+    "template": _words("chatml, a file, or null for the tokenizer's own", Place | None),
     **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("a field's name, or null", Text | None)),
     "init_scale": Positive,
     "clip": Clip,
@@ -316,7 +326,7 @@ def arguments(identity: str) -> type[BaseModel]:
     named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
     values = {key: value for node in reversed(named) for key, value in node.items()}
     needed = set.intersection(*map(set, named)) if named else set()
-    return _schema({**dict.fromkeys(ARGUMENTS), **values} if named else {}, needed)
+    return _schema({**dict.fromkeys(ARGUMENTS, ...), **values} if named else {}, needed)
 
 
 @cache
@@ -342,7 +352,7 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 def _kind(key: str, default: object) -> Any:
     """The type of an argument, as its name or its value in the yaml says; null and ??? say nothing."""
     if key in ARGUMENTS:
-        return ARGUMENTS[key]
+        return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
         return _words(f"{default}, as its yaml does".lower(), Literal[default])
     if isinstance(default, str) and (of := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
@@ -350,6 +360,12 @@ def _kind(key: str, default: object) -> Any:
     if isinstance(default, dict):
         return _words("its keys", _schema(default))
     return OF_VALUES.get(type(default), Any)
+
+
+def _or_null(kind: Any) -> Any:
+    """Also null, where the yaml has it."""
+    said = next(one.description for one in kind.__metadata__ if getattr(one, "description", None))
+    return kind if said.endswith("null") else _words(f"{said}, or null", kind | None)
 
 
 def _nodes(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:

@@ -9,12 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem import checkpoint, model, vocabulary
+from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
-from lowmem.data.packing import rows
+from lowmem.data.packing import rows, with_positions
 from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, rows_of, tokenize
 from lowmem.generation import prompt_ids
@@ -78,6 +78,8 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
         load(made.model, cfg.adapter.path)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
+    if of.tokens.template is not None:
+        made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made
@@ -105,6 +107,8 @@ def causal_lm(
     where it holds numbers."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     check(network)
+    if with_positions(cfg.data):
+        attention.share_mask(network)
     choose_trained(cfg, network)
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])

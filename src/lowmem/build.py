@@ -16,7 +16,7 @@ from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
 from lowmem.data.packing import rows
 from lowmem.data.source import Source
-from lowmem.data.tokens import Tokens, rows_of, tokenize
+from lowmem.data.tokens import Tokens, held_out, rows_of, tokenize
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
@@ -44,13 +44,29 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     windows = Settings(cfg).windows
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    source = instantiate(cfg.data)
+    sources = _sources(cfg.data)
+    source = next(iter(sources.values()))
     tokens = _tokens(cfg, spec, config, source)
     start = saved.position if saved else START
     how = cfg.seq_len, source.packing, source.too_long
     train = WindowLoader(rows(tokens.train, *how, "train"), cfg.batch_size, windows, cfg.seed, start)
-    val = ValidationLoader(rows(tokens.val, *how, "val"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, [val], _prompts(cfg, tokens.tokenizer, val), spec, config)
+    splits = [tokens.val, *(held_out(of, Path(cfg.cache_dir), tokens.tokenizer) for of in [*sources.values()][1:])]
+    val = [
+        ValidationLoader(rows(of, *how, "val"), cfg.batch_size, cfg.val_sequences, name)
+        for name, of in zip(sources, splits, strict=True)
+    ]
+    return Data(tokens, train, val, _prompts(cfg, tokens.tokenizer, val[0]), spec, config)
+
+
+def _sources(data: DictConfig) -> dict[str, Source]:
+    """By the name of their validation set, where it has one: they have the training text in common."""
+    given = data.get("val_path")
+    if given is None or isinstance(given, str):
+        return {"": instantiate(data)}
+    sets = OmegaConf.to_container(given)
+    others = {name: [path, *(one for one in sets.values() if one != path)] for name, path in sets.items()}
+    node = OmegaConf.to_container(data)
+    return {name: instantiate(OmegaConf.create(node | {"val_path": paths})) for name, paths in others.items()}
 
 
 def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:

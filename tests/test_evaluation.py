@@ -1,7 +1,9 @@
 """Validation sets: each with the loss that plain transformers gives for the exported folder, document by document."""
 
 import csv
+import json
 import math
+import os
 from itertools import pairwise
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from lowmem import build
+from conftest import ROOT
+from lowmem import build, cli
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
-from lowmem.overrides import composed
+from lowmem.overrides import composed, quoted
 
 LINES = ("val_every=2", "max_steps=2", "val_sequences=12", "lr=1e-2", "seq_len=24")
 
@@ -71,6 +74,27 @@ def test_every_sets_loss_is_that_of_the_exported_folder(fit, config, files, pack
         assert max(means) > 1e-4
 
 
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+def test_of_a_chat_it_is_that_of_what_the_assistant_says(fit, config, packing):
+    where = ("data=chat", f"data.path={ROOT / 'examples' / 'chat.jsonl'}", f"data.packing={packing}")
+    lines = (*where, *LINES, "seq_len=256", "model.architecture.vocab_size=400", "val_sequences=3", "batch_size=2")
+    summary, run = fit(*lines, "sample_tokens=4", "sample_prompts=[Who are you?]")
+    data = build.data(config(*lines))
+    loss, _ = plain(run / "model", data.val[0])
+    assert summary["val_loss"] == pytest.approx(loss, abs=1e-5)
+    tokenizer, text, count = data.tokens.tokenizer, 0, 0
+    for batch in data.val[0]:
+        learnt = batch.labels[batch.labels != -100]
+        text, count = text + len(tokenizer.decode(learnt, skip_special_tokens=True).encode()), count + len(learnt)
+    assert summary["bits_per_byte"] == pytest.approx(loss / math.log(2) * count / text, abs=1e-4)
+    every = torch.cat([batch.input_ids.flatten() for batch in data.val[0]])
+    assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # questions are no part of it
+    said = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])["prompt"]
+    assert "Who are you?" in said and said != "Who are you?"  # in the template's words
+    kept = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in kept and (run / "model" / "chat_template.jinja").is_file()
+
+
 def test_the_curves_have_a_column_for_each_set(fit, files):
     summary, run = fit(*typed(files, "val_every=1"))
     rows = [row for row in csv.DictReader((run / "metrics.csv").open()) if row["val_loss"]]
@@ -107,5 +131,6 @@ def test_what_cannot_be_a_set_is_a_sentence(fit, files):
     ):
         with pytest.raises(Refused, match=says):
             fit("data=text", f"data.path={files / 'train'}", f"data.val_path={val_path}", *LINES)
-    mapping = composed(["data=text", "data.path=x", "data.val_path={a:~/b.txt,c:d}"])
-    assert mapping.data.val_path == {"a": "~/b.txt", "c": "d"}
+    read = cli.prepare(["data=text", "data.path=x", "data.val_path={a:~/b (2).txt,c:d}"])
+    assert composed(read).data.val_path == {"a": os.path.expanduser("~/b (2).txt"), "c": "d"}
+    assert [quoted(line) for line in read] == read

@@ -1,4 +1,5 @@
-"""What a command is to do: train, or with what a run has left only evaluate or export, or nothing that is not done yet.
+"""What a command is to do: train, or only show the data; or with what a run has left only evaluate or
+export, or nothing that is not done yet.
 
 resume= of a run that has all its steps does what came after them and is missing: its last evaluation, or its export.
 """
@@ -16,7 +17,7 @@ from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
 
-Work = Literal["train", "evaluate", "export", "nothing"]
+Work = Literal["train", "evaluate", "export", "show", "nothing"]
 
 
 class Asked(NamedTuple):
@@ -39,6 +40,8 @@ TRAIN = Asked("train")
 
 def asked(cfg: DictConfig, output_dir: Path) -> Asked:
     """Raises: Refused: a checkpoint that cannot be used; a run that is already done."""
+    if cfg.show is not None:
+        return Asked("show")
     if cfg.export is not None:
         return Asked("export", Saved(checkpoint.find(cfg.export, "export"), "export"))
     if cfg.evaluate is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem import checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
@@ -55,7 +55,7 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
         ValidationLoader(rows(of, *how, "val"), cfg.batch_size, cfg.val_sequences, name)
         for name, of in zip(sources, splits, strict=True)
     ]
-    return Data(tokens, train, val, _prompts(cfg, tokens.tokenizer, val[0]), spec, config)
+    return Data(tokens, train, val, _prompts(cfg, tokens, val[0]), spec, config)
 
 
 def _sources(data: DictConfig) -> dict[str, Source]:
@@ -69,14 +69,14 @@ def _sources(data: DictConfig) -> dict[str, Source]:
     return {name: instantiate(OmegaConf.create(node | {"val_path": paths})) for name, paths in others.items()}
 
 
-def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:
-    """(1, T) each: as they were given, or how the validation split begins."""
+def _prompts(cfg: DictConfig, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
+    """(1, T) each: as they were given, which in a chat is what a user says, or how the validation split begins."""
     if not cfg.sample_tokens:
         return []
     if cfg.sample_prompts is None:
         return [sample.beginning(next(iter(val)))]
     given = OmegaConf.to_container(OmegaConf.create({"prompts": cfg.sample_prompts}))["prompts"]
-    return [prompt_ids(tokenizer, one, chat=False) for one in sample.prompts(given)]
+    return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in sample.prompts(given)]
 
 
 def steps(cfg: DictConfig) -> int:
@@ -94,6 +94,8 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
         load(made.model, cfg.adapter.path)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
+    if of.tokens.template is not None:
+        made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made

@@ -51,7 +51,7 @@ def check_values(cfg: DictConfig) -> None:
         errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
     if errors:
         raise Refused("\n".join(errors))
-    if len(named := [key for key in OF_A_RUN if cfg[key] is not None]) > 1:
+    if len(named := [key for key in (*OF_A_RUN, "show") if cfg[key] is not None]) > 1:
         raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
     if cfg.push is not None and (cfg.evaluate is not None or cfg.generate is not None):
         raise Refused(f"push={cfg.push}: this writes no model. Type export=<a run> push={cfg.push}.")

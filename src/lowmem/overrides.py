@@ -18,7 +18,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
-PLACES += ("tokenizer", "generate", "adapter.path")
+PLACES += ("tokenizer", "generate", "data.template", "adapter.path")
 WHOLE = (*FOLDERS, "may_change", "prompt")  # a comma in these separates nothing, in a sweep either
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # whatever a file calls them
 TEXTS = (*WHOLE, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
@@ -86,7 +86,9 @@ def quoted(line: str, sweep: bool = False) -> str:
     if equals and is_group(key(line)):
         return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
     if key(line) in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
-        return line
+        return (
+            name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda one: _text(os.path.expanduser(one[1])), value)
+        )
     if not equals or key(line) not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
         return line
     if key(line) in FOLDERS + PLACES:

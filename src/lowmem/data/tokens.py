@@ -20,6 +20,7 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowmem.data.chat import Chat
 from lowmem.data.source import Encoded, Source, SplitName
 from lowmem.errors import Refused
 
@@ -63,11 +64,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Both splits, and what made ids of their text."""
+    """Both splits, and what made ids of their text.
+
+    Args:
+        template: of conversations: a digest of the chat template that made text of them.
+    """
 
     train: Split
     val: Split
     tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
 
     def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
         """nats per token -> bits per byte, of an evaluation that predicts tokens 1 .. `predicted` of `val`.
@@ -103,10 +109,16 @@ def tokenize(
         Refused: a file that cannot be read or is no text; no text at all; validation on what is trained on; no room
             for the tokens.
     """
+    if (chat := _chat(source)) and tokenizer:
+        chat.dress(tokenizer)
+    elif chat:
+        special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
     folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
     dtype = _made(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
     train, val = (_split(folder, split, dtype) for split in ("train", "val"))
-    return Tokens(train, val, tokenizer or load_bpe(folder / "tokenizer.json"))
+    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
+    return Tokens(train, val, tokenizer, template)
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
@@ -129,6 +141,11 @@ def _made(folder: Path, write: Callable[[], None]) -> str:
     for note in meta["notes"]:
         log.info(note)
     return meta["dtype"]
+
+
+def _chat(source: Source) -> Chat | None:
+    """What conversations ask of a tokenizer, where the source has some."""
+    return getattr(source, "chat", None)
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -166,7 +183,7 @@ def _write(
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
             train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = load_bpe(draft / "tokenizer.json")
+            tokenizer = load_bpe(draft / "tokenizer.json", _chat(source))
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         seen = {"val": twice.held_out, "train": twice.trained_on}
@@ -207,8 +224,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
     target.write_text(bpe.to_str(pretty=True))
 
 
-def load_bpe(file: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+def load_bpe(file: Path, chat: Chat | None = None) -> PreTrainedTokenizerFast:
+    names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
+    made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
+    if chat:
+        chat.dress(made)
+    return made
 
 
 def _write_split(

@@ -9,12 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lowmem import checkpoint, model, vocabulary
+from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
-from lowmem.data.packing import rows
+from lowmem.data.packing import rows, with_positions
 from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, held_out, rows_of, tokenize
 from lowmem.generation import prompt_ids
@@ -123,6 +123,8 @@ def causal_lm(
     where it holds numbers."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     check(network)
+    if with_positions(cfg.data):
+        attention.share_mask(network)
     choose_trained(cfg, network)
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])

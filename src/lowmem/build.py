@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
-from lowmem import checkpoint, model, vocabulary
+from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
-from lowmem.data.packing import rows
+from lowmem.data.packing import rows, with_positions
 from lowmem.data.source import Source
-from lowmem.data.tokens import Tokens, rows_of, tokenize
+from lowmem.data.tokens import Tokens, held_out, rows_of, tokenize
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
@@ -44,23 +44,39 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     windows = Settings(cfg).windows
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    source = instantiate(cfg.data)
+    sources = _sources(cfg.data)
+    source = next(iter(sources.values()))
     tokens = _tokens(cfg, spec, config, source)
     start = saved.position if saved else START
     how = cfg.seq_len, source.packing, source.too_long
     train = WindowLoader(rows(tokens.train, *how, "train"), cfg.batch_size, windows, cfg.seed, start)
-    val = ValidationLoader(rows(tokens.val, *how, "val"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, [val], _prompts(cfg, tokens.tokenizer, val), spec, config)
+    splits = [tokens.val, *(held_out(of, Path(cfg.cache_dir), tokens.tokenizer) for of in [*sources.values()][1:])]
+    val = [
+        ValidationLoader(rows(of, *how, "val"), cfg.batch_size, cfg.val_sequences, name)
+        for name, of in zip(sources, splits, strict=True)
+    ]
+    return Data(tokens, train, val, _prompts(cfg, tokens, val[0]), spec, config)
 
 
-def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:
-    """(1, T) each: as they were given, or how the validation split begins."""
+def _sources(data: DictConfig) -> dict[str, Source]:
+    """By the name of their validation set, where it has one: they have the training text in common."""
+    given = data.get("val_path")
+    if given is None or isinstance(given, str):
+        return {"": instantiate(data)}
+    sets = OmegaConf.to_container(given)
+    others = {name: [path, *(one for one in sets.values() if one != path)] for name, path in sets.items()}
+    node = OmegaConf.to_container(data)
+    return {name: instantiate(OmegaConf.create(node | {"val_path": paths})) for name, paths in others.items()}
+
+
+def _prompts(cfg: DictConfig, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
+    """(1, T) each: as they were given, which in a chat is what a user says, or how the validation split begins."""
     if not cfg.sample_tokens:
         return []
     if cfg.sample_prompts is None:
         return [sample.beginning(next(iter(val)))]
     given = OmegaConf.to_container(OmegaConf.create({"prompts": cfg.sample_prompts}))["prompts"]
-    return [prompt_ids(tokenizer, one, chat=False) for one in sample.prompts(given)]
+    return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in sample.prompts(given)]
 
 
 def steps(cfg: DictConfig) -> int:
@@ -107,6 +123,8 @@ def causal_lm(
     where it holds numbers."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     check(network)
+    if with_positions(cfg.data):
+        attention.share_mask(network)
     choose_trained(cfg, network)
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])

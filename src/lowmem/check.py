@@ -58,9 +58,9 @@ def check_values(cfg: DictConfig) -> None:
     if (cfg.generate is None) != (cfg.prompt is None):
         typed, other = ("generate", "prompt='...'") if cfg.prompt is None else ("prompt", "generate=<a run or model>")
         raise Refused(f"{typed}={cfg[typed]}: one goes on with the other. Type {other} beside it.")
-    if "val_path" in cfg.data and cfg.data.val_path is not None and _same(cfg.data.path, cfg.data.val_path):
+    if same := [place for place in _val_places(cfg.data) if _same(cfg.data.path, place)]:
         raise Refused(
-            f"data.val_path={cfg.data.val_path}: this is data.path too, and validation would be of what was trained "
+            f"data.val_path={same[0]}: this is data.path too, and validation would be of what was trained "
             "on. Type data.val_path=<another>, or null for a share of data.path."
         )
     architecture = cfg.model.architecture or {}
@@ -76,9 +76,10 @@ def check_places(cfg: DictConfig) -> None:
     for key in OF_A_RUN:
         if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
             raise no_such_run(key, cfg[key])
-    for key in ("path", "val_path"):
-        if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
-            raise corpus.no_such(f"data.{key}", cfg.data[key])
+    for key, places in (("path", [cfg.data.get("path")]), ("val_path", _val_places(cfg.data))):
+        for place in places:
+            if place is not None and not _is_there(place):
+                raise corpus.no_such(f"data.{key}", place)
     if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
     template = cfg.data.get("template")
@@ -92,6 +93,12 @@ def check_places(cfg: DictConfig) -> None:
 
 def no_such_run(key: str, place: str) -> Refused:
     return Refused(f"{key}={place}: there is no such run folder or checkpoint. Runs are under outputs/.")
+
+
+def _val_places(data: DictConfig) -> list[str]:
+    """One, or one for each name."""
+    given = data.get("val_path")
+    return [] if given is None else [given] if isinstance(given, str) else list(given.values())
 
 
 def _is_there(place: str) -> bool:

@@ -22,6 +22,8 @@ PLACES += ("tokenizer", "generate", "data.template", "adapter.path")
 WHOLE = (*FOLDERS, "may_change", "prompt")  # a comma in these separates nothing, in a sweep either
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # whatever a file calls them
 TEXTS = (*WHOLE, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
+NAMED = ("data.val_path",)  # one of them, or several by their names
+MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
 # Two ways to say one thing: of a run that goes on, whichever is typed now stands in the place of both.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
 # What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
@@ -89,6 +91,10 @@ def quoted(line: str, sweep: bool = False) -> str:
     if equals and is_group(key(line)):
         return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
     known = of_any_part(key(line))
+    if known in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
+        return (
+            name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda one: _text(os.path.expanduser(one[1])), value)
+        )
     if not equals or known not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
         return line
     if known in FOLDERS + PLACES:

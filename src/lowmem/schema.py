@@ -283,7 +283,10 @@ ARGUMENTS: dict[str, Any] = {
     "path": Place,
     "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
     "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
-    "val_path": _words("a file or a folder, or null", Place | None),
+    "val_path": _words(
+        "a file or a folder, several of them by names, such as {news:a,wiki:b}, or null",
+        Place | Annotated[dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], Place], Field(min_length=1)] | None,
+    ),
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
     "skip_bad": Switch,

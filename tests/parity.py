@@ -163,10 +163,11 @@ def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen, adapter):
     return before, oracle.train(network, _read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in))
 
 
-def expected_losses(accumulation, weights, adapter=None):
-    """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each."""
+def expected_losses(accumulation, weights, adapter=None, dtype="float32"):
+    """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each. dtype: in which
+    those were loaded that are not given."""
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
-    return oracle.losses(_network("float32", adapter), _read, windows, SEQUENCES, weights)
+    return oracle.losses(_network(dtype, adapter), _read, windows, SEQUENCES, weights)
 
 
 def _adapter(cfg):
@@ -190,6 +191,10 @@ def _network(dtype, adapter=None):
     start, drawn = dict(network.named_parameters()), network.peft_config["default"]
     plain = built().float()
     oracle.adapt(plain, start, drawn.lora_alpha, drawn.r)
+    for name, part in plain.named_modules():
+        if name.endswith(".base_layer") and f"{name}.weight" not in start:  # what 4 bits left of it, and no parameter
+            del part.weight
+            part.register_buffer("weight", network.get_submodule(name).weight.float())
     return plain
 
 
@@ -210,7 +215,7 @@ def deviations(cfg, *techniques):
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
     before, ours = run(cfg, callbacks=[losses])
     assert all(torch.equal(before[name], start[name]) for name in start)
-    right = expected_losses(accumulation, losses.read, _adapter(cfg))
+    right = expected_losses(accumulation, losses.read, _adapter(cfg), cfg.weights_dtype)
     apart = (abs(one / other - 1) for one, other in zip(losses.seen, right, strict=True))
     return *errors(start, ours, theirs), max(apart)
 

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lowmem import attention
 from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.errors import Refused
 from lowmem.head import agrees, enter
@@ -61,16 +62,18 @@ class Chunked:
 
 class Verified(Callback):
     """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
-    model's own."""
+    model's own, and a model whose rows hold several documents that it keeps them apart."""
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not hasattr(module.loss, "verify"):
-            return
         window = next(iter(trainer.train_dataloader))
         few = window.micro_batches[0].each(lambda part: part[:2, :VERIFIED].to(module.device))
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
-            module.loss.verify(module.model, few)
+        with trainer.precision_plugin.forward_context():
+            if few.position_ids is not None:
+                attention.verify(module.model, few.input_ids)
+            if hasattr(module.loss, "verify"):
+                with torch.no_grad():
+                    module.loss.verify(module.model, few)
 
 
 def counted(labels: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.errors import Refused
-from lowmem.trained import trained
+from lowmem.trained import parameters, trained
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -77,7 +77,7 @@ class LoRA:
         """Raises: Refused: a target that is no linear layer, or that another layer computes with."""
         from peft import inject_adapter_in_model
 
-        whole, linear = sum(p.numel() for p in model.parameters()), _linear(model)
+        whole, linear = parameters(model), _linear(model)
         config = deepcopy(self.config)
         if self.path is None:
             config.target_modules = _shortest(model, _chosen(model, linear, self.target or ALL))

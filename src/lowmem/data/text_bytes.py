@@ -6,6 +6,7 @@ adds to the tokens before it, since a token alone may lose a space, or be a part
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -31,7 +32,8 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
     """Labels that count, and bytes of their text."""
     if val.sequences.without_gaps:
-        return val.predicted, tokens.val_bytes(val.predicted + 1) - tokens.val_bytes(1)
+        known = replace(tokens, val=val.sequences.split)  # of a mixture each part has its own
+        return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
     return label_bytes(tokens.tokenizer, val)
 
 

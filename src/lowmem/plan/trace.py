@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -34,8 +34,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.data.packing import with_positions
 from lowmem.instantiate import instantiate
-from lowmem.internals import storage_key, tensors_count_as_real
+from lowmem.internals import boundaries_count_as_real, storage_key, tensors_count_as_real
+from lowmem.memory.ledger import weights
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
@@ -46,7 +48,7 @@ from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
-from lowmem.trained import trained
+from lowmem.trained import packed, parameters, trained
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
@@ -129,6 +131,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         _quietly(),
         shapes,
         tensors_count_as_real(),
+        boundaries_count_as_real() if with_positions(cfg.data) else nullcontext(),
         card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
@@ -141,12 +144,12 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         micro_batch = _micro_batch(cfg)
         trainer.fit(module, Windows(micro_batch), Evaluation(micro_batch))
         recorder.close()
-    parameters, window = list(module.model.parameters()), recorder.recordings[0]
+    window = recorder.recordings[0]
     own = [p for _, p in trained(module.model)]
     largest_trained = max(p.numel() for p in own)
     return Trace(
-        parameters=sum(p.numel() for p in parameters),
-        largest=max(p.numel() for p in parameters),
+        parameters=parameters(module.model),
+        largest=max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
         trained=sum(p.numel() for p in own),
         largest_trained=largest_trained,
         weights=recorder.weights,
@@ -199,7 +202,7 @@ def _trainer(plugins: list, callbacks: list[Callback]) -> Trainer:
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
     """How many, and the bytes of the largest."""
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in stack_of(model)]
+    sizes = [sum(tensor.nbytes for tensor in weights(block)) for block in stack_of(model)]
     return len(sizes), max(sizes, default=0)
 
 
@@ -355,6 +358,9 @@ class Evaluation:
 
 
 def _micro_batch(cfg: DictConfig) -> MicroBatch:
-    """Inputs and labels are views of one tensor, as in the real loader."""
+    """Full rows, and tensors as the real loader's: of joined text, inputs and labels are views of one."""
+    if cfg.data.get("packing", "joined") != "joined" or "parts" in cfg.data:
+        whole = [torch.zeros(cfg.batch_size, cfg.seq_len, dtype=torch.int64) for _ in range(3)]
+        return MicroBatch(*(whole if with_positions(cfg.data) else whole[:2]))
     rows = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.int64)
     return MicroBatch(rows[:, :-1], rows[:, 1:])

@@ -14,6 +14,7 @@ from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import needs, outline
 from lowmem.plan.recipes import model_depth
 from lowmem.plan.trace import trace
+from lowmem.settings import Settings
 
 FREEZE = "freeze=[transformer.wte.*,*.ln_1.*]"
 RUN = (*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8", "clip=1.0")
@@ -156,3 +157,9 @@ def test_of_a_frozen_half_masters_take_no_memory_while_it_is_loaded(config):
     shapes = trace(cfg, on_card=False)
     load = needs(shapes, cfg, False, 0).phases["load"].host
     assert load == pytest.approx(4 * (shapes.parameters + shapes.largest), rel=0.01)
+
+
+def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
+    """So that a recipe with weights in 16 bits is close to the training that was typed."""
+    assert Settings(config("precision=bf16-true")).rounds_weights
+    assert not Settings(config("precision=bf16-true", "adapter=lora")).rounds_weights

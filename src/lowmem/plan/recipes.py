@@ -1,6 +1,7 @@
 """Which recipes there are, which of them fit, and which is the cheapest: the planner."""
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
@@ -232,8 +233,9 @@ def largest_model(plan: Plan, on_card: bool) -> str | None:
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
-        if cfg is not None:
-            sizes[yaml.stem] = outline(cfg, on_card).parameters
+        with suppress(Refused):  # freeze= or adapter.target= name what only this model has
+            if cfg is not None:
+                sizes[yaml.stem] = outline(cfg, on_card).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
         of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
         if predict(compose({**recipe, "model": name}), on_card, **of_card).fits(plan.gpu, plan.ram):

@@ -20,6 +20,7 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowmem.aside import aside
 from lowmem.data.chat import Chat
 from lowmem.data.source import Encoded, Source, SplitName
 from lowmem.errors import Refused
@@ -60,6 +61,9 @@ class Split:
         first = start // 8
         bits = np.unpackbits(self.learnt_bits[first : (stop + 7) // 8])
         return bits[start - 8 * first : stop - 8 * first].astype(bool)
+
+
+NOTHING = Split(*(np.empty(0, dtype) for dtype in ("uint16", "int64", "int64")), None)
 
 
 @dataclass(frozen=True)
@@ -114,21 +118,33 @@ def tokenize(
     elif chat:
         special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
     folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
+    dtype = _made(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
+    train, val = (_split(folder, split, dtype) for split in ("train", "val"))
+    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
+    return Tokens(train, val, tokenizer, template)
+
+
+def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
+    """The validation split alone, of a source that has its training text in common with another."""
+    folder = cache_dir / f"{_key(source, 0, tokenizer)}-val"
+    return _split(folder, "val", _made(folder, lambda: _write(folder, source, 0, tokenizer, (), ("val",))))
+
+
+def _made(folder: Path, write: Callable[[], None]) -> str:
+    """The dtype of the ids that are in the folder by now."""
     if not (folder / "meta.json").exists():
         try:
-            _write(folder, source, vocab_size, tokenizer, special_tokens)
+            write()
         except OSError as error:
             raise Refused(
-                f"cache_dir={cache_dir}: the tokens of this text cannot be written there "
+                f"cache_dir={folder.parent}: the tokens of this text cannot be written there "
                 f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
             ) from error
     meta = json.loads((folder / "meta.json").read_text())
     for note in meta["notes"]:
         log.info(note)
-    train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
-    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
-    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
-    return Tokens(train, val, tokenizer, template)
+    return meta["dtype"]
 
 
 def _chat(source: Source) -> Chat | None:
@@ -161,6 +177,7 @@ def _write(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
     special_tokens: Sequence[str],
+    splits: Sequence[SplitName] = ("val", "train"),
 ) -> None:
     """Fill a folder beside its final name, then rename: a second job or a Ctrl-C never sees half a cache."""
     log.info("Tokenizing data=%s", source.name)
@@ -173,8 +190,9 @@ def _write(
             tokenizer = load_bpe(draft / "tokenizer.json", _chat(source))
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
-        _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
-        _write_split(draft, "train", source, tokenizer, dtype, twice.trained_on)
+        seen = {"val": twice.held_out, "train": twice.trained_on}
+        for split in splits:  # validation before the text that its documents are looked for in
+            _write_split(draft, split, source, tokenizer, dtype, seen[split])
         twice.check()
         (draft / "meta.json").write_text(json.dumps({"dtype": dtype, "notes": source.notes()}))
         try:
@@ -198,6 +216,18 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
         if number % every == 0 and taken < LEARNT_FROM:
             taken += len(text)
             yield text
+
+
+def trained(source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A BPE of a source whose tokens are kept elsewhere, or nowhere; from the cache, or made."""
+    chat = _chat(source)
+    special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
+    file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with aside(file) as draft:
+            train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft, special_tokens)
+    return load_bpe(file, chat)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:

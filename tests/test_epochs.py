@@ -70,7 +70,7 @@ def test_a_tokenizer_of_another_folder_makes_the_tokens(config, other_tokenizer)
     assert len(theirs.tokenizer) < len(ours.tokenizer) <= 300
     text = "elephants never forget"
     assert len(theirs.tokenizer(text).input_ids) < len(ours.tokenizer(text).input_ids)
-    assert len(theirs.train) > len(ours.train)  # of the same files
+    assert len(theirs.train.ids) > len(ours.train.ids)  # of the same files
 
 
 def test_it_is_the_one_that_is_exported_and_evaluated_with(fit, other_tokenizer):

@@ -49,6 +49,7 @@ STOREYS = (
         "stable_embedding",
         "refusals",
         "check",
+        "vocabulary",
         "model",
         "generation",
         "adapter",

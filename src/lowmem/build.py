@@ -9,11 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem import checkpoint, model
+from lowmem import checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
-from lowmem.data.tokens import Tokens, tokenize, vocabulary
+from lowmem.data.tokens import Tokens, rows_of, tokenize
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
@@ -78,15 +78,15 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
 
 def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
     """The corpus in a published model's own tokens, or in those of a BPE trained on the corpus."""
-    published = spec["pretrained"] or spec["architecture"] is None
-    tokenizer = None
-    if cfg.tokenizer is not None:
-        tokenizer = model.tokenizer(cfg.tokenizer, spec["trust_remote_code"], key="tokenizer")
-    elif published:
-        tokenizer = model.tokenizer(**spec)
-    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), min(BPE_VOCABULARY, config.vocab_size), tokenizer)
-    check_vocabulary(config.vocab_size, vocabulary(tokens.tokenizer))
-    if not published:  # the export must name the end token of the tokenizer it is saved with
+    tokenizer, added = model.tokenizer_of(cfg), vocabulary.wanted(cfg)
+    if tokenizer and added:
+        spec["added"] = vocabulary.add(tokenizer, added, config.vocab_size)
+    size = min(BPE_VOCABULARY, config.vocab_size)
+    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), size, tokenizer, added)
+    if "added" not in spec:
+        check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
+    if not spec["pretrained"] and spec["architecture"] is not None:
+        # the export must name the end token of the tokenizer it is saved with
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
     return tokens
 
@@ -99,6 +99,8 @@ def causal_lm(
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     check(network)
     choose_trained(cfg, network)
+    if "added" in spec:
+        vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
     return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips)

@@ -28,6 +28,7 @@ from transformers import (
     initialization,
 )
 
+from lowmem import vocabulary
 from lowmem.aside import aside
 from lowmem.check import POSITIONS, check_positions
 from lowmem.errors import Refused
@@ -80,7 +81,19 @@ def architecture_of(cfg: DictConfig) -> PretrainedConfig:
     """Of the model that a run would load: the published one only where the yaml does not say all there is to know."""
     spec = OmegaConf.to_container(cfg.model)
     says_all = "model_type" in (spec["architecture"] or {})
-    return architecture(**spec | {"pretrained": spec["pretrained"] and not says_all})
+    config = architecture(**spec | {"pretrained": spec["pretrained"] and not says_all})
+    wanted = vocabulary.wanted(cfg)
+    if not wanted or (tokens := tokenizer_of(cfg)) is None:  # one that is trained here has room for them
+        return config
+    return vocabulary.grown(config, vocabulary.add(tokens, wanted, config.vocab_size).rows)
+
+
+def tokenizer_of(cfg: DictConfig) -> PreTrainedTokenizerBase | None:
+    """What is typed, or the published model's own; None: one is trained on the data."""
+    spec = OmegaConf.to_container(cfg.model)
+    if cfg.tokenizer is not None:
+        return tokenizer(cfg.tokenizer, spec["trust_remote_code"], key="tokenizer")
+    return tokenizer(**spec) if spec["pretrained"] or spec["architecture"] is None else None
 
 
 def period(kinds: Sequence[str]) -> int | None:
@@ -157,6 +170,7 @@ def build(
     attention: str,
     trust_remote_code: bool,
     stable_embedding: bool = False,
+    added: vocabulary.Added | None = None,
     **_: object,
 ) -> PreTrainedModel:
     """The model on the host, in training mode, with every parameter in `weights_dtype`.
@@ -165,6 +179,8 @@ def build(
         Refused: weights that cannot be loaded or lack a tensor; an attention this machine does not have.
     """
     how = {"dtype": weights_dtype, "trust_remote_code": trust_remote_code}
+    if added and not pretrained:
+        config = vocabulary.grown(config, added.rows)
 
     def made(attention: str) -> PreTrainedModel:
         if pretrained:
@@ -173,6 +189,8 @@ def build(
             return AutoModelForCausalLM.from_config(config, attn_implementation=attention, **how)
 
     model = _with_attention(attention, made)
+    if added and pretrained:
+        vocabulary.grow(model, added)
     if stable_embedding:
         stabilise(model)
     wrong = {p.dtype for p in model.parameters()} - {weights_dtype}

@@ -120,6 +120,7 @@ class Model(Section):
     max_steps: Count
     architecture: _words("its keys, such as model.architecture.n_layer=6", dict[str, Any] | None)
     stable_embedding: Switch
+    added_tokens: _words("a list such as [<|im_start|>,<|im_end|>]", list[Text])
 
 
 class Optim(Node):

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,22 +86,27 @@ class Tokens:
 
 
 def tokenize(
-    source: Source, cache_dir: Path, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
+    source: Source,
+    cache_dir: Path,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    special_tokens: Sequence[str] = (),
 ) -> Tokens:
     """Read a source's tokens from the cache, or make them.
 
     Args:
         vocab_size: of the byte-level BPE that is trained on the training text when `tokenizer` is None.
         tokenizer: the pretrained model's own.
+        special_tokens: that the BPE has beside the end of text.
 
     Raises:
         Refused: a file that cannot be read or is no text; no text at all; validation on what is trained on; no room
             for the tokens.
     """
-    folder = cache_dir / _key(source, vocab_size, tokenizer)
+    folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
     if not (folder / "meta.json").exists():
         try:
-            _write(folder, source, vocab_size, tokenizer)
+            _write(folder, source, vocab_size, tokenizer, special_tokens)
         except OSError as error:
             raise Refused(
                 f"cache_dir={cache_dir}: the tokens of this text cannot be written there "
@@ -122,8 +127,8 @@ def _split(folder: Path, split: SplitName, dtype: str) -> Split:
     return Split(mapped("", dtype), mapped("_ends", "int64"), mapped("_text_bytes", "int64"), bits)
 
 
-def _key(source: Source, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    what = [FORMAT, vocab_size if tokenizer is None else _identity(tokenizer), source.key()]
+def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    what = [FORMAT, bpe if tokenizer is None else _identity(tokenizer), source.key()]
     return f"{source.name}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
 
 
@@ -133,16 +138,23 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> list:
     return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)]
 
 
-def _write(folder: Path, source: Source, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _write(
+    folder: Path,
+    source: Source,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    special_tokens: Sequence[str],
+) -> None:
     """Fill a folder beside its final name, then rename: a second job or a Ctrl-C never sees half a cache."""
     log.info("Tokenizing data=%s", source.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
     try:
         if tokenizer is None:
-            _train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft / "tokenizer.json")
+            texts = _spread(source.texts(), source.size("train"))
+            _train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
             tokenizer = _load_bpe(draft / "tokenizer.json")
-        dtype = "uint16" if vocabulary(tokenizer) <= 2**16 else "uint32"
+        dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
         _write_split(draft, "train", source, tokenizer, dtype, twice.trained_on)
@@ -157,7 +169,7 @@ def _write(folder: Path, source: Source, vocab_size: int, tokenizer: PreTrainedT
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
+def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows of an embedding that its ids need: there may be gaps between them."""
     return max(tokenizer.get_vocab().values(), default=0) + 1
 
@@ -171,12 +183,12 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
             yield text
 
 
-def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path) -> None:
+def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
     """Only its training sees long words in pieces; what it encodes it sees whole."""
     bpe = ByteLevelBPETokenizer()
-    words = bpe.pre_tokenizer
+    words, special = bpe.pre_tokenizer, [END_OF_TEXT, *special_tokens]
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
-    bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
+    bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=False)
     bpe.pre_tokenizer = words
     target.write_text(bpe.to_str(pretty=True))
 

@@ -72,6 +72,37 @@ def role(name, p):
     return "vector" if p.dim() < 2 else "embedding" if "embed" in name or "lm_head" in name else "matrix"
 
 
+class LowRank(nn.Module):
+    """W x + alpha / r B A x + bias; with magnitudes m each row of W + alpha / r B A is brought to its m, and the length
+    that it has before counts as a constant. Named as peft does."""
+
+    def __init__(self, base, start, prefix, scale):
+        super().__init__()
+        self.base_layer, self.scale = base, scale
+        for kind in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            if (drawn := start.get(f"{prefix}{kind}.default.weight")) is not None:
+                part = nn.ModuleDict({"default": nn.Module()})
+                part["default"].weight = nn.Parameter(drawn.detach().clone())
+                self.add_module(kind, part)
+
+    def forward(self, x):
+        low = self.scale * self.lora_B["default"].weight @ self.lora_A["default"].weight
+        matrix = self.base_layer.weight + low
+        if hasattr(self, "lora_magnitude_vector"):
+            length = matrix.norm(dim=1, keepdim=True).detach()
+            matrix = self.lora_magnitude_vector["default"].weight[:, None] / length * matrix
+        return nn.functional.linear(x, matrix, self.base_layer.bias)
+
+
+def adapt(model, start, alpha, r):
+    """Every linear layer but the head, and nothing else is trained. start: of an adapted model, by name."""
+    for p in model.parameters():
+        p.requires_grad_(False)
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"}
+    for name, base in layers.items():
+        model.set_submodule(name, LowRank(base, start, f"{name}.", alpha / r))
+
+
 def adamw(p, g, state, step, lr, decay, role):
     m = state["m"] = BETAS[0] * state.get("m", 0) + (1 - BETAS[0]) * g
     v = state["v"] = BETAS[1] * state.get("v", 0) + (1 - BETAS[1]) * g * g
@@ -96,7 +127,7 @@ def adafactor(p, g, state, step, lr, decay, role):
     if p.dim() == 2:
         rows = state["rows"] = beta * state.get("rows", 0) + (1 - beta) * square.mean(1)
         columns = state["columns"] = beta * state.get("columns", 0) + (1 - beta) * square.mean(0)
-        direction = g / (rows[:, None] * columns[None] / rows.mean()).sqrt()
+        direction = g / ((rows / rows.mean())[:, None] * columns[None]).sqrt()
     else:
         v = state["v"] = beta * state.get("v", 0) + (1 - beta) * square
         direction = g / v.sqrt()
@@ -113,7 +144,7 @@ def muon(p, g, state, step, lr, decay, role):
 
 
 def orthogonal(x):
-    x = x / x.norm()
+    x = x / x.norm().clamp(min=1e-7)  # of a matrix that has no gradient yet
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import oracle
 from lowmem import model
 from lowmem.build import causal_lm, optimizer
-from lowmem.data.loader import MicroBatch, WindowLoader
+from lowmem.data.loader import MicroBatch, Rows, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.overrides import composed
 from lowmem.techniques import GROUPS, techniques
@@ -67,7 +67,7 @@ WITH = {
 WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
 
 
-class Ragged:
+class Ragged(Rows):
     """Sequences of different lengths: behind its end, and in a masked stretch, a sequence has no labels."""
 
     seq_len = LENGTH
@@ -148,30 +148,58 @@ def expected(cfg, optim, accumulation, held_in=None):
     """
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
-    dtypes = cfg.weights_dtype, held_in or cfg.weights_dtype
-    decay, frozen = float(cfg.optim.weight_decay), tuple(cfg.freeze or ())
-    return _expected(*dtypes, optim, windows, clip, float(cfg.lr), decay, frozen)
+    decay, frozen, adapter = float(cfg.optim.weight_decay), tuple(cfg.freeze or ()), _adapter(cfg)
+    dtypes = cfg.weights_dtype, held_in or ("float32" if adapter else cfg.weights_dtype)
+    return _expected(*dtypes, optim, windows, clip, float(cfg.lr), decay, frozen, adapter)
 
 
 @cache
-def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen):
-    network = _network(dtype)
+def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen, adapter):
+    network = _network(dtype, adapter)
     for name, p in network.named_parameters():
-        p.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in frozen))
+        p.requires_grad_(p.requires_grad and not any(fnmatchcase(name, pattern) for pattern in frozen))
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
     rule = oracle.RULES.get(optim, oracle.adamw)
     return before, oracle.train(network, _read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in))
 
 
-def expected_losses(accumulation, weights):
-    """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each."""
-    return oracle.losses(_network("float32"), _read, WINDOWS.get(accumulation, (8, 1, 8, 1)), SEQUENCES, weights)
+def expected_losses(accumulation, weights, adapter=None, dtype="float32"):
+    """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each. dtype: in which
+    those were loaded that are not given."""
+    windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
+    return oracle.losses(_network(dtype, adapter), _read, windows, SEQUENCES, weights)
 
 
-def _network(dtype):
+def _adapter(cfg):
+    """Its name, where there is one."""
+    named = {composed([f"adapter={name}"]).adapter._target_: name for name in techniques("adapter") if name != "none"}
+    return named.get(cfg.adapter._target_)
+
+
+def _network(dtype, adapter=None):
+    """In fp32. With an adapter: the oracle's own, that starts with the numbers that the technique drew."""
     spec = OmegaConf.to_container(composed(MODEL).model)
-    torch.manual_seed(0)
-    return model.build(model.architecture(**spec), getattr(torch, dtype), **spec).float()
+
+    def built():
+        torch.manual_seed(0)
+        return model.build(model.architecture(**spec), getattr(torch, dtype), **spec)
+
+    network = built()
+    if adapter is None:
+        return network.float()
+    instantiate(composed([f"adapter={adapter}"]).adapter)(network)
+    start, drawn = dict(network.named_parameters()), network.peft_config["default"]
+    plain = built().float()
+    oracle.adapt(plain, start, drawn.lora_alpha, drawn.r)
+    for name, part in plain.named_modules():
+        if name.endswith(".base_layer") and f"{name}.weight" not in start:  # what 4 bits left of it, and no parameter
+            del part.weight
+            part.register_buffer("weight", network.get_submodule(name).weight.float())
+    return plain
+
+
+def trains_vectors(cfg):
+    return any(p.requires_grad and p.dim() < 2 for p in _network("float32", _adapter(cfg)).parameters())
 
 
 def _read(indices):
@@ -187,7 +215,7 @@ def deviations(cfg, *techniques):
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
     before, ours = run(cfg, callbacks=[losses])
     assert all(torch.equal(before[name], start[name]) for name in start)
-    right = expected_losses(accumulation, losses.read)
+    right = expected_losses(accumulation, losses.read, _adapter(cfg), cfg.weights_dtype)
     apart = (abs(one / other - 1) for one, other in zip(losses.seen, right, strict=True))
     return *errors(start, ours, theirs), max(apart)
 

@@ -249,7 +249,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_after_a_resume(fit, 
 
     def given(self):
         evaluated(self)
-        self.val_loss = next(losses)
+        self.val_losses = [next(losses)]
 
     monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
     lines = ("val_every=1", "save_every=1", "checkpoint.keep=best", "scheduler.total_steps=5", "resume=auto")
@@ -275,7 +275,7 @@ def test_a_better_one_that_could_not_be_written_does_not_cost_the_best(fit, full
 
     def given(self):
         evaluated(self)
-        self.val_loss = next(losses)
+        self.val_losses = [next(losses)]
 
     monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
     full(AtomicCheckpointIO, "save_checkpoint", {3})  # saved at every evaluation that is better, and in the end

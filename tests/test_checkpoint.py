@@ -27,11 +27,11 @@ WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max
 
 def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, monkeypatch):
     """The sequences that completed windows consumed are those of an unbroken run, none twice and none left out."""
-    from lowmem.data.loader import Sequences
+    from lowmem.data.packing import Joined
     from lowmem.module import CausalLM
 
     # 20 sequences: windows of 6, 6, 6 and a short one of 2
-    monkeypatch.setattr(Sequences, "__len__", lambda self: min(self.count, 20))
+    monkeypatch.setattr(Joined, "__len__", lambda self: min(self.count, 20))
     step, read = CausalLM.training_step, []
 
     def recording(self, window, index):

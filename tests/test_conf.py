@@ -15,7 +15,7 @@ from lowmem.overrides import quoted
 
 CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
-TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
+TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss", "adapter")
 README = (ROOT / "README.md").read_text()
 # What the first cell of each row of its tables names; choices that do the same share a row.
 NAMED = [
@@ -27,6 +27,8 @@ NAMED = [
 GIVEN = {
     "data=text": ["data.path=x"],
     "data=jsonl": ["data.path=x"],
+    "data=csv": ["data.path=x"],
+    "data=parquet": ["data.path=x"],
     "model=hf": ["model.name=x"],
     "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
     "accumulation=by_step": ["accumulation.sizes={0: 1, 1: 2}"],
@@ -104,6 +106,7 @@ def test_advice_names_only_what_is_not_in_use_and_composes():
         "optim=adam8bit",
         "batch_size=4 accumulation=fixed accumulation.batches=2",
         "loss=chunked",
+        "adapter=lora",
         "seq_len=64",
     ]
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -68,10 +68,10 @@ def test_where_there_is_no_checkpoint_none_is_offered_and_fp16_is_told_of_bf16(f
 
 
 def test_the_sequences_that_are_named_are_those_of_the_window(fit, broken, monkeypatch):
-    from lowmem.data.loader import Sequences
+    from lowmem.data.packing import Joined
 
-    read, made = [], Sequences.micro_batch
-    monkeypatch.setattr(Sequences, "micro_batch", lambda self, which: read.append(list(which)) or made(self, which))
+    read, made = [], Joined.micro_batch
+    monkeypatch.setattr(Joined, "micro_batch", lambda self, which: read.append(list(which)) or made(self, which))
     broken("loss", {2})
     with pytest.raises(Refused) as refused:
         fit("accumulation=fixed", "accumulation.batches=2", "batch_size=3")

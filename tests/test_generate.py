@@ -113,7 +113,7 @@ def test_it_stops_at_an_end_token_at_the_last_position_and_when_told():
     model = LlamaForCausalLM(config).eval()
 
     class Numbers:
-        eos_token_id = 7
+        eos_token_id, chat_template = 7, None
 
         def decode(self, ids, skip_special_tokens):
             return "".join(f"{int(i)} " for i in ids)

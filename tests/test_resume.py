@@ -6,7 +6,7 @@ from lowmem.module import CausalLM
 from parity import CHOICES, COMPILED
 from same import last, same
 
-EVERY = [choice for choice in CHOICES if choice.startswith(("optim=", "precision="))]
+EVERY = [choice for choice in CHOICES if choice.startswith(("optim=", "precision=", "adapter="))]
 EACH = [pytest.param(t, marks=pytest.mark.slow if t in COMPILED else []) for t in EVERY]
 
 # 12 sequences, one per micro-batch, five micro-batches per window: 5, 5 and a short 2; a resume must find them again.
@@ -33,9 +33,9 @@ class Died(Exception):
 @pytest.fixture
 def life(fit, monkeypatch):
     """(name, technique, resume, death) -> everything a checkpoint holds; `consumed` gets each window's sequences."""
-    from lowmem.data.loader import Sequences
+    from lowmem.data.packing import Joined
 
-    monkeypatch.setattr(Sequences, "__len__", lambda self: min(self.count, SEQUENCES))
+    monkeypatch.setattr(Joined, "__len__", lambda self: min(self.count, SEQUENCES))
     backward, step = CausalLM.manual_backward, CausalLM.training_step
     state = {"windows": 0, "batches": 0, "death": None}
 

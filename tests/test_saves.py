@@ -21,6 +21,7 @@ SAVES_NOTHING = {
     "accumulation=none": "the yardstick",
     "gradient_checkpointing=none": "the yardstick",
     "loss=full": "the yardstick",
+    "adapter=none": "the yardstick",
     "precision=tf32": "faster products alone",
     "optim=paged_adamw32bit": "pages on CUDA alone",
     "gradient_checkpointing=budget": "compiled, unseen: test_gradient_checkpointing.py counts what it keeps",
@@ -77,6 +78,7 @@ IDLE = {
     "precision": ["precision=32"],
     "loss": ["loss=full"],
     "accumulation": ["accumulation=none"],
+    "adapter": ["adapter=none"],
 }
 
 

@@ -55,7 +55,7 @@ def _arrange(phase: str, reached: Path) -> None:
         setattr(where, name, slow)
 
     if phase == "load":
-        before(tokens, "_load_bpe", LONG)  # a draft of the cache is there
+        before(tokens, "load_bpe", LONG)  # a draft of the cache is there
     elif phase == "step":
         before(CausalLM, "training_step", 1.0, lambda module, *_: module.global_step == 2)
     elif phase == "evaluation":

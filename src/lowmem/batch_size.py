@@ -68,7 +68,13 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 def fits(cfg: DictConfig, batch_size: int) -> bool:
     """Args: cfg: with its interpolations, most of which do not depend on batch_size but some do."""
-    trial = {"batch_size": batch_size, "max_steps": STEPS, "val_sequences": batch_size, "sample_tokens": 0}
+    trial = {
+        "batch_size": batch_size,
+        "max_steps": STEPS,
+        "val_sequences": batch_size,
+        "sample_tokens": 0,
+        "metric": None,
+    }
     trial = OmegaConf.to_container(OmegaConf.merge(cfg, trial | {"resume": None})) | {"logger": {}}
     done = subprocess.run(
         [sys.executable, "-m", "lowmem.batch_size"], input=json.dumps(trial), capture_output=True, text=True

@@ -11,8 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem import checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
+from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
-from lowmem.data.loader import START, Sequences, ValidationLoader, WindowLoader
+from lowmem.data.loader import START, ValidationLoader, WindowLoader
+from lowmem.data.packing import rows
+from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, rows_of, tokenize
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
@@ -30,7 +33,7 @@ class Data(NamedTuple):
 
     tokens: Tokens
     train: WindowLoader
-    val: ValidationLoader
+    val: list[ValidationLoader]  # the first is that by which a checkpoint is the best
     prompts: list[Tensor]  # of the samples, (1, T) each
     spec: dict  # cfg.model
     config: PretrainedConfig
@@ -41,11 +44,13 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     windows = Settings(cfg).windows
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    tokens = _tokens(cfg, spec, config)
+    source = instantiate(cfg.data)
+    tokens = _tokens(cfg, spec, config, source)
     start = saved.position if saved else START
-    train = WindowLoader(Sequences(tokens.train.ids, cfg.seq_len, "train"), cfg.batch_size, windows, cfg.seed, start)
-    val = ValidationLoader(Sequences(tokens.val.ids, cfg.seq_len, "validation"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, val, _prompts(cfg, tokens.tokenizer, val), spec, config)
+    how = cfg.seq_len, source.packing, source.too_long
+    train = WindowLoader(rows(tokens.train, *how, "train"), cfg.batch_size, windows, cfg.seed, start)
+    val = ValidationLoader(rows(tokens.val, *how, "val"), cfg.batch_size, cfg.val_sequences)
+    return Data(tokens, train, [val], _prompts(cfg, tokens.tokenizer, val), spec, config)
 
 
 def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:
@@ -69,6 +74,8 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     """The heavy part."""
     whole = saved is not None and saved.base is None  # the checkpoint brings all weights
     made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal)
+    if not saved and cfg.adapter.get("path"):
+        load(made.model, cfg.adapter.path)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
     if saved:
@@ -76,13 +83,13 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     return made
 
 
-def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig) -> Tokens:
-    """The corpus in a published model's own tokens, or in those of a BPE trained on the corpus."""
+def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig, source: Source) -> Tokens:
+    """The source in a published model's own tokens, or in those of a BPE trained on it."""
     tokenizer, added = model.tokenizer_of(cfg), vocabulary.wanted(cfg)
     if tokenizer and added:
         spec["added"] = vocabulary.add(tokenizer, added, config.vocab_size)
     size = min(BPE_VOCABULARY, config.vocab_size)
-    tokens = tokenize(instantiate(cfg.data), Path(cfg.cache_dir), size, tokenizer, added)
+    tokens = tokenize(source, Path(cfg.cache_dir), size, tokenizer, added)
     if "added" not in spec:
         check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
     if not spec["pretrained"] and spec["architecture"] is not None:

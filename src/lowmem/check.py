@@ -29,7 +29,7 @@ def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Args: choices: group -> chosen yaml, to name the file an error comes from."""
     check_values(cfg)
     errors = [*_keys(cfg, choices)]
-    errors = errors or [*refused(cfg), *_savers(cfg)]
+    errors = errors or [*refused(cfg), *_savers(cfg), *_metric(cfg.metric)]
     if errors:
         raise Refused("\n".join(errors))
     _device(cfg.device, cfg.memory.snapshot)
@@ -53,6 +53,8 @@ def check_values(cfg: DictConfig) -> None:
         raise Refused("\n".join(errors))
     if len(named := [key for key in OF_A_RUN if cfg[key] is not None]) > 1:
         raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
+    if cfg.push is not None and (cfg.evaluate is not None or cfg.generate is not None):
+        raise Refused(f"push={cfg.push}: this writes no model. Type export=<a run> push={cfg.push}.")
     if (cfg.generate is None) != (cfg.prompt is None):
         typed, other = ("generate", "prompt='...'") if cfg.prompt is None else ("prompt", "generate=<a run or model>")
         raise Refused(f"{typed}={cfg[typed]}: one goes on with the other. Type {other} beside it.")
@@ -77,6 +79,8 @@ def check_places(cfg: DictConfig) -> None:
     for key in ("path", "val_path"):
         if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
             raise corpus.no_such(f"data.{key}", cfg.data[key])
+    if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
+        raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
     if "encoding" in cfg.data:
         corpus.checked_encoding(cfg.data.encoding)
     if "on_error" in cfg.data:
@@ -138,6 +142,18 @@ def _savers(cfg: DictConfig) -> Iterator[str]:
                 f"{'.'.join(path)}: {one.__name__} saves inside accumulation windows, which no run can go on from. "
                 "Leave it out: save_every=30min and checkpoint.keep=best do what it is for."
             )
+
+
+def _metric(name: str | None) -> Iterator[str]:
+    if name is None:
+        return
+    try:
+        found = callable(get_object(name))
+        why = "it is no function"
+    except Exception as error:  # whatever the module does when it is imported
+        found, why = False, str(error).partition("\n")[0]
+    if not found:
+        yield f"metric={name}: {why}. Type metric=<module>.<function> of a module beside train.py, or metric=null."
 
 
 def targets(cfg: DictConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], DictConfig]]:

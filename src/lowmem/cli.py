@@ -151,7 +151,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
 
 
 def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None:
-    dangerous = [line for line in earlier if "_target_" in line or "trust_remote_code" in line]
+    dangerous = [line for line in earlier if "_target_" in line or "trust_remote_code" in line or key(line) == "metric"]
     if missing := without(set(map(key, arguments)), dangerous):
         raise Refused(
             f"{folder}: what was typed for this run is repeated, but not what can run code. Type it again, if you "

@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def opened(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.DictWriter, list[dict[str, str]]]:
-    """Args: until: the last step of which a row that is there already is kept.
+    """Args: until: the last step of which a row that is there already is kept, with the columns that it has.
 
     Returns:
         The open file, its writer, and the rows that were kept.
@@ -15,10 +15,10 @@ def opened(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.
     kept = []
     if until and file.is_file():
         with file.open(newline="") as lines:
-            whole = (row for row in csv.DictReader(lines) if None not in row and None not in row.values())
-            kept = [row for row in whole if row.keys() == set(columns) and int(row["step"]) <= until]
+            whole = [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
+        kept = [dict.fromkeys(columns, "") | row for row in whole if int(row["step"]) <= until]
     out = file.open("w", newline="")
-    writer = csv.DictWriter(out, columns)
+    writer = csv.DictWriter(out, kept[0].keys() if kept else columns)
     writer.writeheader()
     writer.writerows(kept)
     return out, writer, kept

@@ -16,21 +16,25 @@ import torch
 from omegaconf import DictConfig
 
 from lowmem import batch_size, build, model
-from lowmem.adapter.export import export
+from lowmem.adapter.export import export, is_adapted
 from lowmem.asked import Asked, asked, summary_of, with_model
-from lowmem.check import check
+from lowmem.check import check, targets
 from lowmem.errors import Refused
+from lowmem.generation import end_tokens
 from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
-from lowmem.overrides import in_shell, replaced
+from lowmem.overrides import as_lines, as_mapping, in_shell, replaced
 from lowmem.plan import at_start
 from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
 from lowmem.report import ran, step
 from lowmem.report import summary as report
+from lowmem.report.hub import push
+from lowmem.report.model_card import card
 from lowmem.runs import folders
 from lowmem.settings import Settings
 from lowmem.terminal import folded
+from lowmem.trained import parameters
 from lowmem.trained import trained as trained_of
 from lowmem.training import DidNotFit, Training, trained
 
@@ -66,7 +70,7 @@ def fit(
     cfg, prediction = _planned(cfg, typed, wanted)
     try:
         with _named(output_dir), trained(cfg, output_dir, wanted) as training:
-            summary = _summary(training, cfg) | {"overrides": list(overrides)}
+            summary = _summary(training, cfg) | _what(training, cfg, choices) | {"overrides": list(overrides)}
             summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
             if wanted.work == "export":
                 summary |= summary_of(wanted.saved)
@@ -77,7 +81,7 @@ def fit(
             _report(training, output_dir, summary)
             training.stop.waits_no_longer(summary["interrupted"])
             if wanted.exports and not summary["interrupted"]:  # of an interrupted run its checkpoint is what goes on
-                _export(training, cfg, output_dir)
+                _export(training, cfg, output_dir, summary)
             (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
             _tell_files(output_dir)
             return summary
@@ -139,14 +143,16 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "train_loss": metrics.train_loss,
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
-        "bits_per_byte": metrics.bits_per_byte(metrics.val_loss),
+        "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
+        "validation": metrics.evaluated,  # each set
+        "metric": dict(metrics.own()),
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": cfg.batch_size,
         "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
-        "parameters": sum(p.numel() for p in module.model.parameters()),
+        "parameters": parameters(module.model),
         "trained_parameters": sum(p.numel() for _, p in trained_of(module.model)),
         "interrupted": training.stop.interrupted,
         "signal": training.stop.signal.name if training.stop.signal else None,
@@ -154,6 +160,20 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
         "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",
         "versions": report.versions(),
+    }
+
+
+def _what(training: Training, cfg: DictConfig, choices: Mapping[str, str]) -> dict:
+    """Was trained on what and how, without a place of this machine."""
+    of_hub = cfg.model.pretrained and not Path(cfg.model.name).expanduser().is_dir()
+    places = [node["path"] for _, node in targets(cfg.data) if node.get("path") is not None]
+    return {
+        "base_model": cfg.model.name if of_hub else None,
+        "pretrained": cfg.model.pretrained,
+        "architecture": training.module.model.config.model_type,
+        "adapter_alone": is_adapted(training.module.model) and cfg.model.pretrained and not cfg.merge,
+        "recipe": as_mapping(ran.chosen(choices)),
+        "data": [Path(place).name for place in places] or as_lines({"data": choices.get("data", "")}),
     }
 
 
@@ -187,7 +207,7 @@ def _picture(
     picture.send(output_dir / "memory.png", training.loggers, summary["steps"])
 
 
-def _export(training: Training, cfg: DictConfig, output_dir: Path) -> None:
+def _export(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object]) -> None:
     """Last of all: it needs the most room, and what it may lack cannot take anything else along.
 
     Raises:
@@ -196,10 +216,13 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path) -> None:
     try:
         base = cfg.model.name if cfg.model.pretrained else None
         network, tokenizer = training.module.model, training.tokens.tokenizer
+        network.generation_config.eos_token_id = end_tokens(tokenizer, network)
         with training.widest():
-            export(network, tokenizer, output_dir / "model", cfg.export_dtype, cfg.merge, base)
+            export(network, tokenizer, output_dir / "model", cfg.export_dtype, cfg.merge, base, card(summary))
     except OSError as error:
         raise Refused(
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
             f"Make room, and type {in_shell('export', training.resumed_from if cfg.export else output_dir)}."
         ) from error
+    if cfg.push is not None:
+        push(output_dir / "model", cfg.push, training.resumed_from if cfg.export else output_dir)

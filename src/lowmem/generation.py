@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lowmem.errors import Refused
 from lowmem.model import positions
 
+ANSWER = "an answer"
 Prompt = str | list[dict]  # text, or the messages of a conversation
 
 
@@ -36,6 +37,26 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
                 "was made for, or a text."
             ) from None
     return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # of nothing: how a document begins
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """At which a continuation ends: the model's own, the tokenizer's, and what ends a turn of its chat template."""
+    own = model.generation_config.eos_token_id
+    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}
+    return sorted(found - {None})
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The first control token behind an answer, if there is a chat template that writes one."""
+    if tokenizer.chat_template is None:
+        return None
+    said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        behind = tokenizer.apply_chat_template(said, tokenize=False).rpartition(ANSWER)[2]
+    except (TemplateError, ValueError):
+        return None
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
 
 
 @torch.no_grad()
@@ -64,6 +85,7 @@ def continuation(
         top_k=50,
         use_cache=True,
         pad_token_id=tokenizer.eos_token_id,
+        eos_token_id=end_tokens(tokenizer, model) or None,
     )
     if ids.shape[1] >= length:
         return ""

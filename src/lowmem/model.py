@@ -36,6 +36,8 @@ from lowmem.stable_embedding import folded, stabilise
 
 log = logging.getLogger(__name__)
 
+CARD = "README.md"  # what the hub shows of a model
+
 
 def architecture(
     name: str, pretrained: bool, trust_remote_code: bool, architecture: Mapping | None = None, **_: object
@@ -315,16 +317,18 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name", **_: 
 
 
 def export(
-    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str | None = None
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str | None = None, card: str = ""
 ) -> None:
     """Weights (safetensors), configuration and tokenizer in Hugging Face's format. Whole or not at all.
 
     Args:
         dtype: of the written weights, such as bfloat16; None: as they are.
+        card: README.md.
     """
     with aside(folder) as draft, folded(network), _held_in(network, dtype):
         network.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
+        (draft / CARD).write_text(card)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ saves checkpoints inside a window. So the step is written out here: one Lightnin
 every checkpoint stand between windows by construction.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -143,19 +144,25 @@ class CausalLM(LightningModule):
     # --- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        self._val_loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)  # a sum over the whole split
-        self._val_tokens = self._val_micro_batches = 0
-        self.val_loss: float | None = None
+        sets = len(self.trainer.num_val_batches)
+        self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # each over its whole split
+        self._val_tokens, self._val_micro_batches = [0] * sets, 0
+        self.val_losses: list[float] = []  # of each set; empty where the evaluation was cut
 
-    def validation_step(self, micro_batch: MicroBatch, _: int) -> None:
-        self._val_loss_sum += self.loss(self.model, micro_batch)
-        self._val_tokens += micro_batch.tokens
+    def validation_step(self, micro_batch: MicroBatch, _: int, dataloader_idx: int = 0) -> None:
+        self._val_loss_sums[dataloader_idx] += self.loss(self.model, micro_batch)
+        self._val_tokens[dataloader_idx] += micro_batch.tokens
         self._val_micro_batches += 1
 
     def on_validation_epoch_end(self) -> None:
-        whole = self._val_micro_batches == sum(self.trainer.num_val_batches)  # of one that was cut nothing is known
-        if whole and self._val_tokens:
-            self.val_loss = (self._val_loss_sum / self._val_tokens).item()
+        if self._val_micro_batches == sum(self.trainer.num_val_batches):
+            sums = zip(self._val_loss_sums.tolist(), self._val_tokens, strict=True)
+            self.val_losses = [loss / tokens if tokens else math.nan for loss, tokens in sums]
+
+    @property
+    def val_loss(self) -> float | None:
+        """Of the first set: by it the best checkpoint is chosen, and training ends early."""
+        return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
-PLACES += ("tokenizer", "generate")
+PLACES += ("tokenizer", "generate", "adapter.path")
 WHOLE = (*FOLDERS, "may_change", "prompt")  # a comma in these separates nothing, in a sweep either
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # whatever a file calls them
 TEXTS = (*WHOLE, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")

@@ -228,8 +228,10 @@ class Run(Section):
     checkpoint: Checkpoint
     early_stop: EarlyStop
     log_every: Count
+    metric: _words("module.function, such as examples.metric.accuracy, or null", Text | None)
     sample_tokens: Whole
     sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
+    push: _words("a hub id such as name/model, or null", Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
     merge: Switch
     cache_dir: Place
@@ -273,6 +275,10 @@ ARGUMENTS: dict[str, Any] = {
     "batch_size": BatchSize,
     "sizes": _words("micro-batches from an epoch or a step on, such as {0:1,3:4}", dict[Whole, Count]),
     "fraction": Share,
+    "r": Count,
+    "alpha": Positive,
+    "dropout": Decay,
+    "target": _words("all-linear, or a list of names such as [q_proj,v_proj]", Literal["all-linear"] | list[Text]),
     "path": Place,
     "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
     "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
@@ -315,7 +321,7 @@ def arguments(identity: str) -> type[BaseModel]:
     named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
     values = {key: value for node in reversed(named) for key, value in node.items()}
     needed = set.intersection(*map(set, named)) if named else set()
-    return _schema({**dict.fromkeys(ARGUMENTS), **values} if named else {}, needed)
+    return _schema({**dict.fromkeys(ARGUMENTS, ...), **values} if named else {}, needed)
 
 
 @cache
@@ -341,7 +347,7 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 def _kind(key: str, default: object) -> Any:
     """The type of an argument, as its name or its value in the yaml says; null and ??? say nothing."""
     if key in ARGUMENTS:
-        return ARGUMENTS[key]
+        return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
         return _words(f"{default}, as its yaml does".lower(), Literal[default])
     if isinstance(default, str) and (of := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
@@ -349,6 +355,12 @@ def _kind(key: str, default: object) -> Any:
     if isinstance(default, dict):
         return _words("its keys", _schema(default))
     return OF_VALUES.get(type(default), Any)
+
+
+def _or_null(kind: Any) -> Any:
+    """Also null, where the yaml has it."""
+    said = next(one.description for one in kind.__metadata__ if getattr(one, "description", None))
+    return kind if said.endswith("null") else _words(f"{said}, or null", kind | None)
 
 
 def _nodes(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:

@@ -94,6 +94,10 @@ class Settings:
     def checkpointing(self) -> Technique:
         return declared(self.cfg, "gradient_checkpointing")
 
+    @cached_property
+    def adapter(self) -> Technique:
+        return declared(self.cfg, "adapter")
+
     @property
     def needs_compiler(self) -> bool:
         """For code that runs on a CPU; on a card Triton makes it."""

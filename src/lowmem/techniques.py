@@ -14,7 +14,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import CONF
 
 CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
-GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss")
+GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss", "adapter")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Technique:
     compiles_blocks: so that what they allocate is seen by nobody.
     computes_as: of a precision: one that computes in the same dtypes, with its gradients on the device.
     counts_sequences: of an accumulation: it makes up for a smaller micro-batch by itself.
+    stays_wide: of an adapter: it computes in fp32 where the weights have 16 bits, unless there are masters.
     """
 
     saves: Mapping[str, float] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Technique:
     compiles_blocks: bool = False
     computes_as: str | None = None
     counts_sequences: bool = False
+    stays_wide: bool = False
 
 
 def declared(cfg: DictConfig, group: str) -> Technique:

@@ -17,6 +17,16 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
+def parameters(model: nn.Module) -> int:
+    """How many, trained or not. A layer that holds some in fewer bits than torch's parameters says their number."""
+    return sum(p.numel() for p in model.parameters()) + sum(packed(model))
+
+
+def packed(model: nn.Module) -> list[int]:
+    """Elements of each matrix that is no parameter of torch's."""
+    return [part.packed_elements for part in model.modules() if hasattr(part, "packed_elements")]
+
+
 def is_whole(model: nn.Module) -> bool:
     """Whether every parameter is."""
     return all(p.requires_grad for p in model.parameters())

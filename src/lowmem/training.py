@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from hydra.utils import get_object
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowmem import build, checkpoint
 from lowmem.asked import TRAIN, Asked
+from lowmem.data.text_bytes import bits_per_byte
 from lowmem.data.tokens import Tokens
 from lowmem.errors import NotFinite, Refused
 from lowmem.instantiate import instantiate
@@ -26,6 +28,7 @@ from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
 from lowmem.report.metrics import Metrics, peak_gib
+from lowmem.report.own_metric import OwnMetric
 from lowmem.report.sample import Samples
 from lowmem.settings import Settings
 from lowmem.stop import Stop
@@ -158,9 +161,11 @@ def _assembled(
     limit = Settings(cfg).limit if cfg.device == "cpu" else None
     kept = asked.saved.steps if asked.resumes else 0
     meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit, kept=kept)
-    bits_per_byte, peak = data.tokens.bits_per_byte(data.val.predicted), lambda: peak_gib(meter.peak_bytes)
-    metrics = Metrics(output_dir / "metrics.csv", cfg.log_every, peak, bits_per_byte, kept)
+    sets = {one.name: bits_per_byte(data.tokens, one) for one in data.val}
+    curve, peak = output_dir / "metrics.csv", lambda: peak_gib(meter.peak_bytes)
     stop = Stop(keeps)
+    own = _own_metric(cfg, data, stop, meter)
+    metrics = Metrics(curve, cfg.log_every, peak, sets, kept, lambda: own.values if own else {})
     samples = _samples(cfg, output_dir / "samples.jsonl", data, kept, stop, meter)
     folder, keep = output_dir / "checkpoints", cfg.checkpoint.keep
     saves = checkpoint.Checkpoints(folder, cfg.save_every, keep, meter.saving, metrics.paused)
@@ -168,7 +173,7 @@ def _assembled(
     callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified()]
     if cfg.early_stop.patience is not None:
         callbacks.append(EarlyStopping("val_loss", patience=cfg.early_stop.patience))
-    callbacks += [saves, samples] if keeps else [samples]
+    callbacks += filter(None, [saves if keeps else None, own, samples])
     loggers = _loggers(cfg, asked)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
@@ -191,6 +196,13 @@ def _assembled(
     trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | theirs))
     start = asked.saved.path if asked.saved else None
     return Training(module, data.tokens, trainer, loggers, meter, metrics, samples, stop, resumed_from=start)
+
+
+def _own_metric(cfg: DictConfig, data: build.Data, stop: Stop, meter: MemoryMeter) -> OwnMetric | None:
+    if cfg.metric is None:
+        return None
+    what = cfg.metric, get_object(cfg.metric), data.tokens.tokenizer
+    return OwnMetric(*what, meter.evaluating, lambda: stop.interrupted)
 
 
 def _samples(cfg: DictConfig, file: Path, data: build.Data, kept: int, stop: Stop, meter: MemoryMeter) -> Samples:

@@ -5,8 +5,10 @@ from itertools import islice, takewhile
 import numpy as np
 import pytest
 
+from documents import split
 from lowmem.accumulation import by_epoch, by_step, fixed
-from lowmem.data.loader import Position, Sequences, ValidationLoader, WindowLoader
+from lowmem.data.loader import Position, ValidationLoader, WindowLoader
+from lowmem.data.packing import Joined
 from lowmem.errors import Refused
 
 SEQ_LEN = 4
@@ -14,7 +16,7 @@ SEQ_LEN = 4
 
 @pytest.fixture
 def sequences():
-    return Sequences(np.arange(23 * SEQ_LEN + 3, dtype=np.uint16), SEQ_LEN, "train")
+    return Joined(split(np.arange(23 * SEQ_LEN + 3)), SEQ_LEN, "train")
 
 
 def first_tokens(windows):
@@ -95,4 +97,4 @@ def test_validation_reads_the_first_sequences_in_order(sequences):
 
 def test_less_than_one_sequence_is_refused():
     with pytest.raises(Refused, match="seq_len=8"):
-        Sequences(np.arange(8), 8, "train")
+        Joined(split(np.arange(8)), 8, "train")

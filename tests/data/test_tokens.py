@@ -307,8 +307,8 @@ def test_bits_per_byte_are_those_of_what_was_predicted(uneven):
 
 def test_of_a_large_split_only_the_document_that_is_cut_is_looked_at(uneven, monkeypatch):
     made, first = uneven
-    text_bytes, looked_at = tokens._text_bytes, []
-    monkeypatch.setattr(tokens, "_text_bytes", lambda t, ids: looked_at.append(len(ids)) or text_bytes(t, ids))
+    counted, looked_at = tokens.bytes_of, []
+    monkeypatch.setattr(tokens, "bytes_of", lambda t, ids: looked_at.append(len(ids)) or counted(t, ids))
     assert made.val_bytes(len(made.val.ids)) == 880 and made.val_bytes(first) == len(WORDS) and not looked_at
     monkeypatch.setattr(tokens, "COUNTED_AT_ONCE", 3)
     assert made.val_bytes(first + 10) == len(WORDS) + 10 and looked_at == [3, 3, 3, 1]

@@ -4,11 +4,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from documents import split
 from lowmem import loss as losses
 from lowmem import model
 from lowmem.accumulation import fixed
 from lowmem.build import optimizer
-from lowmem.data.loader import Sequences, WindowLoader
+from lowmem.data.loader import WindowLoader
+from lowmem.data.packing import Joined
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.module import CausalLM
@@ -29,7 +31,7 @@ def trained(config):
         make = instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler)
         module = CausalLM(network, *make, cfg.clip, cfg.clip_value)
         ids = torch.randint(0, 300, (40 * 16 + 1,), generator=torch.Generator().manual_seed(1)).numpy()
-        train = WindowLoader(Sequences(ids, 16, "train"), 4, fixed(batches), seed=0)
+        train = WindowLoader(Joined(split(ids), 16, "train"), 4, fixed(batches), seed=0)
         off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = Trainer(
             accelerator="cpu",

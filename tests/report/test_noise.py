@@ -25,7 +25,7 @@ FORMS = [
     r"",
     r"Tokenizing data=text",
     r"step \d+: loss [\d.]+, validation [\d.]+, [\d.]+ bits per byte, [\d,]+ tokens/s",
-    rf"(parameters|optimizer steps|tokens|train loss|validation loss|bits per byte|tokens/s) +{NUMBER}",
+    rf"(parameters|optimizer steps|tokens|train loss|validation loss|perplexity|bits per byte|tokens/s) +{NUMBER}",
     r"optimizer                 [\w.]+",
     rf"(seconds per step) +({NUMBER}|-)",
     rf"(peak device memory|  weights|  gradients|  optimizer|  activations|  other) +{GIB}",

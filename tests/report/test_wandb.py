@@ -164,7 +164,7 @@ def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path
     names = {name for point in history for name in point}
     of_training = {"loss", "lr", "gradient_norm", "tokens_per_second", "skipped_steps"}
     assert {name for name in names if name.startswith("train/")} == {f"train/{name}" for name in of_training}
-    assert {name for name in names if name.startswith("val/")} == {"val/loss", "val/bits_per_byte"}
+    assert {name for name in names if name.startswith("val/")} == {"val/loss", "val/perplexity", "val/bits_per_byte"}
     assert {"memory/backward_live_peak_gib", "memory/forward_rss_peak_gib", "memory/activations_gib"} <= names
     assert any(point.get("memory/picture/_type") == "images/separated" for point in history)
     metrics = [r.metric for r in kinds if r.WhichOneof("record_type") == "metric"]

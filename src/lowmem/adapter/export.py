@@ -31,25 +31,28 @@ def export(
     dtype: str | None,
     merged: bool,
     base: str | None,
+    card: str = "",
 ) -> None:
     """Whole or not at all. A model whose adapter is merged is a plain one from then on.
 
     Args:
         dtype: of the written weights, such as bfloat16; None: as they are.
         base: the published model, or its folder, that the network was loaded from; None: it started at random.
+        card: README.md.
     """
     if not is_adapted(network):
-        model.export(network, tokenizer, folder, dtype)
+        model.export(network, tokenizer, folder, dtype, card)
     elif merged or base is None:
         if not merged:
             log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
         merge(network, getattr(torch, dtype) if dtype else network.get_input_embeddings().weight.dtype)
-        model.export(network, tokenizer, folder, dtype)
+        model.export(network, tokenizer, folder, dtype, card)
     else:
         with aside(folder) as draft:
             draft.mkdir(exist_ok=True)
             _write(network, draft, dtype, base)
             tokenizer.save_pretrained(draft)
+            (draft / model.CARD).write_text(card)
 
 
 def is_adapted(network: nn.Module) -> bool:

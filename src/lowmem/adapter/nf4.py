@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.errors import Refused
+from lowmem.trained import parameters
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,11 @@ class NF4Linear(nn.Linear):
             self.bias.requires_grad_(False)
 
     @property
+    def packed_elements(self) -> int:
+        """Of the matrix, which is no parameter any more."""
+        return self.out_features * self.in_features
+
+    @property
     def weight(self) -> Tensor:
         """(out, in), in the dtype that it was loaded in: made anew each time."""
         return self.dequantised(self.dtype)
@@ -63,8 +69,7 @@ class NF4Linear(nn.Linear):
         """(out, in)."""
         scales = ops.dequantize_blockwise(self.scales, self.scales_of_scales, self.table, BLOCKS, torch.float32)
         blocks = ops.dequantize_4bit(self.codes, scales.add_(self.mean), BLOCK, "nf4", (len(scales), BLOCK), dtype)
-        count = self.out_features * self.in_features
-        return blocks.flatten()[:count].view(self.out_features, self.in_features)
+        return blocks.flatten()[: self.packed_elements].view(self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -109,7 +114,9 @@ def quantised(matrix: Tensor) -> dict[str, Tensor]:
     flat = F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK))
     parts = [ops.quantize_4bit(piece, BLOCK, "nf4", torch.uint8) for piece in flat.split(PIECE)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    mean, table = scales.mean(), create_dynamic_map().to(matrix.device)
+    mean = scales.mean()
+    with torch.device("cpu"):  # it reads its numbers
+        table = create_dynamic_map().to(matrix.device)
     small, scales_of_scales = ops.quantize_blockwise(scales - mean, table, BLOCKS)
     return {"codes": codes, "scales": small, "scales_of_scales": scales_of_scales, "table": table, "mean": mean}
 
@@ -127,12 +134,14 @@ def quantise(model: PreTrainedModel) -> None:
             f"adapter=qlora: {type(model).__name__} has no matrix in a layer of its own, which is what is held in 4 "
             "bits. Type adapter=lora."
         )
-    before, count = sum(p.numel() for p in model.parameters()), 0
+    count = 0
     for name in names:  # the layer is looked up by name, so that nothing else holds it once it is replaced
         layer = NF4Linear(model.get_submodule(name))
         model.set_submodule(name, layer)
-        count += layer.out_features * layer.in_features
-    log.info(f"adapter=qlora: {len(names)} matrices, {count:,} of {before:,} parameters, are held in 4 bits.")
+        count += layer.packed_elements
+    log.info(
+        f"adapter=qlora: {len(names)} matrices, {count:,} of {parameters(model):,} parameters, are held in 4 bits."
+    )
 
 
 def _fits(model: PreTrainedModel, name: str, part: nn.Module) -> bool:

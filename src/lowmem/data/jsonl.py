@@ -6,16 +6,12 @@ What `json` takes and JSON does not know is refused: a field that stands there t
 
 import json
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
 from lowmem.data.corpus import Files, checked_encoding, found
-from lowmem.data.reading import digests, readable, shown
-from lowmem.data.records import Bad, Record, Records, encoder, place
-from lowmem.data.source import SplitName
+from lowmem.data.reading import readable
+from lowmem.data.records import Bad, OfFiles, Records, encoder
 from lowmem.errors import Refused
 
 LONGEST = 1 << 24  # bytes of a line
@@ -52,40 +48,23 @@ def _of_lines(encoding: str) -> str:
     return encoding
 
 
-class Lines:
-    """Reader of the lines of files.
+class Lines(OfFiles):
+    """Reader of the lines of files."""
 
-    Args:
-        val_fraction: share of the lines that is validation, where one file is both.
-    """
+    unit = "line"
 
     def __init__(self, files: Files, val_fraction: float, encoding: str = "utf-8") -> None:
-        self.files, self.val_fraction, self.encoding = files, val_fraction, encoding
+        super().__init__(files, val_fraction, [encoding])
+        self.encoding = encoding
 
-    def key(self) -> list:
-        contents = [digests(files) for files in (self.files.train, self.files.val)]
-        return [contents, self.encoding, self.val_fraction if self.files.alone else None]
+    def numbered(self, file: Path) -> Iterator[tuple[int, bytes]]:
+        return _lines(file)
 
-    def size(self, split: SplitName) -> int:
-        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.files.alone else 1
-        return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
+    def identity(self, raw: bytes) -> bytes:
+        return raw
 
-    def records(self, split: SplitName) -> Iterator[Record]:
-        for file in getattr(self.files, split):
-            name = file.relative_to(self.files.root) if file.is_relative_to(self.files.root) else file
-            for number, line in _lines(file):
-                if not self.files.alone or (place(line) < self._held_out) == (split == "val"):
-                    yield Record(f"{shown(name)}, line {number:,}", _fields(line, self.encoding), len(line))
-
-    @cached_property
-    def _held_out(self) -> float:
-        """The share of the lines that is validation: where it is none of a few, the one with the lowest number."""
-        lowest = 1.0
-        for _, line in _lines(self.files.train[0]):
-            lowest = min(lowest, place(line))
-            if lowest < self.val_fraction:
-                return self.val_fraction
-        return float(np.nextafter(lowest, 1.0))
+    def fields(self, raw: bytes) -> dict | Bad:
+        return _fields(raw, self.encoding)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -1,22 +1,21 @@
-"""From tokens on disk to windows of micro-batches, in an order that depends on the seed alone.
+"""From rows of tokens to windows of micro-batches, in an order that depends on the seed alone.
 
-Sequence i of a split is its tokens i*T .. i*T + T (T inputs and the T tokens that follow them). An epoch visits every
-sequence once, in a permutation drawn from (seed, epoch). How many sequences make a micro-batch, how many micro-batches
-a window and how many devices share them changes where the cuts fall, never the order.
+An epoch visits every sequence, which is a row of a split (`packing.py`), once, in a permutation drawn from (seed,
+epoch). How many sequences make a micro-batch, how many micro-batches a window and how many devices share them changes
+where the cuts fall, never the order; only where rows are padded, those of like length have to stand together.
 
 A window carries the position that stands *after* it. Whoever completes the window keeps that position, so a
 prefetched window that was never trained on cannot be skipped by a resume.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lowmem.accumulation import WindowSize
-from lowmem.errors import Refused
 
 IGNORED = -100  # a label that is not to be learnt
 
@@ -63,32 +62,37 @@ class Window(NamedTuple):
     end: Position  # of the next window
 
 
-class Sequences:
-    """A split cut into sequences of `seq_len` inputs; the tail that does not fill one is left out.
+class Rows:
+    """What a split is to a loader: rows that are read in any order. `packing.py` has the kinds.
 
     Args:
-        tokens: (N,) ids, memory-mapped.
-
-    Raises:
-        Refused: when there is not one whole sequence.
+        seq_len: tokens of a row, at most.
+        report: counts of what became of the documents, for the log.
+        without_gaps: whether row after row each token but the split's first is predicted, and counts.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, split: str) -> None:
-        self.tokens, self.seq_len = tokens, seq_len
-        self.count = (len(tokens) - 1) // seq_len
-        if self.count < 1:
-            raise Refused(
-                f"seq_len={seq_len}: the {split} split has {len(tokens)} tokens, less than one sequence needs "
-                f"({seq_len + 1}). Type a seq_len below {len(tokens)}, or give more text."
-            )
+    seq_len: int
+    report: Mapping = MappingProxyType({})
+    without_gaps = False
 
     def __len__(self) -> int:
-        return self.count
+        raise NotImplementedError
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
-        rows = np.stack([self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1] for i in indices])
-        rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
-        return MicroBatch(rows[:, :-1], rows[:, 1:])
+        raise NotImplementedError
+
+    @property
+    def order(self) -> dict:
+        """What the numbers of the rows depend on, besides how many there are and how long they may be."""
+        return {}
+
+    def arranged(self, permutation: np.ndarray, together: int) -> np.ndarray:
+        """The order of an epoch, made of a permutation that depends on the seed alone; together: rows of a step."""
+        return permutation
+
+    def grouping(self, together: int) -> dict:
+        """What of it `arranged` has used."""
+        return {}
 
 
 class WindowLoader:
@@ -103,7 +107,7 @@ class WindowLoader:
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: Rows,
         batch_size: int,
         window_size: WindowSize,
         seed: int,
@@ -116,9 +120,10 @@ class WindowLoader:
         self.rank, self.world_size = rank, world_size
 
     @property
-    def order(self) -> dict[str, int]:
+    def order(self) -> dict[str, int | str]:
         """What the order of the sequences depends on: a position means nothing in another one."""
-        return {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
+        ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
+        return ours | self.sequences.order | self.sequences.grouping(self.batch_size * self.world_size)
 
     def __iter__(self) -> Iterator[Window]:
         position = self.position
@@ -130,7 +135,8 @@ class WindowLoader:
                 position = window.end
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
+        drawn = np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
+        return self.sequences.arranged(drawn, self.batch_size * self.world_size)
 
     def between(self, start: Position, end: Position) -> list[int]:
         """The sequences of the window that stands between two positions."""
@@ -167,10 +173,14 @@ class WindowLoader:
 
 
 class ValidationLoader:
-    """The first `limit` sequences of the validation split, in order, in micro-batches of the training size."""
+    """The first `limit` sequences of a validation set, in order, in micro-batches of the training size.
 
-    def __init__(self, sequences: Sequences, batch_size: int, limit: int) -> None:
-        self.sequences, self.batch_size = sequences, batch_size
+    Args:
+        name: empty where there is no other set.
+    """
+
+    def __init__(self, sequences: Rows, batch_size: int, limit: int, name: str = "") -> None:
+        self.sequences, self.batch_size, self.name = sequences, batch_size, name
         self.count = min(len(sequences), limit)
 
     @property

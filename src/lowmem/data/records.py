@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lowmem.data.corpus import Files
 from lowmem.data.pieces import batches, encode, end_of, text_bytes
-from lowmem.data.reading import ahead, shown
+from lowmem.data.reading import ahead, digests, shown
 from lowmem.data.source import Encoded, SplitName
 from lowmem.errors import Refused
 
@@ -45,6 +48,57 @@ class Reader(Protocol):
 
     def records(self, split: SplitName) -> Iterator[Record]:
         """In order; read again at each call. What cannot be read at all is `Refused`."""
+
+
+class OfFiles:
+    """Reader of the records of files: of several files some are validation; of one, some of its records.
+
+    Args:
+        val_fraction: share of the records that is validation, where one file is both.
+        how: settings that change the records.
+    """
+
+    unit: str  # what its records are counted as: lines, rows
+
+    def __init__(self, files: Files, val_fraction: float, how: list) -> None:
+        self.files, self.val_fraction, self.how = files, val_fraction, how
+
+    def numbered(self, file: Path) -> Iterator[tuple[int, Any]]:
+        """(number, record as it is read), from 1 on."""
+        raise NotImplementedError
+
+    def identity(self, raw: Any) -> bytes:
+        """The same of the same record, whatever stands beside it."""
+        raise NotImplementedError
+
+    def fields(self, raw: Any) -> dict | Bad:
+        raise NotImplementedError
+
+    def key(self) -> list:
+        contents = [digests(files) for files in (self.files.train, self.files.val)]
+        return [contents, *self.how, self.val_fraction if self.files.alone else None]
+
+    def size(self, split: SplitName) -> int:
+        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.files.alone else 1
+        return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
+
+    def records(self, split: SplitName) -> Iterator[Record]:
+        for file in getattr(self.files, split):
+            name = shown(file.relative_to(self.files.root) if file.is_relative_to(self.files.root) else file)
+            for number, raw in self.numbered(file):
+                identity = self.identity(raw)
+                if not self.files.alone or (place(identity) < self._held_out) == (split == "val"):
+                    yield Record(f"{name}, {self.unit} {number:,}", self.fields(raw), len(identity))
+
+    @cached_property
+    def _held_out(self) -> float:
+        """The share of the records that is validation: where it is none of a few, the one with the lowest number."""
+        lowest = 1.0
+        for _, raw in self.numbered(self.files.train[0]):
+            lowest = min(lowest, place(self.identity(raw)))
+            if lowest < self.val_fraction:
+                return self.val_fraction
+        return float(np.nextafter(lowest, 1.0))
 
 
 class Encoder(Protocol):

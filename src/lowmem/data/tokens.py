@@ -82,7 +82,7 @@ class Tokens:
         whole = int(np.searchsorted(self.val.ends, count, side="right"))
         start, text = (int(of[whole - 1]) if whole else 0 for of in (self.val.ends, self.val.text_bytes))
         pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
-        return text + sum(_text_bytes(self.tokenizer, piece) for piece in pieces)
+        return text + sum(bytes_of(self.tokenizer, piece) for piece in pieces)
 
 
 def tokenize(
@@ -116,7 +116,7 @@ def tokenize(
     for note in meta["notes"]:
         log.info(note)
     train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
-    return Tokens(train, val, tokenizer or _load_bpe(folder / "tokenizer.json"))
+    return Tokens(train, val, tokenizer or load_bpe(folder / "tokenizer.json"))
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -152,8 +152,8 @@ def _write(
     try:
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
-            _train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = _load_bpe(draft / "tokenizer.json")
+            train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
+            tokenizer = load_bpe(draft / "tokenizer.json")
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
@@ -183,7 +183,7 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
             yield text
 
 
-def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
     """Only its training sees long words in pieces; what it encodes it sees whole."""
     bpe = ByteLevelBPETokenizer()
     words, special = bpe.pre_tokenizer, [END_OF_TEXT, *special_tokens]
@@ -193,7 +193,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_toke
     target.write_text(bpe.to_str(pretty=True))
 
 
-def _load_bpe(file: Path) -> PreTrainedTokenizerFast:
+def load_bpe(file: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
 
 
@@ -295,10 +295,10 @@ class Twice:
             )
 
 
-def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
+def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
     """Of the text that the tokens stand for. Byte-level ones may begin and end inside a character; of others, one that
     is cut does not count."""
-    if not (tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)):
+    if not byte_level(tokenizer):
         text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
     times = np.bincount(ids)
@@ -306,3 +306,8 @@ def _text_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
     added = tokenizer.get_added_vocab()  # written as they are; every other token has one character for each byte
     tokens = tokenizer.convert_ids_to_tokens(different.tolist())
     return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
+
+
+def byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a token stands for bytes, whatever is before it."""
+    return tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)

@@ -121,7 +121,8 @@ class Derivation:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
         parameters, with hardly an activation."""
         passes = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
-        passes["precision"] = Settings(cfg).precision.computes_as or recipe["precision"]
+        same = not Settings(cfg).adapter.stays_wide and Settings(cfg).precision.computes_as
+        passes["precision"] = same or recipe["precision"]
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
         parameters |= {"loss": "full", "seq_len": str(SHORT)}
         several = Settings(cfg).masters and micro_batches(cfg, recipe) > 1  # then the host sums gradients in fp32

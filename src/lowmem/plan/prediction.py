@@ -19,7 +19,7 @@ from lowmem.plan.allocator import replay, smallest_limit
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.settings import SIXTEEN, Settings
-from lowmem.trained import trained
+from lowmem.trained import packed, parameters, trained
 from lowmem.units import CATEGORIES, GIB, MIB
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
@@ -160,13 +160,14 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
         network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, cfg.weights_dtype))
         build.choose_trained(cfg, network)
     every, own = list(network.parameters()), [p for _, p in trained(network)]
-    sizes = [p.numel() for p in own]
+    sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
     count, narrow = sum(sizes), 2 * sum(p.numel() for p in every)
     run = Settings(cfg)
     on_host = run.masters
     rate, pageable = state_bytes_per_parameter(build.optimizer(cfg))
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
-    weights, state = narrow if on_host else sum(p.nbytes for p in every), round(count * rate) - paged
+    weights = buffers + (narrow if on_host else sum(p.nbytes for p in every))
+    state = round(count * rate) - paged
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
     held = tokens * (2 if run.multiplies_in in SIXTEEN else 4)
     boundary = held * getattr(text, "hidden_size", 1024)
@@ -183,8 +184,8 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
     phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
     return Trace(
-        parameters=sum(p.numel() for p in every),
-        largest=max(p.numel() for p in every),
+        parameters=parameters(network),
+        largest=max(*(p.numel() for p in every), *packed(network)),
         trained=count,
         largest_trained=max(sizes),
         weights=weights,
@@ -243,6 +244,7 @@ def needs(
     }
     base = sum(built_on.values())
     device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size)
+    host["save"] += _merged(cfg, shapes, size)
     mapped = _mapped(cfg, shapes.parameters, size)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
@@ -299,6 +301,15 @@ def _host_bytes(shapes: Trace, on_card: bool, size: int) -> dict[str, int]:
         "save": traced["evaluation"] + copies + shapes.paged,  # of which nothing is copied: what the host reads moves
         "resume": traced["evaluation"] + shapes.largest_trained * size + shapes.paged,
     }
+
+
+def _merged(cfg: DictConfig, shapes: Trace, size: int) -> int:
+    """Bytes by which a base that is held in fewer bits grows where an adapter is merged into it."""
+    if not cfg.merge:
+        return 0
+    held = 2 if shapes.steps_on_host else size
+    written = getattr(torch, cfg.export_dtype).itemsize if cfg.export_dtype else held
+    return max(0, shapes.parameters * written - shapes.weights)
 
 
 def _mapped(cfg: DictConfig, parameters: int, size: int) -> int:

@@ -36,6 +36,7 @@ from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.instantiate import instantiate
 from lowmem.internals import storage_key, tensors_count_as_real
+from lowmem.memory.ledger import weights
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
@@ -46,7 +47,7 @@ from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
-from lowmem.trained import trained
+from lowmem.trained import packed, parameters, trained
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
@@ -123,6 +124,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
     config = _of_depth(model.architecture_of(cfg), depth)
     with _quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(cfg, on_card)
+        instantiate(cfg.adapter)  # imports its library, which must not happen where tensors have no memory
     run, shapes = Settings(cfg), Shapes()
     with (
         _quietly(),
@@ -140,12 +142,12 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         micro_batch = _micro_batch(cfg)
         trainer.fit(module, Windows(micro_batch), Evaluation(micro_batch))
         recorder.close()
-    parameters, window = list(module.model.parameters()), recorder.recordings[0]
+    window = recorder.recordings[0]
     own = [p for _, p in trained(module.model)]
     largest_trained = max(p.numel() for p in own)
     return Trace(
-        parameters=sum(p.numel() for p in parameters),
-        largest=max(p.numel() for p in parameters),
+        parameters=parameters(module.model),
+        largest=max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
         trained=sum(p.numel() for p in own),
         largest_trained=largest_trained,
         weights=recorder.weights,
@@ -174,7 +176,8 @@ def _here(cfg: DictConfig) -> DictConfig:
 def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> CausalLM:
     """The run's own, of tensors without memory: there are no numbers to draw, and nothing that could be moved."""
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
-    with patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
+    where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft brings an adapter to its layer
+    with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
         module = build.causal_lm(cfg, spec, config)
     module.make_optimizer = make
     module.to = module.cpu = lambda *_, **__: module
@@ -197,7 +200,7 @@ def _trainer(plugins: list, callbacks: list[Callback]) -> Trainer:
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
     """How many, and the bytes of the largest."""
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in stack_of(model)]
+    sizes = [sum(tensor.nbytes for tensor in weights(block)) for block in stack_of(model)]
     return len(sizes), max(sizes, default=0)
 
 

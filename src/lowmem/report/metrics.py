@@ -4,8 +4,9 @@ The x-axis is the optimizer step. Values are read from the device at log points 
 at every step.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -39,18 +40,24 @@ SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the outpu
 
 
 class Metrics(Callback):
-    """Args: peak_gib: read for the progress bar; bits_per_byte: nats per token -> bits per byte; kept: the step until
-    which `file` keeps what it has."""
+    """Args:
+    peak_gib: read for the progress bar.
+    sets: name of each validation set, and of it nats per token -> bits per byte.
+    kept: the step until which `file` keeps what it has.
+    own: a user's metric, as it was last measured.
+    """
 
     def __init__(
         self,
         file: Path,
         log_every: int,
         peak_gib: Callable[[], float],
-        bits_per_byte: Callable[[float], float],
+        sets: Mapping[str, Callable[[float], float]],
         kept: int = 0,
+        own: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.log_every, self.peak_gib, self.bits_per_byte = log_every, peak_gib, bits_per_byte
+        self.log_every, self.peak_gib, self.sets, self.own = log_every, peak_gib, sets, own
+        self.evaluated: list[dict[str, object]] = []  # of each set, at the last evaluation
         self.first_step_seconds: float | None = None
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
         self._seconds, self._tokens = 0.0, 0  # of the same windows
@@ -61,7 +68,9 @@ class Metrics(Callback):
         self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 where a model adds nothing
         self._loss_tokens = 0
         self._since = 0.0
-        self._out, self._csv, earlier = curves.opened(file, COLUMNS, kept)
+        others = [f"{column}_{name}" for name in [*sets][1:] for column in ("val_loss", "bits_per_byte")]
+        self._file = file
+        self._out, self._csv, earlier = curves.opened(file, [*COLUMNS, *others], kept)
         if losses := [row["train_loss"] for row in earlier if row["train_loss"]]:
             self.train_loss = float(losses[-1])
         self._start = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
@@ -140,9 +149,11 @@ class Metrics(Callback):
         trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks watch it there
         if module.val_loss is None:  # it was cut
             return
-        metrics = {"val_loss": self.val_loss, "bits_per_byte": self.bits_per_byte(self.val_loss)}
-        self._write(trainer, module, "val", metrics)
-        said = f"validation {self.val_loss:.3f}, {metrics['bits_per_byte']:.3f} bits per byte"
+        losses = zip(self.sets.items(), module.val_losses, strict=True)
+        self.evaluated = [evaluation(name, loss, bits(loss)) for (name, bits), loss in losses]
+        metrics = dict(pair for number, one in enumerate(self.evaluated) for pair in _columns(one, number > 0))
+        self._write(trainer, module, "val", metrics | dict(self.own()))
+        said = "; ".join(map(_said, self.evaluated))
         if self._bar:  # it trains
             said = f"loss {self.train_loss:.3f}, {said}, {self.tokens_per_second():,.0f} tokens/s"
         tqdm.write(f"step {trainer.global_step}: {said}")
@@ -152,7 +163,11 @@ class Metrics(Callback):
         """A row of the file, and to the loggers the same below the split's name: `train_loss` as train/loss."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
-        self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | metrics)
+        row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
+        if new := [column for column in row if column not in self._csv.fieldnames]:  # a user's metric has its first
+            self._out.close()
+            self._out, self._csv, _ = curves.opened(self._file, [*self._csv.fieldnames, *new], until=step)
+        self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | row)
         self._out.flush()
         named = {f"{split}/{column.removeprefix(f'{split}_')}": value for column, value in metrics.items()}
         for logger in trainer.loggers:
@@ -175,6 +190,23 @@ class Metrics(Callback):
         for bar in filter(None, (self._evaluation, self._bar)):
             bar.close()
         self._out.close()
+
+
+def evaluation(name: str, loss: float, bits_per_byte: float) -> dict[str, object]:
+    """Args: loss: nats per token that counts."""
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"name": name, "loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+
+
+def _columns(of: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
+    """The first set's have the plain names."""
+    end = f"_{of['name']}" if other else ""
+    return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in of.items() if key != "name")
+
+
+def _said(of: dict[str, object]) -> str:
+    name = f" of {of['name']}" if of["name"] else ""
+    return f"validation{name} {of['loss']:.3f}, {of['bits_per_byte']:.3f} bits per byte"
 
 
 def peak_gib(peak_bytes: dict[str, int | None]) -> float:

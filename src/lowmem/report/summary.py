@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,6 +58,7 @@ def table(summary: Mapping) -> str:
         *([("  auxiliary loss", _number(extra, ".4f"))] if extra is not None else []),
         ("validation loss", _number(summary["val_loss"], ".4f")),
         ("bits per byte", _number(summary["bits_per_byte"], ".3f")),
+        *_evaluation_rows(summary),
         ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
         ("peak device memory", _gib(peak["device"])),
@@ -66,6 +67,18 @@ def table(summary: Mapping) -> str:
         *_plan_rows(summary),
     ]
     return "\n".join(f"{name:<26}{value}" for name, value in rows)
+
+
+def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
+    """What an evaluation says beyond the loss of one set: of each where there are several, and a user's own metric."""
+    sets = summary["validation"]
+    for one in sets:
+        loss, perplexity, bits = (_number(one[key], ".4g") for key in ("loss", "perplexity", "bits_per_byte"))
+        if len(sets) == 1:
+            yield "perplexity", perplexity
+        else:
+            yield f"  {one['name']}", f"loss {loss}, perplexity {perplexity}, {bits} bits per byte"
+    yield from ((name, _number(value, ".4g")) for name, value in summary["metric"].items())
 
 
 def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:

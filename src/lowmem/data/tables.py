@@ -1,0 +1,176 @@
+"""Rows of tables: csv and parquet files, row by row and never a whole file, nor a whole row group, in memory.
+
+Python's own `csv` and pyarrow's file reader, not `datasets`: that reads csv by pandas, which takes an empty text or one
+that says NA for no text and 1.0 for a number, and parquet by a scanner that holds whole row groups: of 256 MB its
+memory grows by 300 MB, and by 20 MB with this. `datasets` reads what is on the hub (hub.py).
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmem.data.corpus import Files, checked_encoding, found
+from lowmem.data.reading import blocks, readable, shown
+from lowmem.data.records import Bad, OfFiles, Records, encoder
+from lowmem.errors import Refused
+
+DELIMITERS = {"tab": "\t"}  # as it can be typed
+LONGEST = 1 << 28  # characters of a row: beyond it a quotation mark is missing, or it is no table
+AT_ONCE = 64  # rows of parquet: chats of 100 kB make 6 MB
+BUFFER = 1 << 20  # bytes of a column that are read at once
+
+
+def table_csv(
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | None = None,
+    encoding: str = "utf-8",
+    delimiter: str = ",",
+    field: str | None = None,
+    prompt: str | None = None,
+    completion: str | None = None,
+    messages: str | None = None,
+    packing: str = "documents",
+    too_long: str = "cut",
+    skip_bad: bool = False,
+) -> Records:
+    """Each row of a csv file, or of the files of a folder that match `pattern`; its columns are its fields."""
+    if len(DELIMITERS.get(delimiter, delimiter)) != 1 or delimiter in ('"', "\n", "\r"):
+        raise Refused(f"data.delimiter={delimiter}: it is one character, such as ';', or the word tab.")
+    files, how = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
+    rows = Table(files, val_fraction, how, lambda file: csv_rows(file, delimiter, encoding))
+    return Records(rows, encoder(field, prompt, completion, messages), "csv", packing, too_long, skip_bad)
+
+
+def table_parquet(
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | None = None,
+    field: str | None = None,
+    prompt: str | None = None,
+    completion: str | None = None,
+    messages: str | None = None,
+    packing: str = "documents",
+    too_long: str = "cut",
+    skip_bad: bool = False,
+) -> Records:
+    """Each row of a parquet file, or of the files of a folder that match `pattern`; only columns that are used are
+    read."""
+    of_each, columns = encoder(field, prompt, completion, messages), used(field, prompt, completion, messages)
+    files = found(path, pattern, val_fraction, val_path)
+    rows = Table(files, val_fraction, [columns], lambda file: parquet_rows(file, columns))
+    return Records(rows, of_each, "parquet", packing, too_long, skip_bad)
+
+
+def used(*names: str | None) -> list[str]:
+    """The columns that records are made of. Args: names: of the yaml's keys for them."""
+    return [name for name in names if name] or ["text"]
+
+
+class Table(OfFiles):
+    """Reader of the rows of files. Args: rows: those of a file, from its first on."""
+
+    unit = "row"
+
+    def __init__(self, files: Files, val_fraction: float, how: list, rows: Callable[[Path], Iterator]) -> None:
+        super().__init__(files, val_fraction, how)
+        self.rows = rows
+
+    def numbered(self, file: Path) -> Iterator[tuple[int, dict | Bad]]:
+        return enumerate(self.rows(file), 1)
+
+    def identity(self, raw: dict | Bad) -> bytes:
+        return str(raw).encode(errors="surrogatepass")
+
+    def fields(self, raw: dict | Bad) -> dict | Bad:
+        return raw
+
+
+def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[dict[str, str] | Bad]:
+    """A text for each name in the first line; lines without anything are no rows.
+
+    Raises:
+        Refused: no names, or one that stands twice; a row that does not end; what is no text.
+    """
+    csv.field_size_limit(LONGEST)
+    table = csv.reader(_lines(file, encoding), delimiter=DELIMITERS.get(delimiter, delimiter), strict=True)
+    names = None
+    while True:
+        try:
+            cells = next(table)
+        except StopIteration:
+            return
+        except csv.Error as error:  # the reader goes on behind the line
+            if names is None or "field larger" in str(error):
+                raise Refused(f"data: {shown(file)} is no table in csv: line {table.line_num}: {error}.") from None
+            yield Bad(f"{error}, which ends at line {table.line_num}")
+            continue
+        if names is None:
+            names = _checked(cells, file) if cells else None
+        elif len(cells) == len(names):
+            yield dict(zip(names, cells, strict=True))
+        elif cells:
+            yield Bad(f"it has {len(cells)} cells and the first line names {len(names)}")
+
+
+def _checked(names: list[str], file: Path) -> list[str]:
+    names[0] = names[0].removeprefix("\ufeff")  # a mark of its encoding
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise Refused(f"data: {shown(file)} names the column {twice[0]!r} twice in its first line. Rename one.")
+    return names
+
+
+def _lines(file: Path, encoding: str) -> Iterator[str]:
+    """With their ends: a cell may have some in it."""
+    parts: list[str] = []
+    for block in blocks(file, encoding, "refuse"):
+        *whole, rest = block.split("\n")
+        for line in whole:
+            yield "".join([*parts, line, "\n"])
+            parts = []
+        parts.append(rest)
+        if sum(map(len, parts)) > LONGEST:
+            raise Refused(f"data: {shown(file)} has a line of more than {LONGEST:,} characters, as no table has.")
+    if any(parts):
+        yield "".join(parts)
+
+
+def parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The values of these columns.
+
+    Raises:
+        Refused: a file that is no parquet, or damaged, or has no such column.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    with readable(file):
+        try:
+            table = parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
+            _check_columns(table.schema_arrow.names, columns, file)
+            for batch in table.iter_batches(AT_ONCE, columns=list(columns), use_threads=False):
+                yield from _values(batch)
+        except pyarrow.ArrowException as error:
+            said = str(error).partition("\n")[0].rstrip(".")
+            raise Refused(
+                f"data: {shown(file)} is no parquet file, or a damaged one ({said}). Give one that is."
+            ) from None
+
+
+def _values(batch: Any) -> list[dict[str, Any] | Bad]:
+    """Of a pyarrow.RecordBatch. A text whose bytes are none is told of alone."""
+    try:
+        return batch.to_pylist()
+    except UnicodeError:
+        if batch.num_rows == 1:
+            return [Bad("it holds bytes that are no UTF-8")]
+        return [value for row in range(batch.num_rows) for value in _values(batch.slice(row, 1))]
+
+
+def _check_columns(there: Sequence[str], columns: Sequence[str], file: Path) -> None:
+    if missing := [name for name in columns if name not in there]:
+        names = ", ".join(f'"{name}"' for name in there[:8])
+        raise Refused(f'data: {shown(file)} has no column "{missing[0]}"; its columns are {names}. Type one of them.')

@@ -1,0 +1,66 @@
+"""A user's own metric, `metric=module.function`: (model, tokenizer) -> {name: value}, at the end of each evaluation.
+
+It is called once before the first step as well, where an error costs no training.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.errors import Refused
+from lowmem.report.metrics import COLUMNS
+
+Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float]]
+
+
+class OwnMetric(Callback):
+    """Args: name: of the function, for messages; metered: the meter's context; stopped: whether the run is to end."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Metric,
+        tokenizer: PreTrainedTokenizerBase,
+        metered: Callable[[], AbstractContextManager] = nullcontext,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.name, self.function, self.tokenizer = name, function, tokenizer
+        self.metered, self.stopped = metered, stopped
+        self.values: dict[str, float] = {}  # of the last evaluation
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.stopped():
+            return
+        cards = [module.device] if module.device.type == "cuda" else []
+        metered = nullcontext if trainer.sanity_checking else self.metered
+        with metered(), torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():
+            values = self._called(module.model)
+        if not trainer.sanity_checking:
+            self.values = values
+
+    def _called(self, model: torch.nn.Module) -> dict[str, float]:
+        try:
+            given = self.function(model, self.tokenizer)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Refused(
+                f"metric={self.name}: it raised {type(error).__name__} ({error}). Mend it, or type metric=null; "
+                "debug=true shows where it was."
+            ) from error
+        if not isinstance(given, Mapping) or not all(map(_is_figure, given.items())):
+            raise Refused(
+                f"metric={self.name}: it gave {str(given)[:80]!r}, and not names with a number each, such as "
+                f"{{'accuracy': 0.5}}. Names of metrics.csv are taken: {', '.join(COLUMNS)}."
+            )
+        return {name: float(value) for name, value in given.items()}
+
+
+def _is_figure(item: tuple[object, object]) -> bool:
+    name, value = item
+    scalar = isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(name, str) and name not in ("", *COLUMNS) and "," not in name and scalar

@@ -1,0 +1,192 @@
+"""Rows of documents: every token that counts is there once, nobody sees another's, and the order is the seed's."""
+
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from documents import split
+from lowmem.accumulation import fixed
+from lowmem.data import packing
+from lowmem.data.loader import IGNORED, Rows, WindowLoader
+from lowmem.data.packing import Documents, Joined, Padded, packed, rows, with_positions
+from lowmem.errors import Refused
+
+SEQ_LEN = 16
+
+
+def texts(count=60, longest=40, seed=0):
+    """Documents whose ids tell which one it is and where one stands in it."""
+    lengths = np.random.default_rng(seed).integers(1, longest, count)
+    return [1000 * i + np.arange(length) for i, length in enumerate(lengths, start=1)]
+
+
+def pairs(batch):
+    """(token, the token to predict) wherever one is to be predicted."""
+    counts = batch.labels != IGNORED
+    return list(zip(batch.input_ids[counts].tolist(), batch.labels[counts].tolist(), strict=True))
+
+
+def every(made: Rows):
+    return made.micro_batch(np.arange(len(made)))
+
+
+def following(documents):
+    return [(int(a), int(b)) for document in documents for a, b in pairwise(document)]
+
+
+@pytest.mark.parametrize("kind", ["documents", "padded"])
+def test_every_token_that_follows_in_its_document_is_predicted_once(kind):
+    """Those of documents that were cut, too."""
+    made = rows(split(*texts()), SEQ_LEN, kind, "cut", "train")
+    assert sorted(pairs(every(made))) == following(texts())
+
+
+def test_joined_rows_are_the_text_cut_anywhere():
+    text = np.concatenate(texts())
+    batch = every(rows(split(*texts()), SEQ_LEN, "joined", "cut", "train"))
+    count = (len(text) - 1) // SEQ_LEN
+    assert batch.input_ids.flatten().tolist() == text[: count * SEQ_LEN].tolist()
+    assert batch.labels.flatten().tolist() == text[1 : count * SEQ_LEN + 1].tolist()
+    assert batch.position_ids is None
+
+
+@pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
+def test_what_is_not_learnt_has_no_label(kind):
+    learnt = [np.arange(len(document)) % 3 == 0 for document in texts()]
+    made = rows(split(*texts(), learnt=learnt), SEQ_LEN, kind, "cut", "train")
+    found = pairs(every(made))
+    assert found and all(label % 1000 % 3 == 0 for _, label in found)
+    if kind != "joined":
+        assert sorted(found) == [(a, b) for a, b in following(texts()) if b % 1000 % 3 == 0]
+
+
+def test_positions_begin_anew_with_each_document_and_in_the_tail():
+    batch = every(rows(split(*texts(longest=12)), SEQ_LEN, "documents", "cut", "train"))
+    tail = batch.input_ids == packing.FILLER
+    assert torch.equal(batch.position_ids[~tail], batch.input_ids[~tail] % 1000)
+    for row, positions in zip(tail, batch.position_ids, strict=True):
+        assert positions[row].tolist() == list(range(int(row.sum())))
+
+
+def test_best_fit_fills_rows():
+    lengths = np.random.default_rng(0).integers(2, 200, 3000)
+    order, ends = packed(lengths, 256)
+    assert sorted(order) == list(range(3000))
+    filled = [lengths[part].sum() for part in np.split(order, ends[:-1])]
+    assert max(filled) <= 256 and sum(filled) / (256 * len(ends)) > 0.99
+    next_fit = 1 + sum(np.diff(np.cumsum(np.random.default_rng(0).permutation(lengths)) // 256) > 0)
+    assert len(ends) <= next_fit
+    again = packed(lengths, 256)
+    assert np.array_equal(order, again[0]) and np.array_equal(ends, again[1])
+
+
+def test_what_is_too_long_is_cut_dropped_or_refused_and_counted():
+    documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(1))
+    cut, drop = (rows(documents, SEQ_LEN, "documents", how, "train") for how in ("cut", "drop"))
+    assert cut.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 1, "rows": 3, "fill": 45 / 48}
+    assert drop.report["too_long"] == 1 and pairs(every(drop)) == following([100 + np.arange(5)])
+    with pytest.raises(Refused, match=r"1 of 3 documents .* longest has 40 tokens. Type seq_len=40"):
+        rows(documents, SEQ_LEN, "padded", "refuse", "train")
+    assert rows(documents, 40, "padded", "refuse", "train").report["too_long"] == 0
+
+
+def test_pieces_and_documents_with_nothing_to_learn_are_dropped_and_counted(monkeypatch):
+    monkeypatch.setattr(packing, "AT_ONCE", 8)  # tokens: less than a document
+    learnt = [np.arange(40) < 10, np.zeros(5), np.arange(5) == 4, np.arange(5) == 0]
+    documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(5), 300 + np.arange(5), learnt=learnt)
+    made = rows(documents, SEQ_LEN, "padded", "cut", "train")
+    # of the first what stands in its first row; of the last only the token is learnt that nothing stands before
+    assert made.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 2, "rows": 2}
+    assert pairs(every(made)) == [*((i, i + 1) for i in range(9)), (203, 204)]
+    silent = split(np.arange(40), learnt=[np.zeros(40)])
+    for kind in packing.PACKINGS:
+        with pytest.raises(Refused, match="has a token to learn"):
+            rows(silent, SEQ_LEN, kind, "cut", "train")
+
+
+def test_rows_are_packed_once_for_a_length(tmp_path, monkeypatch):
+    (tmp_path / "train.bin").write_bytes(np.concatenate(texts()).astype(np.uint16).tobytes())
+    text = split(*texts())
+    text = type(text)(np.memmap(tmp_path / "train.bin", np.uint16, "r"), text.ends, text.text_bytes, None)
+    first = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
+    calls = []
+    monkeypatch.setattr(packing, "packed", lambda *of: calls.append(of) or packed(*of))
+    again = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
+    assert not calls and all(map(torch.equal, first, again))
+    rows(text, 2 * SEQ_LEN, "documents", "cut", "train"), rows(text, SEQ_LEN, "documents", "drop", "train")
+    assert len(calls) == 2
+
+
+# --- in which order ------------------------------------------------------------------------------------------------
+
+
+def made(kind):
+    return rows(split(*texts()), SEQ_LEN, kind, "cut", "train")
+
+
+def read(windows):
+    return [pairs(batch) for window in windows for batch in window.micro_batches]
+
+
+@pytest.mark.parametrize("kind", ["documents", "padded"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loader_goes_on_where_a_window_ended(kind, size):
+    """Over the end of an epoch, and from every window."""
+    unbroken = list(islice(WindowLoader(made(kind), 4, fixed(size), 7), 40))
+    assert unbroken[-1].end.epoch > 0
+    for done in range(1, 39):
+        resumed = islice(WindowLoader(made(kind), 4, fixed(size), 7, unbroken[done - 1].end), 2)
+        assert read(resumed) == read(unbroken[done : done + 2])
+
+
+@pytest.mark.parametrize("kind", ["documents", "padded"])
+def test_every_epoch_reads_everything_once_in_an_order_of_its_own(kind):
+    epochs = [[], [], []]
+    for window in WindowLoader(made(kind), 4, fixed(2), 7):
+        epoch = window.end.epoch - (window.end.sequence == 0)
+        if epoch == 3:
+            break
+        epochs[epoch] += [pair for batch in read([window]) for pair in batch]
+        assert window.tokens == sum(map(len, read([window])))
+    assert [sorted(epoch) for epoch in epochs] == [following(texts())] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_packed_rows_are_read_in_the_seeds_order_whatever_the_batch():
+    one, four = ([pair for batch in read(islice(WindowLoader(made("documents"), size, fixed(1), 7), 4 * 4 // size))
+                  for pair in batch] for size in (1, 4))  # fmt: skip
+    assert one == four
+
+
+def test_padding_is_to_the_longest_of_a_micro_batch_and_like_lengths_stand_together():
+    documents = rows(split(*texts(count=3000)), 40, "padded", "cut", "train")
+
+    def padded(arranged):
+        loader = WindowLoader(documents, 8, fixed(1), 7)
+        documents.arranged = arranged
+        batches = [window.micro_batches[0] for window in islice(loader, 300)]
+        assert all(len(batch.labels) == 8 and batch.position_ids is None for batch in batches)
+        return np.mean([float((batch.input_ids == packing.FILLER).float().mean()) for batch in batches])
+
+    assert padded(documents.arranged) < 0.02 < 0.3 < padded(lambda permutation, _: permutation)
+
+
+def test_a_position_means_nothing_in_rows_of_another_kind_text_or_batch():
+    def order(rows, batch_size=4):
+        return WindowLoader(rows, batch_size, fixed(1), 7).order
+
+    changed = texts()
+    changed[0], changed[1] = changed[1], changed[0]
+    kinds = {"joined": Joined, "documents": Documents, "padded": Padded}
+    orders = [order(made(kind)) for kind in kinds]
+    orders += [order(rows(split(*changed), SEQ_LEN, kind, "cut", "train")) for kind in ("documents", "padded")]
+    assert len({str(one) for one in orders}) == 5
+    assert [order(made(kind)) == order(made(kind), 2) for kind in kinds] == [True, True, False]
+    assert set(orders[0]) == {"sequences", "seq_len", "seed"}  # as in checkpoints that are older than the others
+
+
+def test_whether_positions_are_told_is_known_without_the_text():
+    assert not with_positions({"packing": "joined"}) and with_positions({"packing": "documents"})
+    assert with_positions({"parts": {"a": {"packing": "padded"}, "b": {"packing": "documents"}}})

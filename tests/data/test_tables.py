@@ -1,0 +1,208 @@
+"""Rows of csv and parquet: what was written comes back, what is no row is named, and memory is bounded."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from transformers import PreTrainedTokenizerFast
+
+from lowmem import build
+from lowmem.data.tables import csv_rows, parquet_rows, table_csv, table_parquet
+from lowmem.data.tokens import train_bpe
+from lowmem.errors import Refused
+from lowmem.instantiate import plain
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+CASES = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+HOW = {"pattern": "**/*", "val_fraction": 0.3}
+
+
+@pytest.fixture(scope="module")
+def alphabet(tmp_path_factory):
+    """A tokenizer with a token for each byte, and none for an end."""
+    file = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe([], 257, file)
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False)
+
+
+def written(folder: Path, rows, name="a.csv", **how) -> Path:
+    with (folder / name).open("w", newline="", encoding="utf-8") as out:
+        csv.writer(out, **how).writerows(rows)
+    return folder / name
+
+
+@CASES
+@given(rows=st.lists(st.tuples(TEXT, TEXT), max_size=12), delimiter=st.sampled_from(",;\t|"), bom=st.booleans())
+def test_rows_of_csv_come_back_as_they_were_written(tmp_path, rows, delimiter, bom):
+    file = written(tmp_path, [("text", "b c"), *rows], delimiter=delimiter)
+    if bom:
+        file.write_bytes("\ufeff".encode() + file.read_bytes())
+    typed = "tab" if delimiter == "\t" else delimiter
+    assert list(csv_rows(file, typed, "utf-8")) == [{"text": one, "b c": other} for one, other in rows]
+
+
+@CASES
+@given(rows=st.lists(st.one_of(st.none(), TEXT), max_size=40), group=st.integers(1, 9))
+def test_rows_of_parquet_come_back_as_they_were_written(tmp_path, rows, group):
+    table = pa.table({"text": pa.array(rows, pa.string()), "other": list(range(len(rows)))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
+    assert list(parquet_rows(tmp_path / "a.parquet", ["text"])) == [{"text": text} for text in rows]
+
+
+@CASES
+@given(raw=st.one_of(st.binary(max_size=200), st.text(alphabet='a,"\n\r;é', max_size=60).map(str.encode)))
+def test_any_bytes_are_rows_or_a_sentence(tmp_path, raw):
+    (tmp_path / "a.csv").write_bytes(raw)
+    (tmp_path / "a.parquet").write_bytes(raw)
+    for read in (
+        lambda: csv_rows(tmp_path / "a.csv", ",", "utf-8"),
+        lambda: parquet_rows(tmp_path / "a.parquet", ["x"]),
+    ):
+        try:
+            list(read())
+        except Refused as error:
+            assert "\n" not in str(error) and str(error).startswith(f"data: {tmp_path}")
+
+
+BAD = {
+    "x\n1,2\n": "a.csv, row 1: it has 2 cells and the first line names 1",
+    "text,y\n1,2\n3\n": "a.csv, row 2: it has 1 cells and the first line names 2",
+    'x,text\n1,"2" 3\n': "a.csv, row 1: ',' expected after '\"', which ends at line 2",
+    "x,y\n1,2\n": 'a.csv, row 1: there is no field "text"; its fields are "x", "y"',
+    "text,y\na,b\n ,2\n": 'a.csv, row 2: field "text" is empty',
+    "x,x\n1,2\n": "a.csv names the column 'x' twice",
+    'text\n"a\n': "a.csv, row 1: unexpected end of data",
+}
+
+
+@pytest.mark.parametrize("content", BAD)
+def test_a_bad_row_is_named_by_its_file_and_row(tmp_path, content, alphabet):
+    (tmp_path / "a.csv").write_text(content)
+    (tmp_path / "b.csv").write_text("text,x\nabc,1\n")
+    source = table_csv(str(tmp_path / "a.csv"), val_path=str(tmp_path / "b.csv"), **HOW)
+    with pytest.raises(Refused) as refusal:
+        list(source.encoded("train", alphabet))
+    assert BAD[content] in str(refusal.value)
+
+
+def test_bad_rows_are_left_out_and_counted(tmp_path, alphabet):
+    parquet.write_table(pa.table({"text": ["good", None, "", "fine"]}), tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")
+    source = table_parquet(str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), skip_bad=True, **HOW)
+    assert [alphabet.decode(one.ids) for one in source.encoded("train", alphabet)] == ["good", "fine"]
+    (note,) = source.notes()
+    assert "2 of 4 train records" in note
+    assert 'a.parquet, row 2: field "text" is null' in note and 'a.parquet, row 3: field "text" is empty' in note
+
+
+REFUSED = {
+    "no such column": (
+        lambda f: parquet.write_table(pa.table({"a": [1], "b": [2]}), f),
+        'no column "text"; its columns are "a", "b"',
+    ),
+    "no parquet": (lambda f: f.write_bytes(b"PAR1 it is not"), "is no parquet file, or a damaged one"),
+    "cut": (lambda f: f.write_bytes(_whole()[:-20]), "is no parquet file, or a damaged one"),
+    "damaged": (
+        lambda f: f.write_bytes(_whole().replace(b"a text", b"\xff" * 6)),
+        "row 1: it holds bytes",
+    ),
+}
+
+
+def _whole():
+    buffer = io.BytesIO()
+    parquet.write_table(pa.table({"text": ["a text"]}), buffer, compression="none", use_dictionary=False)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_file_that_is_none_is_a_sentence(tmp_path, kind, alphabet):
+    write, says = REFUSED[kind]
+    write(tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")
+    source = table_parquet(str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), **HOW)
+    with pytest.raises(Refused, match=says):
+        list(source.encoded("train", alphabet))
+
+
+def test_one_file_is_split_by_its_rows_which_keep_their_sides(tmp_path):
+    texts = [f"row number {i}" for i in range(200)]
+
+    def sides(rows):
+        written(tmp_path, [["text"], *([text] for text in rows)])
+        reader = table_csv(str(tmp_path / "a.csv"), **HOW).reader
+        return [{record.fields["text"] for record in reader.records(split)} for split in ("train", "val")]
+
+    (train, val), (_, more) = sides(texts[:150]), sides(texts)
+    assert train | val == {*texts[:150]} and not train & val and 20 < len(val) < 70
+    assert val < more and not train & more
+
+
+def test_conversations_are_a_column_of_structs(tmp_path):
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
+    assert list(parquet_rows(tmp_path / "a.parquet", ["messages"])) == [{"messages": chat}]
+
+
+def scanned(file):
+    """As `datasets` reads it: the wrong variant."""
+    how = pa.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
+    fragment = pa.dataset.ParquetFileFormat(default_fragment_scan_options=how).make_fragment(file.open("rb"))
+    for batch in fragment.to_batches(batch_size=64, columns=["text"], batch_readahead=0, fragment_readahead=0):
+        yield from batch.to_pylist()
+
+
+@pytest.mark.parametrize("read", [lambda file: parquet_rows(file, ["text"]), scanned], ids=["ours", "scanned"])
+def test_a_large_row_group_is_never_whole_in_memory(tmp_path, read):
+    count, size = 8_000, 4_000
+    table = pa.table({"text": [f"{i:06d}" * (size // 6) for i in range(count)]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=count, use_dictionary=False, compression="snappy")
+    whole = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(whole)  # which counts from here on
+    pa.set_memory_pool(pool)
+    try:
+        assert sum(1 for _ in read(tmp_path / "a.parquet")) == count
+    finally:
+        pa.set_memory_pool(whole)
+    ours = read is not scanned
+    assert (pool.max_memory() < 8 << 20) == ours, f"{pool.max_memory() >> 20} of {count * size >> 20} MiB"
+
+
+WRITERS = {
+    "jsonl": lambda file, texts: file.write_text("\n".join(json.dumps({"text": text}) for text in texts)),
+    "csv": lambda file, texts: written(file.parent, [["id", "text"], *enumerate(texts)], file.name),
+    "parquet": lambda file, texts: parquet.write_table(pa.table({"text": texts}), file, row_group_size=20),
+}
+
+
+def test_the_same_texts_are_the_same_tokens_from_every_kind_of_file(config, tmp_path):
+    texts = [f"text {i}: " + "x = self ( ) " * (i % 7 + 1) for i in range(60)]
+    found = []
+    for kind in WRITERS:
+        files = tmp_path / f"train.{kind}", tmp_path / f"val.{kind}"
+        for file, some in zip(files, (texts[6:], texts[:6]), strict=True):
+            WRITERS[kind](file, some)
+        typed = (f"data={kind}", f"data.path={files[0]}", f"data.val_path={files[1]}")
+        tokens = build.data(plain(config(*typed))).tokens
+        found.append([array.tolist() for split in (tokens.train, tokens.val) for array in (split.ids, split.ends)])
+    assert found[0] == found[1] == found[2] and len(found[0][1]) == 54
+
+
+def test_a_run_on_rows_repeats_itself_and_goes_on_to_the_bit(fit, tmp_path):
+    texts = [f"text {i}: " + "x = self ( ) " * (i % 7 + 1) for i in range(60)]
+    WRITERS["parquet"](tmp_path / "a.parquet", texts)
+    typed = ("data=parquet", f"data.path={tmp_path / 'a.parquet'}", "save_every=2")
+    one, folder = fit(*typed, folder="one")
+    again, _ = fit(*typed, folder="again")
+    resumed, _ = fit(*typed, f"resume={folder / 'checkpoints' / 'step-00000002.ckpt'}", folder="resumed")
+    assert one["val_loss"] == again["val_loss"] == resumed["val_loss"]
+    assert one["train_loss"] == again["train_loss"]

@@ -1,0 +1,68 @@
+"""Bits per byte: the bytes of labels that count, whichever way they are found, and of nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lowmem.data import corpus, tokens
+from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
+from lowmem.data.packing import Joined
+from lowmem.data.text_bytes import bits_per_byte, label_bytes
+
+
+@pytest.fixture
+def made(text_folder, tmp_path):
+    return tokens.tokenize(corpus.text(str(text_folder), "*.txt", 0.3), tmp_path / "cache", 300)
+
+
+def pieces(tmp_path):
+    """As SentencePiece makes them: a space before every word, and bytes for what is not in the vocabulary."""
+    words = ["wörd", "other", "läst"]
+    ids = {token: i for i, token in enumerate(["<unk>", "<end>", *(f"▁{w}" for w in words), "<0xC3>", "<0x9F>"])}
+    model = Tokenizer(models.Unigram([(token, -1.0) for token in ids], unk_id=0, byte_fallback=True))
+    model.pre_tokenizer = pre_tokenizers.Metaspace()
+    model.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+
+
+def batch(rows, learnt=None):
+    """Rows of T + 1 tokens."""
+    ids = torch.tensor(np.asarray(rows, np.int64))
+    labels = ids[:, 1:].clone()
+    if learnt is not None:
+        labels[~torch.tensor(learnt)] = IGNORED
+    return MicroBatch(ids[:, :-1], labels)
+
+
+def test_of_plain_text_they_are_what_the_store_says(made):
+    loader = ValidationLoader(Joined(made.val, 16, "val"), 4, 50)
+    known = made.val_bytes(loader.predicted + 1) - made.val_bytes(1)
+    assert label_bytes(made.tokenizer, loader) == (loader.predicted, known) == (800, known)
+    assert bits_per_byte(made, loader)(np.log(2)) == made.bits_per_byte(800)(np.log(2)) == 800 / known
+    assert bits_per_byte(made, loader)(2.0) != pytest.approx(2.0 / np.log(2))  # nor is it bits per token
+
+
+def test_of_tokens_that_are_no_bytes_a_run_is_what_it_adds(tmp_path):
+    """Of 23 bytes; the first word is never predicted, and neither is its space."""
+    tokenizer = pieces(tmp_path)
+    ids = tokenizer("wörd other läst wördß")["input_ids"] + [tokenizer.eos_token_id]
+    assert len(ids) == 7
+    assert label_bytes(tokenizer, [batch([ids])]) == (6, len(" other läst wördß".encode()))
+    rows = [ids[:4], ids[3:]]  # cut where ▁wörd ends the one and begins the other: its labels are ß's bytes and the end
+    assert sum(label_bytes(tokenizer, [batch([row])])[1] for row in rows) == len(" other läst wördß".encode())
+    alone = [len(tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows]  # deliberately wrong
+    assert sum(alone) != len(" other läst wördß".encode())
+
+
+@pytest.mark.parametrize("level", ["bytes", "words"])
+def test_what_is_not_learnt_has_no_bytes(made, tmp_path, level):
+    tokenizer = made.tokenizer if level == "bytes" else pieces(tmp_path)
+    ids = tokenizer("return if x" if level == "bytes" else "other läst wörd")["input_ids"]
+    ids = [*ids, tokenizer.eos_token_id, *ids]
+    learnt = np.zeros((1, len(ids) - 1), bool)
+    learnt[0, len(ids) // 2 - 2] = learnt[0, -1] = True  # twice the last word
+    learnt[0, len(ids) // 2 - 1] = True  # the end
+    last = tokenizer.decode(ids).removeprefix(tokenizer.decode(ids[:-1]))
+    assert label_bytes(tokenizer, [batch([ids], learnt)]) == (3, 2 * len(last.encode()))

@@ -1,0 +1,77 @@
+"""A user's own metric: its numbers are everywhere, training does not notice it, its errors are sentences."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from conftest import ROOT
+from lowmem import cli
+from lowmem.errors import Refused
+from lowmem.report import summary as report
+from same import last, same
+
+LINES = ("val_every=2", "model.architecture.resid_pdrop=0.2", "save_every=2")
+seen = []
+
+
+def draws(model, tokenizer):
+    seen.append((model.training, torch.is_grad_enabled(), next(model.parameters()).dtype))
+    return {"drawn": torch.rand(()), "one": 1}
+
+
+def raises(model, tokenizer):
+    raise KeyError("my own")
+
+
+def a_list(model, tokenizer):
+    return [1]
+
+
+def taken(model, tokenizer):
+    return {"val_loss": 1.0}
+
+
+def test_the_example_is_in_the_curves_the_summary_and_the_table(fit):
+    summary, run = fit("metric=examples.metric.accuracy", "val_every=2", "save_every=2")
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    measured = {row["step"]: float(row["accuracy"]) for row in rows if row["val_loss"]}
+    assert measured.keys() == {"2", "4"} and summary["metric"] == {"accuracy": measured["4"]}
+    assert [row["step"] for row in rows if row["train_loss"]] == ["1", "2", "3", "4"]  # what was there stays
+    assert json.loads((run / "summary.json").read_text())["metric"] == summary["metric"]
+    assert f"accuracy                  {measured['4']:.4g}" in report.table(summary)
+    before = (run / "metrics.csv").read_text()
+    fit("metric=examples.metric.accuracy", "val_every=2", f"resume={run / 'checkpoints' / 'step-00000002.ckpt'}")
+    again = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [row["accuracy"] for row in again] == [row["accuracy"] for row in rows] and before.startswith("step,")
+
+
+def test_training_does_not_notice_it(fit):
+    plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
+    assert same(last(fit(*LINES, f"metric={__name__}.draws", folder="own")[1])["state_dict"], plain)
+    assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # before the first step too
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [("raises", r"it raised KeyError \('my own'\)"), ("a_list", "it gave '\\[1\\]'"), ("taken", "val_loss")],
+)
+def test_what_it_does_wrong_is_a_sentence_before_the_first_step(fit, function, says):
+    with pytest.raises(Refused, match=says):
+        fit(f"metric={__name__}.{function}")
+
+
+@pytest.mark.parametrize("name", ["nothing.there", "examples.metric.nothing", "examples.metric.TEXT", "accuracy"])
+def test_what_is_no_function_is_refused_before_anything_is_built(fit, name):
+    with pytest.raises(Refused, match=rf"metric={name}: .*Type metric="):
+        fit(f"metric={name}")
+
+
+def test_a_run_of_somebody_else_does_not_bring_its_own(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- metric=os.system\n- max_steps=3\n")
+    with pytest.raises(Refused, match=r"can run code.*metric=os.system"):
+        cli.prepare([f"resume={tmp_path}"])
+    assert "metric=os.system" in cli.prepare([f"resume={tmp_path}", "metric=os.system"])
+    assert (ROOT / "examples" / "metric.py").is_file()

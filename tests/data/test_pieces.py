@@ -1,14 +1,18 @@
-"""A long text in pieces has the tokens of the whole, for every kind of tokenizer, or it stays whole."""
+"""A long text in pieces has the tokens of the whole, for every kind of tokenizer, or it stays whole. What is held of it
+does not grow with it."""
 
+import json
 import random
 import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem.data import corpus, pieces, reading, tokens
+from lowmem.data import corpus, jsonl, pieces, reading, tokens
 from lowmem.errors import Refused
 
 LLAMA_3 = (
@@ -150,3 +154,65 @@ def test_a_thread_reads_ahead_and_its_errors_arrive():
         assert list(ahead) == []
     assert made == list(range(5))
     assert list(reading.ahead(iter(np.arange(9)))) == list(range(9))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MB = 10**6
+
+
+def grown(folder, kind, sizes, small, whole, pipe):
+    """In a process of its own: MB by which its resident memory rose beyond where it was, after files of each size."""
+    from lowmem.memory.process import peak_rss_bytes, reset_peak_rss, rss_bytes
+
+    if small:
+        reading.BLOCK, pieces.BATCH, pieces.PIECE = 1 << 17, 1 << 18, 1 << 14
+    if whole:  # the deliberately wrong variant
+        pieces.CUT = re.compile(r"(?!)")
+    paragraphs = [text(20, seed) for seed in range(200)]
+    (folder / "small.txt").write_text("".join(paragraphs))
+    tokens.train_bpe(paragraphs, 400, folder / "bpe.json")
+    tokenizer = tokens.load_bpe(folder / "bpe.json")
+    reset_peak_rss()
+    before, peaks = rss_bytes(), []
+    for size in sizes:
+        draw, file = random.Random(size), folder / f"{size}.{kind}"
+        with file.open("w") as out:
+            while out.tell() < size * MB:
+                said = "".join(draw.choices(paragraphs, k=5))
+                out.write(said if kind == "text" else json.dumps({"text": said}) + "\n")
+        source = corpus.text(str(file), "*", 0.01) if kind == "text" else jsonl.jsonl(str(file), "*", 0.01)
+        made = tokens.tokenize(source, folder / "cache", 400, tokenizer)
+        assert made.train.text_bytes[-1] > 0.9 * size * MB
+        file.unlink()
+        peaks.append((peak_rss_bytes() - before) / MB)
+    pipe.send(peaks)
+
+
+@pytest.fixture
+def peaks(processes, tmp_path):
+    def of(*how):
+        ours, theirs = processes.Pipe()
+        child = processes.Process(target=grown, args=(Path(tempfile.mkdtemp(dir=tmp_path)), *how, theirs))
+        child.start()
+        theirs.close()
+        found = ours.recv()
+        child.join()
+        return found
+
+    return of
+
+
+def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
+    first, second = peaks("text", (1, 3), True, False)
+    assert second < 60 and second - first < 15
+    first, second = peaks("text", (1, 3), True, True)  # what a reading of whole files costs
+    assert second - first > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_a_file_of_192_mb_takes_no_more_memory_than_one_of_64(peaks, kind):
+    first, second = peaks(kind, (64, 192), False, False)
+    print(f"\n{first:.0f} MB, {second:.0f} MB")
+    assert second < 200 and second - first < 20

@@ -36,6 +36,7 @@ STOREYS = (
         "stop",
         "optim",
         "loss",
+        "attention",
         "head",
         "auxiliary_loss",
     ),

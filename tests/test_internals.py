@@ -308,6 +308,31 @@ def test_every_way_to_touch_one_is_seen(tmp_path):
     }
 
 
+def test_transformers_tells_which_attention_it_has_taken():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=8)
+    taken = [
+        internals.attention_taken(GPT2LMHeadModel._from_config(config, attn_implementation=name))
+        for name in ("sdpa", "eager")
+    ]
+    assert taken == ["sdpa", "eager"], breaks("data.packing=documents")
+
+
+def test_transformers_asks_one_function_where_documents_begin():
+    """And takes tensors without memory for a single document, unless it is told otherwise."""
+    from transformers import masking_utils
+
+    places = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])
+    message = breaks("every plan of data.packing=documents")
+    theirs = masking_utils.find_packed_sequence_indices(places)
+    assert theirs.tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]], message
+    assert masking_utils.find_packed_sequence_indices(places[1:]) is None, message
+    with internals.boundaries_count_as_real():
+        assert torch.equal(masking_utils.find_packed_sequence_indices(places), theirs), message
+        assert masking_utils.find_packed_sequence_indices(places[1:]) is not None, message
+
+
 def test_each_part_is_used_and_tested():
     names = set(internals.__all__)
     elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file != INTERNALS)

@@ -1,4 +1,5 @@
-"""What a command is to do: train, or with what a run has left only evaluate or export, or nothing that is not done yet.
+"""What a command is to do: train, or only show the data; or with what a run has left only evaluate or
+export, or nothing that is not done yet.
 
 resume= of a run that has all its steps does what came after them and is missing: its last evaluation, or its export.
 """
@@ -11,12 +12,13 @@ from typing import Literal, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem import checkpoint
+from lowmem.adapter.export import base_of, holds_adapter, opens
 from lowmem.checkpoint import Saved
 from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
 
-Work = Literal["train", "evaluate", "export", "nothing"]
+Work = Literal["train", "evaluate", "export", "show", "nothing"]
 
 
 class Asked(NamedTuple):
@@ -39,6 +41,8 @@ TRAIN = Asked("train")
 
 def asked(cfg: DictConfig, output_dir: Path) -> Asked:
     """Raises: Refused: a checkpoint that cannot be used; a run that is already done."""
+    if cfg.show is not None:
+        return Asked("show")
     if cfg.export is not None:
         return Asked("export", Saved(checkpoint.find(cfg.export, "export"), "export"))
     if cfg.evaluate is not None:
@@ -54,15 +58,32 @@ def asked(cfg: DictConfig, output_dir: Path) -> Asked:
 
 
 def is_model(named: str) -> bool:
-    """Whether it is the folder of an exported model."""
-    return (Path(named).expanduser() / "config.json").is_file()
+    """Whether it is the folder of an exported model, or of an adapter."""
+    folder = Path(named).expanduser()
+    return (folder / "config.json").is_file() or holds_adapter(folder)
 
 
 def with_model(cfg: DictConfig, folder: str) -> DictConfig:
-    """A copy whose model is the exported one in `folder`, with the tokenizer in it."""
-    model = {"name": str(Path(folder).expanduser()), "pretrained": True, "architecture": None}
+    """A copy whose model is the exported one in `folder`, with the tokenizer in it; or where that is an adapter, its
+    base with it.
+
+    Raises:
+        Refused: an adapter that does not name its base.
+    """
+    place = Path(folder).expanduser()
+    adapter = holds_adapter(place)
+    name = base_of(place) if adapter else str(place)
+    if name is None:
+        raise Refused(
+            f"evaluate={folder}: this adapter does not say which model it belongs to. Write base_model_name_or_path "
+            "into its adapter_config.json, or type merge=true with the run that made it."
+        )
+    model = {"name": name, "pretrained": True, "architecture": None}
     cfg = OmegaConf.merge(cfg, {"model": {"architecture": None}})  # else the keys of two would be merged
-    return OmegaConf.merge(cfg, {"model": model, "tokenizer": None})
+    cfg = OmegaConf.merge(cfg, {"model": model, "tokenizer": str(place) if adapter else None})
+    if adapter:
+        cfg.adapter = OmegaConf.create(opens(place))
+    return cfg
 
 
 def summary_of(saved: Saved) -> dict:

@@ -7,16 +7,17 @@ from typing import NamedTuple
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
-from lowmem import checkpoint, model, vocabulary
+from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
-from lowmem.data.packing import rows
+from lowmem.data.opened import Opened, Wanted, opened
+from lowmem.data.packing import rows, with_positions
 from lowmem.data.source import Source
-from lowmem.data.tokens import Tokens, rows_of, tokenize
+from lowmem.data.tokens import Tokens, held_out, rows_of
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
@@ -44,23 +45,38 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     windows = Settings(cfg).windows
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    source = instantiate(cfg.data)
-    tokens = _tokens(cfg, spec, config, source)
+    sources = _sources(cfg.data)
+    (name, source), *others = sources.items()
+    of = _opened(cfg, spec, config, source)
     start = saved.position if saved else START
-    how = cfg.seq_len, source.packing, source.too_long
-    train = WindowLoader(rows(tokens.train, *how, "train"), cfg.batch_size, windows, cfg.seed, start)
-    val = ValidationLoader(rows(tokens.val, *how, "val"), cfg.batch_size, cfg.val_sequences)
-    return Data(tokens, train, [val], _prompts(cfg, tokens.tokenizer, val), spec, config)
+    train = WindowLoader(of.train, cfg.batch_size, windows, cfg.seed, start)
+    sets = {name: of.val[""]} if others else of.val
+    for name, other in others:
+        split = held_out(other, Path(cfg.cache_dir), of.tokens.tokenizer)
+        sets[name] = rows(split, cfg.seq_len, other.packing, other.too_long, "val")
+    val = [ValidationLoader(rows, cfg.batch_size, cfg.val_sequences, name) for name, rows in sets.items()]
+    return Data(of.tokens, train, val, _prompts(cfg, of.tokens, val[0]), spec, config)
 
 
-def _prompts(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, val: ValidationLoader) -> list[Tensor]:
-    """(1, T) each: as they were given, or how the validation split begins."""
+def _sources(data: DictConfig) -> dict[str, Source]:
+    """By the name of their validation set, where it has one: they have the training text in common."""
+    given = data.get("val_path")
+    if given is None or isinstance(given, str):
+        return {"": instantiate(data)}
+    sets = OmegaConf.to_container(given)
+    others = {name: [path, *(one for one in sets.values() if one != path)] for name, path in sets.items()}
+    node = OmegaConf.to_container(data)
+    return {name: instantiate(OmegaConf.create(node | {"val_path": paths})) for name, paths in others.items()}
+
+
+def _prompts(cfg: DictConfig, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
+    """(1, T) each: as they were given, which in a chat is what a user says, or how the validation split begins."""
     if not cfg.sample_tokens:
         return []
     if cfg.sample_prompts is None:
         return [sample.beginning(next(iter(val)))]
     given = OmegaConf.to_container(OmegaConf.create({"prompts": cfg.sample_prompts}))["prompts"]
-    return [prompt_ids(tokenizer, one, chat=False) for one in sample.prompts(given)]
+    return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in sample.prompts(given)]
 
 
 def steps(cfg: DictConfig) -> int:
@@ -78,24 +94,26 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
         load(made.model, cfg.adapter.path)
     if (base := digest_of_base(made)) is not None:
         made.identity["base"] = base
+    if of.tokens.template is not None:
+        made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
     return made
 
 
-def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig, source: Source) -> Tokens:
+def _opened(cfg: DictConfig, spec: dict, config: PretrainedConfig, source: Source) -> Opened:
     """The source in a published model's own tokens, or in those of a BPE trained on it."""
     tokenizer, added = model.tokenizer_of(cfg), vocabulary.wanted(cfg)
     if tokenizer and added:
         spec["added"] = vocabulary.add(tokenizer, added, config.vocab_size)
-    size = min(BPE_VOCABULARY, config.vocab_size)
-    tokens = tokenize(source, Path(cfg.cache_dir), size, tokenizer, added)
+    bpe_size = min(BPE_VOCABULARY, config.vocab_size)
+    of = opened(source, Wanted(Path(cfg.cache_dir), cfg.seq_len, bpe_size, tokenizer, added))
     if "added" not in spec:
-        check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
+        check_vocabulary(config.vocab_size, rows_of(of.tokens.tokenizer))
     if not spec["pretrained"] and spec["architecture"] is not None:
         # the export must name the end token of the tokenizer it is saved with
-        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
-    return tokens
+        config.bos_token_id = config.eos_token_id = of.tokens.tokenizer.eos_token_id
+    return of
 
 
 def causal_lm(
@@ -105,6 +123,8 @@ def causal_lm(
     where it holds numbers."""
     network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
     check(network)
+    if with_positions(cfg.data):
+        attention.share_mask(network)
     choose_trained(cfg, network)
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])

@@ -51,16 +51,16 @@ def check_values(cfg: DictConfig) -> None:
         errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
     if errors:
         raise Refused("\n".join(errors))
-    if len(named := [key for key in OF_A_RUN if cfg[key] is not None]) > 1:
+    if len(named := [key for key in (*OF_A_RUN, "show") if cfg[key] is not None]) > 1:
         raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
     if cfg.push is not None and (cfg.evaluate is not None or cfg.generate is not None):
         raise Refused(f"push={cfg.push}: this writes no model. Type export=<a run> push={cfg.push}.")
     if (cfg.generate is None) != (cfg.prompt is None):
         typed, other = ("generate", "prompt='...'") if cfg.prompt is None else ("prompt", "generate=<a run or model>")
         raise Refused(f"{typed}={cfg[typed]}: one goes on with the other. Type {other} beside it.")
-    if "val_path" in cfg.data and cfg.data.val_path is not None and _same(cfg.data.path, cfg.data.val_path):
+    if same := [place for place in _val_places(cfg.data) if _same(cfg.data.path, place)]:
         raise Refused(
-            f"data.val_path={cfg.data.val_path}: this is data.path too, and validation would be of what was trained "
+            f"data.val_path={same[0]}: this is data.path too, and validation would be of what was trained "
             "on. Type data.val_path=<another>, or null for a share of data.path."
         )
     architecture = cfg.model.architecture or {}
@@ -76,19 +76,36 @@ def check_places(cfg: DictConfig) -> None:
     for key in OF_A_RUN:
         if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
             raise no_such_run(key, cfg[key])
-    for key in ("path", "val_path"):
-        if cfg.data.get(key) is not None and not _is_there(cfg.data[key]):
-            raise corpus.no_such(f"data.{key}", cfg.data[key])
+    _check_texts("data", cfg.data)
+    for name, part in cfg.data.get("parts", {}).items():
+        _check_texts(f"data.parts.{name}", part)
     if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
-    if "encoding" in cfg.data:
-        corpus.checked_encoding(cfg.data.encoding)
-    if "on_error" in cfg.data:
-        corpus.checked_on_error(cfg.data.on_error)
+
+
+def _check_texts(of: str, data: DictConfig) -> None:
+    """Args: of: the key of `data`. What may be on a hub is told of where it is looked for."""
+    for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
+        for place in places:
+            if place is not None and "revision" not in data and not _is_there(place):
+                raise corpus.no_such(f"{of}.{key}", place)
+    template = data.get("template")
+    if template not in (None, "chatml") and not _is_there(template):
+        raise corpus.no_such(f"{of}.template", template)
+    if "encoding" in data:
+        corpus.checked_encoding(data.encoding)
+    if "on_error" in data:
+        corpus.checked_on_error(data.on_error)
 
 
 def no_such_run(key: str, place: str) -> Refused:
     return Refused(f"{key}={place}: there is no such run folder or checkpoint. Runs are under outputs/.")
+
+
+def _val_places(data: DictConfig) -> list[str]:
+    """One, or one for each name."""
+    given = data.get("val_path")
+    return [] if given is None else [given] if isinstance(given, str) else list(given.values())
 
 
 def _is_there(place: str) -> bool:

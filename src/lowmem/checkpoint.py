@@ -259,6 +259,7 @@ class Saved:
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
             self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # of before there were any: None
+            self.template = ours.get("template")  # of conversations; None: it was trained on none
             self.base = ours.get("base")  # digest of what is not in it; None: nothing
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
         except Exception as error:  # torch names a dozen ways in which a file can be another file
@@ -284,6 +285,13 @@ class Saved:
             raise Refused(
                 f"{self.asked}: its tokens are not those that this data= and model= make. Type those of that run, or "
                 f"give its exported model, which has its tokenizer: {in_shell('evaluate', self.run / 'model')}."
+            )
+
+        template = module.identity.get("template")
+        if None not in (self.template, template) and self.template != template:
+            raise Refused(
+                f"{self.asked}: another chat template made its tokens of conversations, so these say something else. "
+                "Type the data.template= of that run."
             )
 
     def _partial(self, module: CausalLM) -> bool:

@@ -192,7 +192,7 @@ def run(cfg: DictConfig) -> float:
         print(generate(cfg))
 
     summary = _guarded(job if cfg.generate is None else prints, cfg)
-    if summary is None:
+    if not summary:
         return float("nan")
     if summary["interrupted"]:
         raise signals.Ended(signal.Signals[summary["signal"]])

@@ -8,6 +8,7 @@ summary = fit(cfg, Path("outputs/notebook"))
 """
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from lowmem.overrides import as_lines, as_mapping, in_shell, replaced
 from lowmem.plan import at_start
 from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
-from lowmem.report import ran, step
+from lowmem.report import ran, show, step
 from lowmem.report import summary as report
 from lowmem.report.hub import push
 from lowmem.report.model_card import card
@@ -55,7 +56,7 @@ def fit(
         overrides: what the user typed, for the summary.
 
     Returns:
-        What summary.json holds.
+        What summary.json holds; nothing, where data was only shown.
 
     Raises:
         Refused: a run that cannot work, or that ran out of memory, in a sentence.
@@ -68,6 +69,9 @@ def fit(
     if wanted.work == "nothing":
         return summary_of(wanted.saved)
     cfg, prediction = _planned(cfg, typed, wanted)
+    if wanted.work == "show":
+        _show(cfg)
+        return {}
     try:
         with _named(output_dir), trained(cfg, output_dir, wanted) as training:
             summary = _summary(training, cfg) | _what(training, cfg, choices) | {"overrides": list(overrides)}
@@ -110,7 +114,7 @@ def _counted(cfg: DictConfig, typed: Sequence[str]) -> tuple[DictConfig, Sequenc
 def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[DictConfig, Prediction | None]:
     """With the recipe and the batch size that were asked for, as plain values; and what they are predicted to need."""
     if wanted.work != "train":  # a plan is one of training
-        cfg = cfg if wanted.saved else with_model(cfg, cfg.evaluate)
+        cfg = with_model(cfg, cfg.evaluate) if wanted.work == "evaluate" and not wanted.saved else cfg
         cfg.batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size
         model.check_architecture(cfg)
         return plain(cfg), None
@@ -118,6 +122,12 @@ def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[
     cfg = at_start.with_recipe(cfg, overrides)
     cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
     return cfg, at_start.checked(cfg, overrides)
+
+
+def _show(cfg: DictConfig) -> None:
+    """Before a model is built."""
+    data = build.data(cfg)
+    print(show.page(data.train, data.tokens.train, data.tokens.tokenizer, cfg.show, sys.stdout.isatty()))
 
 
 @contextmanager

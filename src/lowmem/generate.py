@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lowmem import model
+from lowmem.adapter.export import stands_on_4_bits
 from lowmem.errors import Refused
 from lowmem.generation import continuation, printable, prompt_ids
 from lowmem.overrides import in_shell
@@ -53,6 +54,10 @@ def _loaded(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Pre
     if adapter.is_file():
         from peft import PeftModel  # five seconds of imports
 
+        if stands_on_4_bits(folder):
+            from lowmem.adapter.nf4 import quantise
+
+            quantise(network)
         network = PeftModel.from_pretrained(network, folder)
     return network, model.tokenizer(**spec | {"name": str(folder)})
 

@@ -44,6 +44,8 @@ __all__ = (
     "LeanFakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "attention_taken",
+    "boundaries_count_as_real",
     "compiled_itself",
     "cpu_multiplies_in",
     "has_kernel",
@@ -162,6 +164,22 @@ def cpu_multiplies_in(name: str) -> bool:
     alone. Instead: the flags in /proc/cpuinfo, by processor."""
     ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return ask is None or ask()
+
+
+def attention_taken(model: nn.Module) -> str:
+    """By which name transformers calls a model's attention now. Instead: nothing public tells."""
+    return model.config._attn_implementation
+
+
+def boundaries_count_as_real() -> AbstractContextManager:
+    """transformers asks position ids whether a second document begins anywhere, and masks nothing where none does.
+    Tensors without memory have no answer; within this it is yes. Instead: a way to say it."""
+
+    def documents(position_ids: Tensor) -> Tensor:  # as it tells them apart itself
+        first = position_ids[:, :1] - 1
+        return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+
+    return patch("transformers.masking_utils.find_packed_sequence_indices", documents)
 
 
 def tensors_count_as_real() -> AbstractContextManager:

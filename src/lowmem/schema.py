@@ -215,6 +215,7 @@ class Run(Section):
     evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
     export: _words("a run folder or a checkpoint, or null", Place | None)
     generate: _words("a run folder, an exported model or an adapter, or null", Place | None)
+    show: _words("how many sequences of training are printed, or null", Count | None)
     prompt: _words("a text, or null", str | None)
     max_new_tokens: Count
     temperature: NotNegative
@@ -282,10 +283,18 @@ ARGUMENTS: dict[str, Any] = {
     "path": Place,
     "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
     "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
-    "val_path": _words("a file or a folder, or null", Place | None),
+    "val_path": _words(
+        "a file or a folder, several of them by names, such as {news:a,wiki:b}, or null",
+        Place | Annotated[dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], Place], Field(min_length=1)] | None,
+    ),
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
     "skip_bad": Switch,
+    "weights": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
+    "assistant": _words("all or last", Literal["all", "last"]),
+    "control_tokens": _words("refuse or text", Literal["refuse", "text"]),
+    "boundary": _words("refuse or strip", Literal["refuse", "strip"]),
+    "template": _words("chatml, a file, or null for the tokenizer's own", Place | None),
     **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("a field's name, or null", Text | None)),
     "init_scale": Positive,
     "clip": Clip,

@@ -284,18 +284,21 @@ USER, ANSWER_ = {"role": "user", "content": "hello"}, {"role": "assistant", "con
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ("none", "'messages' is the text 'none' and no list"),
-        (None, "'messages' is null and no list"),
-        ([], "'messages' is an empty list and no list of messages"),
-        ([1], "message 1 is a number and not an object"),
-        ([{"from": "human", "value": "hi"}], r"message 1 has no role \(it has 'from', 'value'\)"),
+        ("none", 'field "messages" is a text and no list'),
+        (None, 'field "messages" is null and no list'),
+        ([], 'field "messages" is an empty list and no list of'),
+        ([1], "message 1 is the number 1 and not an object"),
+        ([{"from": "human", "value": "hi"}], 'message 1 has no role; its fields are "from", "value"'),
         ([{"role": None, "content": "hi"}], "message 1 has no role"),
         ([{"role": "human", "content": "hi"}], "message 1 has the role 'human': roles are system"),
         ([{"role": {"a": 1}, "content": "hi"}], "message 1 has the role"),
         ([USER, {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
         ([USER, {"role": "assistant", "content": None}], r"message 2 \(assistant\) has no content"),
-        ([USER, {"role": "assistant", "content": 5}], r"message 2 \(assistant\) has a number for its content"),
-        ([USER, {"role": "assistant", "content": [{"type": "image"}]}], "has a list for its content"),
+        ([USER, {"role": "assistant", "content": 5}], r"the content of message 2 \(assistant\) is the number 5"),
+        (
+            [USER, {"role": "assistant", "content": [{"type": "image"}]}],
+            r"the content of message 2 \(assistant\) is a list and no text",
+        ),
         ([USER, {"role": "assistant", "content": " \n"}], "message 2 is a blank answer"),
         ([{"role": "system", "content": "a"}] * 2 + [ANSWER_], "messages 1 and 2 are both system messages"),
         (
@@ -303,8 +306,8 @@ USER, ANSWER_ = {"role": "user", "content": "hello"}, {"role": "assistant", "con
             "message 2 is a system message: it can only",
         ),
         ([USER], "there is no answer of the assistant"),
-        ([USER, {"role": "assistant", "content": "a\0"}], r"message 2 \(assistant\) is no text"),
-        ([{"role": "user", "content": "\ud800"}, ANSWER_], r"message 1 \(user\) is no text"),
+        ([USER, {"role": "assistant", "content": "a\0"}], r"message 2 \(assistant\) holds a zero byte"),
+        ([{"role": "user", "content": "\ud800"}, ANSWER_], r"message 1 \(user\) holds half a character"),
         (
             [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}],
             "message 2 has tool_calls, which the",
@@ -320,7 +323,7 @@ def test_another_field_and_parts_of_text_and_a_column_of_json(chatml):
     assert marked(chatml, {"talk": TWO["messages"]}, messages="talk") == CHATML_TWO
     parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in TWO["messages"]]
     assert marked(chatml, {"messages": parts}) == marked(chatml, {"messages": json.dumps(parts)}) == CHATML_TWO
-    with pytest.raises(Bad, match=r"there is no 'messages' \(there is 'text'\)"):
+    with pytest.raises(Bad, match='there is no field "messages"; its fields are "text"'):
         encoded(chatml, {"text": "a"})
 
 

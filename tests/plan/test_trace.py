@@ -2,6 +2,7 @@
 
 import csv
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -62,6 +63,39 @@ def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
                 assert phases[phase].bytes[category] == found[phase][f"{category}_bytes"]
         if phase == "evaluation":
             assert phases[phase].host == found[phase]["host_tensor_bytes"]
+
+
+PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_tokens=0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("gpt2", ("loss=full", "model.architecture.n_positions=512")),
+        ("llama", ("gradient_checkpointing=every_layer", "precision=bf16")),
+        ("llama", ("loss=chunked", "loss.rows=256", "precision=bf16-master")),
+    ],
+)
+def test_the_mask_of_packed_documents_is_predicted(config, fit, monkeypatch, text_folder, tmp_path, model, more):
+    """At 512 tokens it is as much as all the weights."""
+    for file in text_folder.iterdir():  # documents of a third of a row
+        for number, start in enumerate(range(0, 60, 5)):
+            lines = file.read_text().splitlines()[start : start + 5]
+            (tmp_path / f"{file.stem}-{number}.txt").write_text("\n".join(lines))
+    typed = [*MODELS[model], *PACKED, f"data.path={tmp_path}", "data.val_fraction=0.3", "data.packing=documents", *more]
+    _, folder = fit(*typed)
+    found, phases = measured(folder), traced(config(*typed)).phases
+    for phase in PHASES:
+        assert abs(phases[phase].total / found[phase]["live_peak_bytes"] - 1) <= 0.01, phase
+    monkeypatch.setattr("lowmem.plan.trace.boundaries_count_as_real", nullcontext)
+    blind = traced(config(*typed)).phases
+    assert blind["forward"].total < 0.95 * found["forward"]["live_peak_bytes"]
+
+
+def test_padded_rows_have_no_mask(config):
+    """They are planned as long as a row can be. Labels are no view of the ids, and no copy in the loss either."""
+    joined, padded = (traced(config("seq_len=512", f"data.packing={kind}")).phases for kind in ("joined", "padded"))
+    assert abs(padded["forward"].total - joined["forward"].total) < SCALARS
 
 
 @pytest.mark.parametrize(

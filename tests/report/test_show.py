@@ -1,10 +1,16 @@
 """What `show=3` prints: token by token the learnt ones, whole characters, documents apart."""
 
+import numpy as np
 import pytest
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem.report.show import RULE, Row, pieces, written
+from lowmem.check import check_values
+from lowmem.data.loader import WindowLoader
+from lowmem.data.packing import rows
+from lowmem.data.tokens import Split
+from lowmem.errors import Refused
+from lowmem.report.show import RULE, Row, page, pieces, row_of, written
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +55,56 @@ def test_spaces_of_sentencepiece_are_those_of_the_text():
 def test_what_a_terminal_would_obey_is_written_out(letters):
     one = row(letters, "a\x1b[31m\tb\r", "-" * 9)
     assert written(one, letters) == "a\\x1b[31m\tb\\r"
+
+
+def split_of(letters, *documents, learnt=None):
+    ids = [letters(text)["input_ids"] for text in documents]
+    ends = np.cumsum([len(one) for one in ids])
+    bits = None if learnt is None else np.packbits([mark == "x" for mark in learnt])
+    return Split(np.concatenate(ids).astype(np.uint16), ends, ends, bits)
+
+
+DOCUMENTS = ("abc<|end|>", "de<|end|>", "fghijk<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("packing", "expected"),
+    [
+        ("joined", f"a[bc<|end|>]\n{RULE}\n[de<|end|>]\n{RULE}\n[f]"),  # the label of the last token stands behind it
+        ("documents", f"a[bc<|end|>]\n{RULE}\nd[e<|end|>]"),
+        ("padded", "a[bc<|end|>]"),
+    ],
+)
+def test_of_every_packing_documents_stand_apart(letters, packing, expected):
+    split = split_of(letters, *DOCUMENTS)
+    made = rows(split, 7, packing, "cut", "train")
+    shown = [written(row_of(made, index), letters) for index in range(len(made))]
+    assert expected in shown
+
+
+def test_padding_is_counted_and_not_written(letters):
+    made = rows(split_of(letters, *DOCUMENTS), 9, "documents", "cut", "train")
+    assert written(row_of(made, 1), letters).endswith("(2 tokens of padding)") or len(made) == 1
+
+
+def test_the_page_ends_with_counts(letters):
+    split = split_of(letters, *DOCUMENTS, learnt="-xxx-xx-xxxxxx")
+    loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), 1, lambda *_: 1, seed=0)
+    text = page(loader, split, letters, 9)
+    assert text.count("════ sequence") == 2 and "6 of 7 tokens learnt" in text
+    assert "Training: 3 documents; 14 tokens, 79% of them learnt; 2 sequences of 7; 100.0% filled" in text
+    assert "\033[32m" in page(loader, split, letters, 1, colour=True)
+
+
+@pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
+def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_path, monkeypatch, packing):
+    monkeypatch.setattr("lowmem.model.build", lambda *_, **__: pytest.fail("a model was built"))
+    code, said = command("show=2", f"data.packing={packing}")
+    assert code == 0 and "sequence 2 of" in said and "sequence 3" not in said
+    assert "Training: 11 documents" in said and "100% of them learnt" in said and "\033" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_show_goes_with_nothing_that_was_trained(config):
+    with pytest.raises(Refused, match=r"evaluate and show: one command does one of them"):
+        check_values(config("show=1", "evaluate=x"))

@@ -10,18 +10,19 @@ import logging
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from lowmem import model
+from lowmem.adapter.lora import CONFIG, PREFIX, WEIGHTS
 from lowmem.aside import aside
 
 log = logging.getLogger(__name__)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the names in a folder: peft's own model wraps the network twice
+BASE = {"base": "nf4"}  # in the head of the weights' file: peft's configuration has no word for it
 
 
 def export(
@@ -103,7 +104,7 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}
     tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
     quantised = any(map(_in_4_bits, network.modules()))
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | ({"base": "nf4"} if quantised else {}))
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE if quantised else {}))
     (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n")
 
 
@@ -124,3 +125,28 @@ def _said(network: PreTrainedModel, base: str) -> dict:
 def _has_conv1d(network: PreTrainedModel) -> bool:
     """Whether the base's matrices lie the other way round, as GPT-2's."""
     return any(isinstance(part, Conv1D) or getattr(part, "transposed", False) for part in network.modules())
+
+
+# --- opened again ----------------------------------------------------------------------------------------------------
+
+
+def holds_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def base_of(folder: Path) -> str | None:
+    """The model that an adapter belongs to, where its folder says so."""
+    return json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+
+
+def opens(folder: Path) -> dict:
+    """What `adapter=` would have to be for a run to go on with what is in the folder."""
+    kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text()).get("use_dora") else "lora.LoRA"
+    kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
+    return {"_target_": f"lowmem.adapter.{kind}", "path": str(folder)}
+
+
+def stands_on_4_bits(folder: Path) -> bool:
+    """Whether its base was held in 4 bits."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return BASE.items() <= (file.metadata() or {}).items()

@@ -9,24 +9,21 @@ answer, control tokens in a text.
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import transformers
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.chat_template import CHATML, TODAY, Bad, ChatTemplate, Messages, Rendered
+from lowmem.data.bad import Bad, checked, kind
+from lowmem.data.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Messages, Rendered
+from lowmem.data.reading import shown
+from lowmem.data.source import Encoded
 from lowmem.errors import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIRST = ("system", "developer")  # instructions: once, before everything else
-
-
-class Encoded(NamedTuple):
-    ids: Any
-    learnt: Any
-    text_bytes: int
 
 
 class Chat:
@@ -52,6 +49,9 @@ class Chat:
         self.messages, self.assistant = messages, assistant
         self.control_tokens, self.boundary = control_tokens, boundary
         self.source = CHATML if template == "chatml" else template and _read(template)
+        self.chat = self
+        # of a tokenizer that is trained on conversations: it has no template of its own
+        self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.opened: tuple[PreTrainedTokenizerBase, ChatTemplate] | None = None
 
     def key(self) -> list:
@@ -61,7 +61,18 @@ class Chat:
 
     def text(self, fields: dict) -> str:
         """Contents alone: a BPE that saw the markup would learn it as words."""
-        return "\n".join(message["content"] for message in self._checked(fields))
+        return checked("\n".join(message["content"] for message in self._checked(fields)), "a message")
+
+    def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Give a tokenizer the template that is trained on, to be saved with it: the one that was typed, or ChatML
+        where there is none and its two tokens are, as a tokenizer has them that was trained on conversations."""
+        source = self.source
+        if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
+            source = CHATML
+        if source:
+            tokenizer.chat_template = source
+        if source == CHATML:
+            tokenizer.eos_token = CHATML_TOKENS[1]  # where whoever generates text stops
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
         template = self._of(tokenizer)
@@ -87,7 +98,7 @@ class Chat:
             return error
 
     def _checked(self, fields: dict) -> Messages:
-        messages = checked(fields, self.messages)
+        messages = messages_of(fields, self.messages)
         if self.boundary == "strip":
             for message in messages:
                 if message["role"] == "assistant":
@@ -111,7 +122,7 @@ class Chat:
         return Encoded(ids, learnt, template.text_bytes(rendered))
 
 
-def checked(fields: dict, name: str) -> Messages:
+def messages_of(fields: dict, name: str) -> Messages:
     """The messages of a record: copies whose content is text.
 
     Raises:
@@ -119,11 +130,11 @@ def checked(fields: dict, name: str) -> Messages:
     """
     given = fields.get(name)
     if name not in fields:
-        raise Bad(f"there is no {name!r} (there is {_names(fields)})")
+        raise Bad(f'there is no field "{name}"; its fields are {_names(fields)}')
     if isinstance(given, str):  # as a column of a table holds them
         given = _read_json(given)
     if not isinstance(given, list) or not given:
-        raise Bad(f"{name!r} is {_kind(given)} and no list of messages")
+        raise Bad(f'field "{name}" is {kind(given) if given != [] else "an empty list"} and no list of messages')
     messages = [_message(number, message) for number, message in enumerate(given, 1)]
     _check_order(messages)
     return messages
@@ -132,15 +143,15 @@ def checked(fields: dict, name: str) -> Messages:
 def _message(number: int, given: object) -> dict[str, Any]:
     where = f"message {number}"
     if not isinstance(given, dict):
-        raise Bad(f"{where} is {_kind(given)} and not an object with role and content")
+        raise Bad(f"{where} is {kind(given)} and not an object with role and content")
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message:
-        raise Bad(f"{where} has no role (it has {_names(message)})")
+        raise Bad(f"{where} has no role; its fields are {_names(message)}")
     role = message["role"]
     if role not in ROLES:
         raise Bad(f"{where} has the role {role!r:.40}: roles are {', '.join(ROLES)}")
     if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
-        raise Bad(f"{where} ({role}) has no content (it has {_names(message)})")
+        raise Bad(f"{where} ({role}) has no content; its fields are {_names(message)}")
     message["content"] = _content(f"{where} ({role})", message.get("content", ""))
     if role == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
         raise Bad(f"{where} is a blank answer of the assistant")
@@ -155,7 +166,7 @@ def _content(where: str, content: object) -> str:
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str):
-        raise Bad(f"{where} has {_kind(content)} for its content and not a text")
+        raise Bad(f"the content of {where} is {kind(content)} and no text")
     return content
 
 
@@ -183,10 +194,9 @@ def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate 
     """That they are text, and without what a template means by a control token: a user who writes one would end his
     message with it and begin the assistant's."""
     for number, message in enumerate([*messages, {"role": "", "tools": tools}], 1):
-        where = f"message {number} ({message['role']})" if message["role"] else "'tools'"
+        where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):
-            if "\0" in text or not _is_unicode(text):
-                raise Bad(f"{where} is no text: it holds a zero byte or half a surrogate pair")
+            checked(text, where, empty=True)
             if template and (control := template.in_text(text, message["role"] == "assistant")):
                 raise Bad(
                     f"{where} holds {control}, which the tokenizer reads as a control token. "
@@ -217,16 +227,8 @@ def _tools(fields: dict) -> list | None:
     if isinstance(tools, str):
         tools = _read_json(tools)
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        raise Bad(f"'tools' is {_kind(tools)} and no list of objects")
+        raise Bad(f'field "tools" is {kind(tools)} and no list of objects')
     return tools or None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-        return True
-    except UnicodeEncodeError:
-        return False
 
 
 def _read_json(text: str) -> object:
@@ -236,16 +238,8 @@ def _read_json(text: str) -> object:
         return text
 
 
-def _kind(value: object) -> str:
-    """As JSON calls it, and what there is of it."""
-    names = {type(None): "null", bool: "a truth value", int: "a number", float: "a number", dict: "an object"}
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    return f"the text {value!r:.40}" if isinstance(value, str) else names.get(type(value), type(value).__name__)
-
-
 def _names(fields: dict) -> str:
-    return ", ".join(map(repr, list(fields)[:5])) or "nothing"
+    return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none at all"
 
 
 def _read(template: str) -> str:

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lowmem.data.bad import Bad
 from lowmem.errors import Refused
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -32,10 +33,6 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _SPLIT = (
     "\ufdd0"  # no character of any text: stands in a control token that is to be read as text, and is taken out again
 )
-
-
-class Bad(ValueError):
-    pass
 
 
 Messages = list[dict[str, Any]]
@@ -146,7 +143,9 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise Refused(f"data=chat: {self.name} cannot be read (line {error.lineno}: {error}). Mend it.") from None
         except Exception as error:  # whatever it raises of other people's code
-            raise Bad(f"{self.name} does not take it ({str(error).rstrip('.') or type(error).__name__})") from None
+            raise Bad(
+                f"{self.name} does not take it ({' '.join(str(error).split()) or type(error).__name__})"
+            ) from None
         return texts[0], spans[0] if spans else []
 
     def encode(self, texts: list[str]) -> list[Encoding]:

@@ -161,12 +161,13 @@ def found(
     path: str,
     pattern: str,
     val_fraction: float,
-    val_path: str | None = None,
+    val_path: str | Sequence[str] | None = None,
     usable: Callable[[list[Path]], list[Path]] = list,
 ) -> Files:
     """The files of `data.path` and `data.val_path`, or which of the former are held out.
 
     Args:
+        val_path: of several the first is validation, and the others are no training text either.
         usable: of the files that match, those that can be read as what they are.
 
     Raises:
@@ -175,17 +176,18 @@ def found(
     root, files = _files(path, pattern, "data.path", usable)
     if val_path is None:
         return split(root, files, val_fraction)
-    val = _files(val_path, pattern, "data.val_path", usable)[1]
-    held_out = {f.resolve() for f in val}
+    places = [val_path] if isinstance(val_path, str) else val_path
+    sets = [_files(place, pattern, "data.val_path", usable)[1] for place in places]
+    held_out = {f.resolve() for val in sets for f in val}
     train = [f for f in files if f.resolve() not in held_out]
     if not train:
         raise Refused(
-            f"data.val_path={shown(val_path)}: these are the files of data.path, so nothing is left to train on. "
-            "Give other files, or leave val_path out: data.val_fraction of the text is then held out."
+            f"data.val_path={', '.join(map(shown, places))}: these are the files of data.path, so nothing is left to "
+            "train on. Give other files, or leave val_path out: data.val_fraction of the text is then held out."
         )
     if len(train) < len(files):
         log.info(f"data.val_path: of {len(files)} files of data.path {len(files) - len(train)} are validation only.")
-    return Files(root, train, val)
+    return Files(root, train, sets[0])
 
 
 def checked_encoding(encoding: str) -> str:

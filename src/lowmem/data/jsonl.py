@@ -31,12 +31,13 @@ def jsonl(
     packing: str = "documents",
     too_long: str = "cut",
     skip_bad: bool = False,
+    **chat: str | None,
 ) -> Records:
     """Each line of a file, or of the files of a folder that match `pattern`. Of several files some are validation; of
-    one, some of its lines."""
+    one, some of its lines. Args: chat: what `Chat` takes."""
     lines = Lines(found(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
-    of_each = encoder(field, prompt, completion, messages)
-    return Records(lines, of_each, "jsonl", packing, too_long, skip_bad)
+    of_each = encoder(field, prompt, completion, messages, **chat)
+    return Records(lines, of_each, "chat" if messages else "jsonl", packing, too_long, skip_bad)
 
 
 def _of_lines(encoding: str) -> str:

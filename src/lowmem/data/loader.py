@@ -81,6 +81,11 @@ class Rows:
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         raise NotImplementedError
 
+    def starts(self, row: int) -> list[int]:
+        """Where documents begin in a row, and what follows the last of them."""
+        positions = self.micro_batch(np.array([row])).position_ids
+        return [0] if positions is None else (positions[0] == 0).nonzero().ravel().tolist()
+
     @property
     def order(self) -> dict:
         """What the numbers of the rows depend on, besides how many there are and how long they may be."""

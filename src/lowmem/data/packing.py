@@ -67,6 +67,11 @@ class Joined(Rows):
             labels = labels.where(torch.from_numpy(learnt), IGNORED)
         return MicroBatch(inputs, labels)
 
+    def starts(self, row: int) -> list[int]:
+        first = row * self.seq_len
+        within = slice(*np.searchsorted(self.split.ends, [first, first + self.seq_len], side="right"))
+        return [0, *(self.split.ends[within] - first).tolist()]
+
 
 class Pieces(NamedTuple):
     """Documents, or what of them fits into a row."""

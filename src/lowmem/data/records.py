@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lowmem.data.bad import Bad, checked
 from lowmem.data.corpus import Files
 from lowmem.data.pieces import batches, encode, end_of, text_bytes
 from lowmem.data.reading import ahead, digests, shown
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 
 NAMED = 3  # of the records that are left out the log names so many
 SMALLEST = 512  # bytes that a record counts at least, so that not too many are encoded together
-
-
-class Bad(ValueError):
-    """A record that cannot be used: what was found in it, without a name of a file and without a full stop."""
 
 
 class Record(NamedTuple):
@@ -137,6 +134,7 @@ class Records:
     ) -> None:
         self.reader, self.encoder, self.name = reader, encoder, name
         self.packing, self.too_long, self.skip_bad = packing, too_long, skip_bad
+        self.chat = getattr(encoder, "chat", None)
         self._bad: dict[str, list[str]] = {}  # split -> the first records that were left out, each a sentence
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
 
@@ -266,40 +264,10 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
     return checked(fields[name], f'field "{name}"', empty)
 
 
-def checked(value: object, what: str, empty: bool = False) -> str:
-    """Args: what: names the value in a sentence; empty: whether a text without a visible character will do.
-
-    Raises:
-        Bad: it is none, or holds what is no character.
-    """
-    if not isinstance(value, str):
-        raise Bad(f"{what} is {_kind(value)} and no text")
-    if not empty and not value.strip():
-        raise Bad(f"{what} is empty")
-    if "\0" in value:
-        raise Bad(f"{what} holds a zero byte")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeError:
-            raise Bad(f"{what} holds half a character") from None
-    return value
-
-
 def place(record: bytes) -> float:
     """From 0 to 1: those below `val_fraction` are validation. It hangs on the record alone, so that none changes its
     side when others are added."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return f"the number {str(value)[:20]}"
-    return {list: "a list", dict: "an object"}.get(type(value), f"a {type(value).__name__}")
 
 
 def _each(batch: list[dict], read, documents) -> list[Encoded | Bad]:

@@ -31,6 +31,8 @@ class Source(Protocol):
     packing: str  # how rows are made of its documents: joined, documents or padded
     too_long: str  # what becomes of a document that is longer than a row: cut, drop or refuse
 
+    # A source of conversations also has `chat`: what they ask of a tokenizer, `tokens` and `dress(tokenizer)`.
+
     def key(self) -> list:
         """Of contents, and of settings that change the tokens: lists, texts and numbers."""
 

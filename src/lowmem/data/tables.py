@@ -35,13 +35,15 @@ def table_csv(
     packing: str = "documents",
     too_long: str = "cut",
     skip_bad: bool = False,
+    **chat: str | None,
 ) -> Records:
-    """Each row of a csv file, or of the files of a folder that match `pattern`; its columns are its fields."""
+    """Each row of a csv file, or of the files of a folder that match `pattern`; its columns are its fields.
+    Args: chat: what `Chat` takes."""
     if len(DELIMITERS.get(delimiter, delimiter)) != 1 or delimiter in ('"', "\n", "\r"):
         raise Refused(f"data.delimiter={delimiter}: it is one character, such as ';', or the word tab.")
     files, how = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
     rows = Table(files, val_fraction, how, lambda file: csv_rows(file, delimiter, encoding))
-    return Records(rows, encoder(field, prompt, completion, messages), "csv", packing, too_long, skip_bad)
+    return Records(rows, encoder(field, prompt, completion, messages, **chat), "csv", packing, too_long, skip_bad)
 
 
 def table_parquet(
@@ -56,10 +58,11 @@ def table_parquet(
     packing: str = "documents",
     too_long: str = "cut",
     skip_bad: bool = False,
+    **chat: str | None,
 ) -> Records:
     """Each row of a parquet file, or of the files of a folder that match `pattern`; only columns that are used are
-    read."""
-    of_each, columns = encoder(field, prompt, completion, messages), used(field, prompt, completion, messages)
+    read. Args: chat: what `Chat` takes."""
+    of_each, columns = encoder(field, prompt, completion, messages, **chat), used(field, prompt, completion, messages)
     files = found(path, pattern, val_fraction, val_path)
     rows = Table(files, val_fraction, [columns], lambda file: parquet_rows(file, columns))
     return Records(rows, of_each, "parquet", packing, too_long, skip_bad)

@@ -20,6 +20,8 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowmem.aside import aside
+from lowmem.data.chat import Chat
 from lowmem.data.source import Encoded, Source, SplitName
 from lowmem.errors import Refused
 
@@ -61,13 +63,21 @@ class Split:
         return bits[start - 8 * first : stop - 8 * first].astype(bool)
 
 
+NOTHING = Split(*(np.empty(0, dtype) for dtype in ("uint16", "int64", "int64")), None)
+
+
 @dataclass(frozen=True)
 class Tokens:
-    """Both splits, and what made ids of their text."""
+    """Both splits, and what made ids of their text.
+
+    Args:
+        template: of conversations: a digest of the chat template that made text of them.
+    """
 
     train: Split
     val: Split
     tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
 
     def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
         """nats per token -> bits per byte, of an evaluation that predicts tokens 1 .. `predicted` of `val`.
@@ -103,20 +113,43 @@ def tokenize(
         Refused: a file that cannot be read or is no text; no text at all; validation on what is trained on; no room
             for the tokens.
     """
+    if (chat := _chat(source)) and tokenizer:
+        chat.dress(tokenizer)
+    elif chat:
+        special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
     folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
+    dtype = _made(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
+    train, val = (_split(folder, split, dtype) for split in ("train", "val"))
+    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
+    return Tokens(train, val, tokenizer, template)
+
+
+def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
+    """The validation split alone, of a source that has its training text in common with another."""
+    folder = cache_dir / f"{_key(source, 0, tokenizer)}-val"
+    return _split(folder, "val", _made(folder, lambda: _write(folder, source, 0, tokenizer, (), ("val",))))
+
+
+def _made(folder: Path, write: Callable[[], None]) -> str:
+    """The dtype of the ids that are in the folder by now."""
     if not (folder / "meta.json").exists():
         try:
-            _write(folder, source, vocab_size, tokenizer, special_tokens)
+            write()
         except OSError as error:
             raise Refused(
-                f"cache_dir={cache_dir}: the tokens of this text cannot be written there "
+                f"cache_dir={folder.parent}: the tokens of this text cannot be written there "
                 f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
             ) from error
     meta = json.loads((folder / "meta.json").read_text())
     for note in meta["notes"]:
         log.info(note)
-    train, val = (_split(folder, split, meta["dtype"]) for split in ("train", "val"))
-    return Tokens(train, val, tokenizer or load_bpe(folder / "tokenizer.json"))
+    return meta["dtype"]
+
+
+def _chat(source: Source) -> Chat | None:
+    """What conversations ask of a tokenizer, where the source has some."""
+    return getattr(source, "chat", None)
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -144,6 +177,7 @@ def _write(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
     special_tokens: Sequence[str],
+    splits: Sequence[SplitName] = ("val", "train"),
 ) -> None:
     """Fill a folder beside its final name, then rename: a second job or a Ctrl-C never sees half a cache."""
     log.info("Tokenizing data=%s", source.name)
@@ -153,11 +187,12 @@ def _write(
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
             train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = load_bpe(draft / "tokenizer.json")
+            tokenizer = load_bpe(draft / "tokenizer.json", _chat(source))
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
-        _write_split(draft, "val", source, tokenizer, dtype, twice.held_out)  # before the text they are looked for in
-        _write_split(draft, "train", source, tokenizer, dtype, twice.trained_on)
+        seen = {"val": twice.held_out, "train": twice.trained_on}
+        for split in splits:  # validation before the text that its documents are looked for in
+            _write_split(draft, split, source, tokenizer, dtype, seen[split])
         twice.check()
         (draft / "meta.json").write_text(json.dumps({"dtype": dtype, "notes": source.notes()}))
         try:
@@ -183,6 +218,18 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
             yield text
 
 
+def trained(source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A BPE of a source whose tokens are kept elsewhere, or nowhere; from the cache, or made."""
+    chat = _chat(source)
+    special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
+    file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with aside(file) as draft:
+            train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft, special_tokens)
+    return load_bpe(file, chat)
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
     """Only its training sees long words in pieces; what it encodes it sees whole."""
     bpe = ByteLevelBPETokenizer()
@@ -193,8 +240,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
     target.write_text(bpe.to_str(pretty=True))
 
 
-def load_bpe(file: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+def load_bpe(file: Path, chat: Chat | None = None) -> PreTrainedTokenizerFast:
+    names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
+    made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
+    if chat:
+        chat.dress(made)
+    return made
 
 
 def _write_split(

@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -34,8 +34,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.data.packing import with_positions
 from lowmem.instantiate import instantiate
-from lowmem.internals import storage_key, tensors_count_as_real
+from lowmem.internals import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.memory.ledger import weights
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
@@ -130,6 +131,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         _quietly(),
         shapes,
         tensors_count_as_real(),
+        boundaries_count_as_real() if with_positions(cfg.data) else nullcontext(),
         card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
@@ -356,6 +358,9 @@ class Evaluation:
 
 
 def _micro_batch(cfg: DictConfig) -> MicroBatch:
-    """Inputs and labels are views of one tensor, as in the real loader."""
+    """Full rows, and tensors as the real loader's: of joined text, inputs and labels are views of one."""
+    if cfg.data.get("packing", "joined") != "joined" or "parts" in cfg.data:
+        whole = [torch.zeros(cfg.batch_size, cfg.seq_len, dtype=torch.int64) for _ in range(3)]
+        return MicroBatch(*(whole if with_positions(cfg.data) else whole[:2]))
     rows = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.int64)
     return MicroBatch(rows[:, :-1], rows[:, 1:])

@@ -5,22 +5,67 @@ rule. One look says whether a template, a field or a split is what was meant, be
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+from lowmem.data.loader import IGNORED, START, Position, Rows, WindowLoader
+from lowmem.data.tokens import Split
 
 LEARNT = ("[", "]")
 LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
+HEAD = "═" * 4
+AT_ONCE = 1 << 22  # tokens whose bits are looked at together
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
 
 
 class Row(NamedTuple):
     """ids: of its tokens, without padding; learnt: (len(ids),) whether they are predicted and count in the loss;
-    starts: where documents begin."""
+    starts: where documents begin; padding: how many tokens stand behind them."""
 
     ids: Sequence[int]
     learnt: Sequence[bool]
     starts: Sequence[int]
     padding: int = 0
+
+
+def page(
+    train: WindowLoader, split: Split, tokenizer: PreTrainedTokenizerBase, count: int, colour: bool = False
+) -> str:
+    """The first `count` sequences of training, and what the whole split is made of."""
+    rows = train.sequences
+    marks = LEARNT_IN_COLOUR if colour else LEARNT
+    said = []
+    for number, index in enumerate(train.between(START, Position(0, count)), 1):
+        row = row_of(rows, index)
+        learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learnt"
+        said.append(f"{HEAD} sequence {number} of {len(rows):,}: {learnt} {HEAD}\n{written(row, tokenizer, marks)}\n")
+    return "\n".join([*said, counts(rows, split), f"What is learnt stands in {'green' if colour else '[ ]'}."])
+
+
+def row_of(rows: Rows, index: int) -> Row:
+    """A row with the label of its last token behind it, where that has one; without its padding."""
+    batch, starts = rows.micro_batch(np.array([index])), rows.starts(index)
+    ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+    learnt = [False, *(label != IGNORED for label in labels)]
+    if learnt[-1]:
+        return Row([*ids, labels[-1]], learnt, starts)
+    is_padding = len(starts) > 1 and not any(learnt[starts[-1] :])  # a document has something to learn
+    stop = starts[-1] if is_padding else len(ids)
+    return Row(ids[:stop], learnt[:stop], starts, len(ids) - stop)
+
+
+def counts(rows: Rows, split: Split) -> str:
+    """What the training split is made of, and what became of it in rows."""
+    tokens = len(split.ids)
+    learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
+    parts = [f"{len(split.ends):,} documents", f"{tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
+    parts.append(f"{len(rows):,} sequences of {rows.seq_len:,}")
+    if "fill" in rows.report:
+        parts.append(f"{rows.report['fill']:.1%} filled")
+    left_out = {"cut": "cut", "too_long": "longer than that and dropped", "nothing_to_learn": "with nothing to learn"}
+    parts += [f"{rows.report[key]:,} {words}" for key, words in left_out.items() if rows.report.get(key)]
+    return f"Training: {'; '.join(parts)}."
 
 
 def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNT) -> str:

@@ -1,0 +1,121 @@
+"""Documents that share a row: one mask for all layers, and the proof that none of them sees another.
+
+Told where positions begin anew, transformers keeps documents apart by a mask (B, 1, T, T), if it gets neither a mask of
+its caller's nor a cache; both make it forget the boundaries without a word. torch's attention takes that mask as
+booleans, turns it into numbers in every layer and holds each of those for the backward pass: at 4 x 2048 tokens and 16
+layers 1 GiB in fp32. Made as numbers once, it is the same tensor for all layers, 64 MiB.
+
+Whether a model hands the positions on to its masks, no list says and no version promises; some do not, and layers that
+run along the row (state spaces, linear attention) know no boundary at all. So each model is asked before its first
+step, in the run's precision: what a document's logits depend on, and whether they are those that it has alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lowmem.errors import Refused
+from lowmem.internals import attention_taken
+
+SHARED = "lowmem_packed"  # by which transformers' configs call it
+SAME = 1e-4  # of the largest logit: other kernels differ by less, lost positions by a hundred times as much
+ROUNDINGS = 8  # where one of them is more than that
+
+
+def numbers_once(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
+    """(B, 1, T, T) in the dtype of the attention's products: 0 where one may look, else what no softmax sees."""
+    if (mask := sdpa_mask(*args, dtype=dtype, **kwargs)) is None:
+        return None
+    if torch.is_autocast_enabled(mask.device.type):
+        dtype = torch.get_autocast_dtype(mask.device.type)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+AttentionInterface.register(SHARED, sdpa_attention_forward)
+AttentionMaskInterface.register(SHARED, numbers_once)
+
+
+def share_mask(model: PreTrainedModel) -> None:
+    """Where torch's attention was really taken. A model that has none would accept the name all the same, and lose what
+    its own attention has besides (GPT-OSS its sinks); the mask of its `eager` is one of numbers already."""
+    if attention_taken(model) == "sdpa":
+        model.set_attn_implementation(SHARED)
+
+
+@contextmanager
+def _own_mask(model: PreTrainedModel) -> Iterator[None]:
+    taken = attention_taken(model)
+    model.set_attn_implementation("sdpa" if taken == SHARED else taken)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(taken)
+
+
+def keeps_apart(model: PreTrainedModel, input_ids: Tensor) -> bool:
+    """Whether documents in a row are to this model what they are alone. Args: input_ids: (B, T), T at least 4."""
+    tokens = input_ids.shape[1]
+    lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
+    places = torch.cat([torch.arange(length, device=input_ids.device) for length in lengths])
+    packed = {"input_ids": input_ids, "position_ids": places.expand_as(input_ids)}
+    with torch.no_grad(), _own_mask(model):
+        parts = [model(input_ids=part, use_cache=False).logits for part in input_ids.split(lengths, dim=1)]
+    return _sees_nothing_before(model, packed, lengths) and _same(model, packed, torch.cat(parts, dim=1))
+
+
+def _same(model: PreTrainedModel, packed: dict[str, Tensor], alone: Tensor) -> bool:
+    with torch.no_grad():
+        together = model(**packed, use_cache=False).logits.float()
+    coarsest = max(torch.finfo(dtype).eps for dtype in (alone.dtype, _computed_in(model)))
+    tolerance = max(SAME, ROUNDINGS * coarsest) * alone.abs().max().item()
+    return torch.allclose(together, alone.float(), rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+def _computed_in(model: PreTrainedModel) -> torch.dtype:
+    weight = model.get_input_embeddings().weight
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:
+    """Whether no later document depends on an earlier one: its gradient there is zero, not small, in any precision."""
+    embedded: list[Tensor] = []
+
+    def caught(_, __, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(caught)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in the one, without the other
+            packed = {name: tensor.clone() for name, tensor in packed.items()}
+            logits = model(**packed, use_cache=False).logits.float()  # (B, T, V)
+    finally:
+        hook.remove()
+    boundaries = [lengths[0], lengths[0] + lengths[1]]
+    return bool(embedded) and not any(_depends(logits, embedded[0], boundary) for boundary in boundaries)
+
+
+def _depends(logits: Tensor, embedded: Tensor, boundary: int) -> bool:
+    with torch.inference_mode(False), torch.enable_grad():
+        behind = logits[:, boundary:].logsumexp(-1).sum()
+    gradient = torch.autograd.grad(behind, embedded, retain_graph=True)[0]  # (B, T, H)
+    return bool(gradient[:, :boundary].any())
+
+
+def verify(model: PreTrainedModel, input_ids: Tensor) -> None:
+    """Args: input_ids: (B, T), a few real ones.
+
+    Raises:
+        Refused: a model that mixes documents of a row.
+    """
+    if not keeps_apart(model, input_ids):
+        raise Refused(
+            f"data.packing=documents: in {type(model).__name__} documents of a row see each other, whatever it is told "
+            "of their positions, and a mixture would be trained. Type data.packing=padded."
+        )

@@ -1,0 +1,35 @@
+"""What is said of a record that cannot be used."""
+
+
+class Bad(ValueError):
+    """A record that cannot be used: what was found in it, without a name of a file and without a full stop."""
+
+
+def checked(value: object, what: str, empty: bool = False) -> str:
+    """Args: what: names the value in a sentence; empty: whether a text without a visible character will do.
+
+    Raises:
+        Bad: it is none, or holds what is no character.
+    """
+    if not isinstance(value, str):
+        raise Bad(f"{what} is {kind(value)} and no text")
+    if not empty and not value.strip():
+        raise Bad(f"{what} is empty")
+    if "\0" in value:
+        raise Bad(f"{what} holds a zero byte")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeError:
+            raise Bad(f"{what} holds half a character") from None
+    return value
+
+
+def kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"the number {str(value)[:20]}"
+    return {list: "a list", dict: "an object", str: "a text"}.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,110 @@
+"""Conversations in a run: their own tokenizer, the template in the exported model, a resume, and what is refused."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from conftest import ROOT
+from lowmem import build
+from lowmem.check import check_places
+from lowmem.data.chat_template import CHATML
+from lowmem.data.loader import IGNORED
+from lowmem.errors import Refused
+from lowmem.instantiate import plain
+
+CHAT = (
+    "data=chat",
+    "model.architecture.vocab_size=400",
+    "model.architecture.n_positions=512",
+    "seq_len=128",
+    "batch_size=8",
+    "logger=none",
+)
+
+
+@pytest.fixture
+def chat(config):
+    """(overrides) -> the config of a small run on the conversations that ship."""
+
+    def make(*overrides, path=ROOT / "examples" / "chat.jsonl"):
+        another = any(line.startswith("model=") for line in overrides)  # has other architecture keys
+        lines = [line for line in CHAT if not (another and line.startswith("model."))]
+        return plain(config(*lines, f"data.path={path}", *overrides))
+
+    return make
+
+
+@pytest.fixture
+def run(chat, tmp_path):
+    from lowmem.fit import fit
+
+    return lambda *overrides, folder="run", **how: fit(chat(*overrides, **how), tmp_path / folder)
+
+
+def test_a_tokenizer_trained_on_conversations_has_chatml_and_learnt_no_markup(chat):
+    data = build.data(chat())
+    tokenizer = data.tokens.tokenizer
+    assert tokenizer.chat_template == CHATML and tokenizer.eos_token == "<|im_end|>"
+    words = [token for token in tokenizer.get_vocab() if token not in tokenizer.get_added_vocab()]
+    assert not any("im_" in word or "|>" in word for word in words)
+    end = tokenizer.eos_token_id
+    batch = next(iter(data.train)).micro_batches[0]
+    learnt = tokenizer.decode(batch.labels[batch.labels != IGNORED])
+    assert "<|im_start|>" not in learnt and "user" not in learnt and (batch.labels == end).any()
+    assert 0.2 < data.tokens.train.learnt(0, len(data.tokens.train.ids)).mean() < 0.7
+
+
+def test_training_on_the_conversations_that_ship_learns_and_the_model_has_the_template(run, tmp_path):
+    summary = run("max_steps=25", "lr=1e-2", "val_sequences=16")
+    assert summary["val_loss"] < 5.5  # of 6.0 = ln(400) at the start
+    exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert exported.chat_template == CHATML and config["eos_token_id"] == exported.eos_token_id
+    asked = exported.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert asked == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_run_goes_on_with_its_own_template_alone(run, tmp_path):
+    run("max_steps=2")
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML.replace("assistant\\n", "assistant\\n"))
+    assert run(f"resume={tmp_path / 'run'}", "max_steps=3", folder="next")["steps"] == 3
+    own.write_text(CHATML.replace("<|im_start|>' + m", "<|im_start|> ' + m"))
+    typed = (f"data.template={own}", "model.added_tokens=['<|im_start|>','<|im_end|>']", "max_steps=3")
+    with pytest.raises(Refused, match=r"another chat template .* data\.template="):
+        run(f"resume={tmp_path / 'run'}", *typed, folder="other")
+
+
+def test_the_line_of_a_bad_conversation_is_named_or_it_is_left_out_and_counted(run, tmp_path, caplog):
+    lines = (ROOT / "examples" / "chat.jsonl").read_text().splitlines()[:40]
+    lines[2] = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    file = tmp_path / "some.jsonl"
+    file.write_text("\n".join(lines))
+    with pytest.raises(Refused, match=r"some\.jsonl, line 3: there is no answer of the assistant"):
+        run("max_steps=1", path=file)
+    with caplog.at_level("INFO", logger="lowmem"):
+        assert run("max_steps=1", "seq_len=96", "data.skip_bad=true", path=file, folder="skips")["steps"] == 1
+    assert "1 of" in caplog.text and "some.jsonl, line 3" in caplog.text
+
+
+def test_a_template_that_is_not_there_is_told_of_by_its_name_alone(chat):
+    with pytest.raises(Refused, match=r"data\.template=own\.jinja: there is no such file"):
+        check_places(chat("data.template=own.jinja"))
+    check_places(chat("data.template=chatml"))
+
+
+def test_a_base_model_is_told_of_chatml_and_learns_its_two_tokens(run, fit, tmp_path):
+    fit("max_steps=1", "model.architecture.n_positions=512", folder="base")
+    base = ("model=hf", f"model.name={tmp_path / 'base' / 'model'}", "lr=1e-3", "max_steps=1")
+    with pytest.raises(Refused, match=r"base.model has no chat template.*Type data\.template=chatml"):
+        run(*base, folder="none")
+    run(*base, "data.template=chatml", folder="chats")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "chats" / "model")
+    before = AutoTokenizer.from_pretrained(tmp_path / "base" / "model")
+    generation = json.loads((tmp_path / "chats" / "model" / "generation_config.json").read_text())
+    assert exported.chat_template == CHATML and len(exported) == len(before) + 2
+    end = exported.convert_tokens_to_ids("<|im_end|>")
+    assert generation["eos_token_id"] == end or end in generation["eos_token_id"]

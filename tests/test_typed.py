@@ -312,7 +312,7 @@ def test_text_keys_are_text_in_the_schema(one):
     others = {"resume", "evaluate", "export", "generate", "may_change"} - {one}  # the last takes no numbers
     others |= set() if one == "generate" else {"prompt"}  # which goes with it alone
     keys = [key for key in TEXTS if key not in others]
-    lines = ["data=jsonl", *(f"{key}={number}" for number, key in enumerate(keys))]
+    lines = ["data=jsonl", "adapter=lora", *(f"{key}={number}" for number, key in enumerate(keys))]
     cfg = composed(cli.prepare(lines), whole=True)
     assert [OmegaConf.select(cfg, key) for key in keys] == [str(number) for number in range(len(keys))]
 

@@ -27,6 +27,7 @@ NAMED = [
 GIVEN = {
     "data=text": ["data.path=x"],
     "data=jsonl": ["data.path=x"],
+    "data=mix": ["+data@data.parts.a=stdlib"],
     "data=chat": ["data.path=x"],
     "data=csv": ["data.path=x"],
     "data=parquet": ["data.path=x"],

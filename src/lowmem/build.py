@@ -14,9 +14,10 @@ from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
+from lowmem.data.opened import Opened, Wanted, opened
 from lowmem.data.packing import rows, with_positions
 from lowmem.data.source import Source
-from lowmem.data.tokens import Tokens, held_out, rows_of, tokenize
+from lowmem.data.tokens import Tokens, held_out, rows_of
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate, plain
 from lowmem.module import CausalLM
@@ -45,17 +46,16 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
     sources = _sources(cfg.data)
-    source = next(iter(sources.values()))
-    tokens = _tokens(cfg, spec, config, source)
+    (name, source), *others = sources.items()
+    of = _opened(cfg, spec, config, source)
     start = saved.position if saved else START
-    how = cfg.seq_len, source.packing, source.too_long
-    train = WindowLoader(rows(tokens.train, *how, "train"), cfg.batch_size, windows, cfg.seed, start)
-    splits = [tokens.val, *(held_out(of, Path(cfg.cache_dir), tokens.tokenizer) for of in [*sources.values()][1:])]
-    val = [
-        ValidationLoader(rows(of, *how, "val"), cfg.batch_size, cfg.val_sequences, name)
-        for name, of in zip(sources, splits, strict=True)
-    ]
-    return Data(tokens, train, val, _prompts(cfg, tokens, val[0]), spec, config)
+    train = WindowLoader(of.train, cfg.batch_size, windows, cfg.seed, start)
+    sets = {name: of.val[""]} if others else of.val
+    for name, other in others:
+        split = held_out(other, Path(cfg.cache_dir), of.tokens.tokenizer)
+        sets[name] = rows(split, cfg.seq_len, other.packing, other.too_long, "val")
+    val = [ValidationLoader(rows, cfg.batch_size, cfg.val_sequences, name) for name, rows in sets.items()]
+    return Data(of.tokens, train, val, _prompts(cfg, of.tokens, val[0]), spec, config)
 
 
 def _sources(data: DictConfig) -> dict[str, Source]:
@@ -101,19 +101,19 @@ def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> 
     return made
 
 
-def _tokens(cfg: DictConfig, spec: dict, config: PretrainedConfig, source: Source) -> Tokens:
+def _opened(cfg: DictConfig, spec: dict, config: PretrainedConfig, source: Source) -> Opened:
     """The source in a published model's own tokens, or in those of a BPE trained on it."""
     tokenizer, added = model.tokenizer_of(cfg), vocabulary.wanted(cfg)
     if tokenizer and added:
         spec["added"] = vocabulary.add(tokenizer, added, config.vocab_size)
-    size = min(BPE_VOCABULARY, config.vocab_size)
-    tokens = tokenize(source, Path(cfg.cache_dir), size, tokenizer, added)
+    bpe_size = min(BPE_VOCABULARY, config.vocab_size)
+    of = opened(source, Wanted(Path(cfg.cache_dir), cfg.seq_len, bpe_size, tokenizer, added))
     if "added" not in spec:
-        check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
+        check_vocabulary(config.vocab_size, rows_of(of.tokens.tokenizer))
     if not spec["pretrained"] and spec["architecture"] is not None:
         # the export must name the end token of the tokenizer it is saved with
-        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
-    return tokens
+        config.bos_token_id = config.eos_token_id = of.tokens.tokenizer.eos_token_id
+    return of
 
 
 def causal_lm(

@@ -76,16 +76,26 @@ def check_places(cfg: DictConfig) -> None:
     for key in OF_A_RUN:
         if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
             raise no_such_run(key, cfg[key])
-    for key, places in (("path", [cfg.data.get("path")]), ("val_path", _val_places(cfg.data))):
-        for place in places:
-            if place is not None and not _is_there(place):
-                raise corpus.no_such(f"data.{key}", place)
+    _check_texts("data", cfg.data)
+    for name, part in cfg.data.get("parts", {}).items():
+        _check_texts(f"data.parts.{name}", part)
     if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
-    if "encoding" in cfg.data:
-        corpus.checked_encoding(cfg.data.encoding)
-    if "on_error" in cfg.data:
-        corpus.checked_on_error(cfg.data.on_error)
+
+
+def _check_texts(of: str, data: DictConfig) -> None:
+    """Args: of: the key of `data`. What may be on a hub is told of where it is looked for."""
+    for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
+        for place in places:
+            if place is not None and "revision" not in data and not _is_there(place):
+                raise corpus.no_such(f"{of}.{key}", place)
+    template = data.get("template")
+    if template not in (None, "chatml") and not _is_there(template):
+        raise corpus.no_such(f"{of}.template", template)
+    if "encoding" in data:
+        corpus.checked_encoding(data.encoding)
+    if "on_error" in data:
+        corpus.checked_on_error(data.on_error)
 
 
 def no_such_run(key: str, place: str) -> Refused:

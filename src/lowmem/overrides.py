@@ -72,6 +72,11 @@ def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str
     return [*without(recipe, lines), *as_lines({name: value for name, value in recipe.items() if value is not None})]
 
 
+def of_any_part(name: str) -> str:
+    """A key of one part of a mixture as that of data alone: data.parts.code.path is a data.path."""
+    return re.sub(r"^data\.parts\.[^.]+\.", "data.", name)
+
+
 def is_group(name: str) -> bool:
     return "." not in name and name not in ("", "hydra") and (CONF / name).is_dir()
 
@@ -85,13 +90,14 @@ def quoted(line: str, sweep: bool = False) -> str:
     name, equals, value = line.partition("=")
     if equals and is_group(key(line)):
         return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
-    if key(line) in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
+    known = of_any_part(key(line))
+    if known in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
         return (
             name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda one: _text(os.path.expanduser(one[1])), value)
         )
-    if not equals or key(line) not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
+    if not equals or known not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
         return line
-    if key(line) in FOLDERS + PLACES:
+    if known in FOLDERS + PLACES:
         value = os.path.expanduser(value)
     values = [value]
     if sweep and key(line) not in WHOLE and not os.path.exists(value):
@@ -120,7 +126,7 @@ def unquoted(line: str) -> str:
     name, equals, value = line.partition("=")
     if is_group(key(line)):
         return name + equals + value.replace("'", "")
-    if key(line) in TEXTS and re.fullmatch(QUOTED, value):
+    if of_any_part(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
         # Hydra escapes a quotation mark, and the backslashes before it or before the end; no other
         escaped = rf"(\\+)({value[0]}|\Z)"
         return name + equals + re.sub(escaped, lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])

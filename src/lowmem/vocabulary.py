@@ -31,7 +31,8 @@ class Added(NamedTuple):
 
 def wanted(cfg: DictConfig) -> list[str]:
     """What is typed, and what a template needs that is not the tokenizer's own."""
-    chatml = CHATML_TOKENS if cfg.data.get("template") == "chatml" else ()
+    parts = [cfg.data, *cfg.data.get("parts", {}).values()]
+    chatml = CHATML_TOKENS if any(part.get("template") == "chatml" for part in parts) else ()
     return list(dict.fromkeys([*cfg.model.added_tokens, *chatml]))
 
 

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from conftest import ROOT
 from lowmem import build
+from lowmem.check import check_places
 from lowmem.data.chat_template import CHATML
 from lowmem.data.loader import IGNORED
 from lowmem.errors import Refused
@@ -27,7 +28,9 @@ def chat(config):
     """(overrides) -> the config of a small run on the conversations that ship."""
 
     def make(*overrides, path=ROOT / "examples" / "chat.jsonl"):
-        return plain(config(*CHAT, f"data.path={path}", *overrides))
+        another = any(line.startswith("model=") for line in overrides)  # has other architecture keys
+        lines = [line for line in CHAT if not (another and line.startswith("model."))]
+        return plain(config(*lines, f"data.path={path}", *overrides))
 
     return make
 
@@ -85,3 +88,23 @@ def test_the_line_of_a_bad_conversation_is_named_or_it_is_left_out_and_counted(r
     with caplog.at_level("INFO", logger="lowmem"):
         assert run("max_steps=1", "seq_len=96", "data.skip_bad=true", path=file, folder="skips")["steps"] == 1
     assert "1 of" in caplog.text and "some.jsonl, line 3" in caplog.text
+
+
+def test_a_template_that_is_not_there_is_told_of_by_its_name_alone(chat):
+    with pytest.raises(Refused, match=r"data\.template=own\.jinja: there is no such file"):
+        check_places(chat("data.template=own.jinja"))
+    check_places(chat("data.template=chatml"))
+
+
+def test_a_base_model_is_told_of_chatml_and_learns_its_two_tokens(run, fit, tmp_path):
+    fit("max_steps=1", "model.architecture.n_positions=512", folder="base")
+    base = ("model=hf", f"model.name={tmp_path / 'base' / 'model'}", "lr=1e-3", "max_steps=1")
+    with pytest.raises(Refused, match=r"base.model has no chat template.*Type data\.template=chatml"):
+        run(*base, folder="none")
+    run(*base, "data.template=chatml", folder="chats")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "chats" / "model")
+    before = AutoTokenizer.from_pretrained(tmp_path / "base" / "model")
+    generation = json.loads((tmp_path / "chats" / "model" / "generation_config.json").read_text())
+    assert exported.chat_template == CHATML and len(exported) == len(before) + 2
+    end = exported.convert_tokens_to_ids("<|im_end|>")
+    assert generation["eos_token_id"] == end or end in generation["eos_token_id"]

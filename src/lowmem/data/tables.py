@@ -37,7 +37,8 @@ def table_csv(
     skip_bad: bool = False,
     **chat: str | None,
 ) -> Records:
-    """Each row of a csv file, or of the files of a folder that match `pattern`; its columns are its fields."""
+    """Each row of a csv file, or of the files of a folder that match `pattern`; its columns are its fields.
+    Args: chat: what `Chat` takes."""
     if len(DELIMITERS.get(delimiter, delimiter)) != 1 or delimiter in ('"', "\n", "\r"):
         raise Refused(f"data.delimiter={delimiter}: it is one character, such as ';', or the word tab.")
     files, how = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
@@ -60,7 +61,7 @@ def table_parquet(
     **chat: str | None,
 ) -> Records:
     """Each row of a parquet file, or of the files of a folder that match `pattern`; only columns that are used are
-    read."""
+    read. Args: chat: what `Chat` takes."""
     of_each, columns = encoder(field, prompt, completion, messages, **chat), used(field, prompt, completion, messages)
     files = found(path, pattern, val_fraction, val_path)
     rows = Table(files, val_fraction, [columns], lambda file: parquet_rows(file, columns))

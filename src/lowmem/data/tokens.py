@@ -20,6 +20,7 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowmem.aside import aside
 from lowmem.data.chat import Chat
 from lowmem.data.source import Encoded, Source, SplitName
 from lowmem.errors import Refused
@@ -60,6 +61,9 @@ class Split:
         first = start // 8
         bits = np.unpackbits(self.learnt_bits[first : (stop + 7) // 8])
         return bits[start - 8 * first : stop - 8 * first].astype(bool)
+
+
+NOTHING = Split(*(np.empty(0, dtype) for dtype in ("uint16", "int64", "int64")), None)
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,18 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
         if number % every == 0 and taken < LEARNT_FROM:
             taken += len(text)
             yield text
+
+
+def trained(source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A BPE of a source whose tokens are kept elsewhere, or nowhere; from the cache, or made."""
+    chat = _chat(source)
+    special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
+    file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with aside(file) as draft:
+            train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft, special_tokens)
+    return load_bpe(file, chat)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:

@@ -1,0 +1,147 @@
+"""Several sources at once, in the shares that their weights say, mixed row by row.
+
+An epoch has every row of every part at least once: the part of which there is least for its weight is read as often
+again as its share takes. Which row stands where is a permutation of (part, row), as of any rows: the order depends on
+the seed alone, and a resume needs nothing else. Weights are of tokens that count in the loss, not of rows, since a row
+of chat has fewer of them than a row of text. Every part has a validation set of its own.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from lowmem.data.loader import MicroBatch, Rows
+from lowmem.data.opened import Opened, Wanted, opened
+from lowmem.data.source import Source, SplitName
+from lowmem.data.tokens import trained
+from lowmem.errors import Refused
+
+log = logging.getLogger(__name__)
+
+LOOKED_AT = 256  # rows of a part whose tokens that count are counted
+MOST = 1 << 30  # rows of an epoch: 8 GB of numbers
+
+
+class Mix:
+    """Args: weights: by part; None: every row of every part once an epoch."""
+
+    name = "mix"
+
+    def __init__(self, parts: Mapping[str, Source], weights: Mapping[str, float] | None = None) -> None:
+        if not parts:
+            raise Refused(
+                "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
+            )
+        if weights is not None and {*weights} != {*parts}:
+            raise Refused(f"data.weights={dict(weights)}: give one for each of {', '.join(parts)}, or null.")
+        for name, part in parts.items():
+            if getattr(part, "streams", False):
+                raise Refused(
+                    f"data.parts.{name}: a stream has no end, and a mixture is made of rows that are there. "
+                    f"Type data.parts.{name}.streaming=false."
+                )
+            if getattr(part, "packing", None) == "padded":
+                raise Refused(
+                    f"data.parts.{name}.packing=padded: rows of a mixture are of one length. "
+                    f"Type data.parts.{name}.packing=documents."
+                )
+        self.parts, self.weights = dict(parts), weights
+
+    @property
+    def chat(self) -> object | None:
+        """What conversations ask of a tokenizer, where a part has some."""
+        return next(filter(None, (getattr(part, "chat", None) for part in self.parts.values())), None)
+
+    def key(self) -> list:
+        return [part.key() for part in self.parts.values()]
+
+    def size(self, split: SplitName) -> int | None:
+        sizes = [part.size(split) for part in self.parts.values()]
+        return None if None in sizes else sum(sizes)
+
+    def texts(self) -> Iterator[str]:
+        for part in self.parts.values():
+            yield from part.texts()
+
+    def opened(self, wanted: Wanted) -> Opened:
+        tokenizer = wanted.tokenizer or trained(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
+        each = {name: opened(part, wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}
+        train = Mixed({name: one.train for name, one in each.items()}, self.weights)
+        log.info(f"data=mix: {'; '.join(train.told())}.")
+        val = {f"{name}_{below}".rstrip("_"): rows for name, one in each.items() for below, rows in one.val.items()}
+        ofs = [one.tokens for one in each.values()]
+        return Opened(next((of for of in ofs if of.template), ofs[0]), train, val)
+
+
+class Mixed(Rows):
+    """Rows of several parts: first all of the first, as often as an epoch has them, then those of the next."""
+
+    def __init__(self, parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> None:
+        self.names, self.parts = list(parts), list(parts.values())
+        self.seq_len = self.parts[0].seq_len
+        self.positions = any(getattr(part, "positions", False) for part in self.parts)
+        self.per_row = [_per_row(part) for part in self.parts]
+        self.weights = weights and [weights[name] for name in self.names]
+        self.counts = [len(part) for part in self.parts] if weights is None else self._counts()
+        self.ends = np.cumsum(self.counts)  # in rows of the mixture
+        # of what is left of a part's last pass, not always the same beginning
+        self.last_pass = [np.random.default_rng(0).permutation(len(part)) for part in self.parts]
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def _counts(self) -> list[int]:
+        """Rows of each part in an epoch."""
+        shares = np.array(self.weights, float) / self.per_row
+        sizes = np.array([len(part) for part in self.parts])
+        counts = np.maximum(sizes, np.rint(shares * (sizes / shares).max()))
+        if counts.sum() > MOST:
+            much = self.names[int((counts / sizes).argmax())]
+            raise Refused(
+                f"data.weights: an epoch would read {much} {int((counts / sizes).max()):,} times. Give it a smaller "
+                "weight, or more text."
+            )
+        return counts.astype(int).tolist()
+
+    @property
+    def order(self) -> dict:
+        orders = [part.order for part in self.parts]
+        return {"mix": [list(one) for one in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
+
+    def told(self) -> Iterator[str]:
+        """The share that each part has, and how often it is read."""
+        tokens = np.array(self.counts) * self.per_row
+        asked = [None] * len(tokens) if self.weights is None else np.array(self.weights) / sum(self.weights)
+        for name, share, wanted, count, part in zip(
+            self.names, tokens / tokens.sum(), asked, self.counts, self.parts, strict=True
+        ):
+            of = "" if wanted is None else f" ({wanted:.1%} asked for)"
+            yield f"{name} has {share:.1%} of the tokens that count{of}, read {count / len(part):.2f} times an epoch"
+
+    def micro_batch(self, indices: np.ndarray) -> MicroBatch:
+        shape = len(indices), self.seq_len
+        ids, labels = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+        positions = torch.arange(self.seq_len).repeat(len(indices), 1) if self.positions else None
+        part_of = np.searchsorted(self.ends, indices, side="right")
+        for number in np.unique(part_of):
+            here = np.flatnonzero(part_of == number)
+            batch = self.parts[number].micro_batch(self._rows(number, np.asarray(indices)[here]))
+            ids[here], labels[here] = batch.input_ids, batch.labels
+            if batch.position_ids is not None:
+                positions[here] = batch.position_ids
+        return MicroBatch(ids, labels, positions)
+
+    def _rows(self, number: int, indices: np.ndarray) -> np.ndarray:
+        """The rows of a part that rows of the mixture are: its passes one behind the other, the last cut short."""
+        size = len(self.parts[number])
+        at = indices - (self.ends[number] - self.counts[number])
+        whole = self.counts[number] // size * size
+        return np.where(at < whole, at % size, self.last_pass[number][at % size])
+
+
+def _per_row(part: Rows) -> float:
+    """Tokens that count in a row of it, on average."""
+    looked_at = np.unique(np.linspace(0, len(part) - 1, LOOKED_AT).astype(int))
+    return sum(part.micro_batch(looked_at[i : i + 1]).tokens for i in range(len(looked_at))) / len(looked_at)

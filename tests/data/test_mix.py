@@ -1,0 +1,164 @@
+"""Mixtures: shares of the tokens that count, whole passes, an order from the seed alone. Random tokens: none stored."""
+
+import re
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from documents import split
+from lowmem import build
+from lowmem.accumulation import fixed
+from lowmem.data.loader import IGNORED, WindowLoader
+from lowmem.data.mix import Mixed
+from lowmem.data.packing import rows, with_positions
+from lowmem.data.random import Drawn
+from lowmem.errors import Refused
+from lowmem.fit import fit
+from lowmem.instantiate import plain
+
+T = 8
+
+
+def part(first, count, learnt=None, packing="joined"):
+    """Rows of documents of T tokens whose ids tell which it is."""
+    documents = [first + np.full(T, i) for i in range(count)]
+    return rows(split(*documents, learnt=learnt), T, packing, "cut", "train")
+
+
+def half_learnt(first, count):
+    return part(first, count, [np.arange(T) % 2 == 0] * count)
+
+
+def counted(mixed):
+    """Tokens that count, by part."""
+    batch = mixed.micro_batch(np.arange(len(mixed)))
+    of = Counter()
+    for row, label in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        of[row[0] >= 1000] += sum(one != IGNORED for one in label)
+    return of[False], of[True]
+
+
+@pytest.mark.parametrize(("weights", "share"), [((3, 1), 0.75), ((1, 1), 0.5), ((1, 9), 0.1), (None, 79 / 118.5)])
+def test_weights_are_of_tokens_that_count(weights, share):
+    weights = weights and dict(zip(("all", "half"), weights, strict=True))
+    mixed = Mixed({"all": part(0, 80), "half": half_learnt(1000, 80)}, weights)
+    ours, theirs = counted(mixed)
+    assert ours / (ours + theirs) == pytest.approx(share, abs=0.01)
+    rows_alone = 0.5 if weights is None else weights["all"] / sum(weights.values())
+    by_rows = mixed.counts[0] / len(mixed)  # deliberately wrong: rows are not tokens
+    assert weights is None or abs(by_rows - rows_alone) > 0.03
+
+
+def test_every_row_is_there_and_none_much_oftener_than_another():
+    mixed = Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1, "small": 1})
+    found = Counter(mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist())
+    large, small = ([found[first + i] for i in range(count)] for first, count in ((0, 40), (1000, 10)))
+    assert set(large) == {1} and set(small) == {4} and len(mixed) == 80
+    assert "read 4.00 times an epoch" in list(mixed.told())[1]
+
+
+def test_without_weights_it_is_every_row_once():
+    mixed = Mixed({"one": part(0, 41), "other": part(1000, 11)}, None)
+    found = mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist()
+    assert sorted(found) == [*range(40), *range(1000, 1010)]
+
+
+def test_rows_of_a_micro_batch_are_those_of_their_parts_wherever_they_stand():
+    parts = {"joined": part(0, 20), "apart": part(1000, 20, packing="documents")}
+    mixed = Mixed(parts, None)
+    order = np.random.default_rng(0).permutation(len(mixed))
+    batch = mixed.micro_batch(order)
+    for place, index in enumerate(order):
+        alone = mixed.micro_batch(np.array([index]))
+        assert all(torch.equal(whole[place], one[0]) for whole, one in zip(batch, alone, strict=True))
+    first = parts["joined"].micro_batch(np.array([3]))
+    assert torch.equal(mixed.micro_batch(np.array([3])).labels, first.labels)
+    assert torch.equal(mixed.micro_batch(np.array([3])).position_ids, torch.arange(T)[None])
+
+
+def windows(mixed, count, position=None):
+    loader = WindowLoader(mixed, 3, fixed(2), 7, *([position] if position else []))
+    return list(islice(loader, count))
+
+
+@pytest.mark.parametrize("done", [1, 5, 13, 14, 27])
+def test_it_goes_on_where_a_window_ended(done):
+    parts = {"large": part(0, 41), "small": part(1000, 11)}
+    unbroken = windows(Mixed(parts, {"large": 1, "small": 1}), 30)
+    resumed = windows(Mixed(parts, {"large": 1, "small": 1}), 30 - done, unbroken[done - 1].end)
+    for one, other in zip(unbroken[done:], resumed, strict=True):
+        assert all(map(torch.equal, *([b.input_ids for b in w.micro_batches] for w in (one, other))))
+
+
+def test_another_weight_is_another_order():
+    parts = {"large": part(0, 41), "small": part(1000, 11)}
+    orders = [WindowLoader(Mixed(parts, w), 3, fixed(2), 7).order for w in (None, {"large": 1, "small": 1})]
+    assert orders[0] != orders[1]
+
+
+def test_a_weight_that_repeats_a_part_for_ever_is_refused():
+    with pytest.raises(Refused, match=r"would read small .* times"):
+        Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1e-10, "small": 1})
+
+
+@pytest.fixture
+def typed(small, text_folder, tmp_path):
+    """What is typed for a mixture of two, and what stands beside it."""
+    for i in range(3):
+        lines = [f'{{"text": "record {j}: {"x = self " * (j % 9 + 1)}"}}' for j in range(40)]
+        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines[i::3]))
+    base = tuple(line for line in small if not line.startswith("data"))
+    parts = ("+data@data.parts.code=text", f"data.parts.code.path={text_folder}", "+data@data.parts.notes=jsonl")
+    return (*base, "data=mix", *parts, f"data.parts.notes.path={tmp_path}", "data.weights={code: 3, notes: 1}")
+
+
+def test_a_mixture_as_typed_trains_evaluates_each_part_and_goes_on(command, typed, tmp_path):
+    code, said = command("save_every=2", base=(*typed, "seed=3"))
+    assert code == 0, said
+    assert re.search(r"code has 7[45]\.\d% of the tokens", said) and "(75.0% asked for)" in said
+    names = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
+    assert "val_loss" in names and "val_loss_notes" in names
+    code, said = command(f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000002.ckpt'}", base=None)
+    assert code == 0, said
+
+
+def test_the_plan_knows_whether_a_part_has_positions(config, typed):
+    cfg = plain(config(base=typed))
+    assert with_positions(cfg.data) and build.data(cfg).train.sequences.positions
+    cfg = plain(config("data.parts.notes.packing=joined", base=typed))
+    assert not with_positions(cfg.data) and not build.data(cfg).train.sequences.positions
+
+
+REFUSED = {
+    "data.weights={code: 1}": "give one for each of code, notes, or null",
+    "data.parts.notes.packing=padded": "Type data.parts.notes.packing=documents",
+    "data.weights={code: 1, notes: 0}": "give a positive number",
+    "data.parts.notes.path=/no/such": "data.parts.notes.path=/no/such: there is no such file or folder",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_mixed_is_refused(command, typed, line):
+    kept = tuple(other for other in typed if other.split("=")[0] != line.split("=")[0])
+    code, said = command(line, base=kept)
+    assert code != 0 and REFUSED[line] in said, said
+
+
+def test_random_rows_are_the_same_whenever_they_are_read():
+    drawn = Drawn((0, 0), 100, 300, 16)
+    batch = drawn.micro_batch(np.array([5, 7]))
+    assert torch.equal(batch.input_ids[1:], drawn.micro_batch(np.array([7])).input_ids)
+    assert torch.equal(batch.input_ids[:, 1:], batch.labels[:, :-1])
+    assert not torch.equal(batch.input_ids[0], batch.input_ids[1])
+    whole = drawn.micro_batch(np.arange(100)).input_ids
+    assert whole.min() >= 0 and 290 < whole.max() < 300
+    assert not torch.equal(Drawn((0, 1), 100, 300, 16).micro_batch(np.arange(100)).input_ids, whole)
+
+
+def test_random_tokens_train_and_repeat_themselves(small, config, tmp_path):
+    base = tuple(line for line in small if not line.startswith("data"))
+    losses = [fit(config("data=random", base=base), tmp_path / name)["val_loss"] for name in "ab"]
+    assert losses[0] == losses[1] > 5.0

@@ -21,6 +21,8 @@ EVERY = {
     "host_optimizer": "the optimizer's step on the host",
     "gpt2_xl": "GPT-2 XL with masters on the host",
     "architectures": "every causal family of transformers under the techniques that reach into a model",
+    "prepare": "making tokens of 1 and 3 GB of text",
+    "packing": "documents packed into rows, in every causal family: exact or refused",
     "plan_error": "predicted over measured",
     "plan_time": "counted times beside a stopwatch's",
     "published": "peaks that other projects measured on cards, beside the plan's",

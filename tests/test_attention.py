@@ -194,10 +194,14 @@ PACKED = ("data.packing=documents", "seq_len=64", "batch_size=2", "plan=off")
 def test_a_run_asks_its_model_before_the_first_step(fit, monkeypatch):
     summary, folder = fit(*PACKED, "max_steps=2")
     assert summary["steps"] == 2
+    again, _ = fit(*PACKED, f"evaluate={folder}/model", folder="again")
+    assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
     assert attention.SHARED not in (folder / "model" / "config.json").read_text()
     assert json.loads((folder / "model" / "config.json").read_text())["model_type"] == "gpt2"
     monkeypatch.setattr(attention, "keeps_apart", lambda *_: False)
     fit("max_steps=1", "plan=off", folder="joined")
+    with pytest.raises(Refused, match="GPT2LMHeadModel documents of a row see each other"):
+        fit(*PACKED, f"evaluate={folder}/model", folder="evaluated")
     with pytest.raises(Refused, match="GPT2LMHeadModel documents of a row see each other"):
         fit(*PACKED, folder="refused")
 

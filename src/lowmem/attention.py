@@ -92,7 +92,8 @@ def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], leng
 
     hook = model.get_input_embeddings().register_forward_hook(caught)
     try:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in the one, without the other
+            packed = {name: tensor.clone() for name, tensor in packed.items()}
             logits = model(**packed, use_cache=False).logits.float()  # (B, T, V)
     finally:
         hook.remove()
@@ -101,7 +102,8 @@ def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], leng
 
 
 def _depends(logits: Tensor, embedded: Tensor, boundary: int) -> bool:
-    behind = logits[:, boundary:].logsumexp(-1).sum()
+    with torch.inference_mode(False), torch.enable_grad():
+        behind = logits[:, boundary:].logsumexp(-1).sum()
     gradient = torch.autograd.grad(behind, embedded, retain_graph=True)[0]  # (B, T, H)
     return bool(gradient[:, :boundary].any())
 

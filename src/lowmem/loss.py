@@ -62,18 +62,35 @@ class Chunked:
 
 class Verified(Callback):
     """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
-    model's own, and a model whose rows hold several documents that it keeps them apart."""
+    model's own, and a model whose rows hold several documents that it keeps them apart.
+
+    Args: packed: whether they do.
+    """
+
+    def __init__(self, packed: bool = False) -> None:
+        self.packed = packed
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        window = next(iter(trainer.train_dataloader))
-        few = window.micro_batches[0].each(lambda part: part[:2, :VERIFIED].to(module.device))
+        if not (self.packed or hasattr(module.loss, "verify")):
+            return
+        few = _few(next(iter(trainer.train_dataloader)).micro_batches[0], module)
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
         with trainer.precision_plugin.forward_context():
-            if few.position_ids is not None:
+            if self.packed:
                 attention.verify(module.model, few.input_ids)
             if hasattr(module.loss, "verify"):
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.packed and trainer.validating:  # alone, without training
+            few = _few(next(iter(trainer.val_dataloaders[0])), module)
+            with trainer.precision_plugin.forward_context():
+                attention.verify(module.model, few.input_ids)
+
+
+def _few(batch: MicroBatch, module: LightningModule) -> MicroBatch:
+    return batch.each(lambda part: part[:2, :VERIFIED].to(module.device))
 
 
 def counted(labels: Tensor) -> Tensor:

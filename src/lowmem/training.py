@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowmem import build, checkpoint
 from lowmem.asked import TRAIN, Asked
+from lowmem.data.packing import with_positions
 from lowmem.data.text_bytes import bits_per_byte
 from lowmem.data.tokens import Tokens
 from lowmem.errors import NotFinite, Refused
@@ -170,7 +171,7 @@ def _assembled(
     folder, keep = output_dir / "checkpoints", cfg.checkpoint.keep
     saves = checkpoint.Checkpoints(folder, cfg.save_every, keep, meter.saving, metrics.paused)
     plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
-    callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified()]
+    callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified(with_positions(cfg.data))]
     if cfg.early_stop.patience is not None:
         callbacks.append(EarlyStopping("val_loss", patience=cfg.early_stop.patience))
     callbacks += filter(None, [saves if keeps else None, own, samples])

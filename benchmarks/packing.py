@@ -1,0 +1,125 @@
+"""Documents packed into rows, in every causal family of transformers: exact against each by itself, or refused.
+
+python -m benchmarks.packing          # some minutes on one core
+python -m benchmarks.packing gemma2   # a few of them, to the terminal alone
+
+Families are made small as in `architectures.py`, in fp32 and without dropout; documents are longer than the windows of
+attention. Logits and the gradients of all parameters are compared with those of each document by itself, relative to
+the largest of all; so are padded rows, which need no mask. `exact` and `refused` is what a run says before its first
+step. A family that is not causal is refused whatever the rows are.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.architectures import VOCABULARY, _answer, _prepare, configured, made, shrunk
+from benchmarks.runner import write
+from lowmem import attention
+from lowmem.data.loader import IGNORED, MicroBatch
+from lowmem.loss import full
+from lowmem.model import check_causal
+
+LENGTHS = (11, 2, 17, 10)  # of the documents of a row
+ROWS = 2
+EXACT = 1e-5  # fp32 sums in another order
+COLUMNS = ("verdict", "attention", "logits", "gradients", "padded logits", "padded gradients")
+
+
+def packed(documents: list[Tensor]) -> MicroBatch:
+    ids = torch.cat(documents).view(ROWS, -1)
+    places = torch.cat([torch.arange(len(document)) for document in documents]).view(ROWS, -1)
+    return MicroBatch(ids, torch.cat([_labels(document) for document in documents]).view(ROWS, -1), places)
+
+
+def padded(documents: list[Tensor]) -> MicroBatch:
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    labels = [_labels(document) for document in documents]
+    return MicroBatch(ids, torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED))
+
+
+def _labels(document: Tensor) -> Tensor:
+    return torch.cat([document[1:], torch.tensor([IGNORED])])
+
+
+def computed(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+    """(logits of all tokens that predict one, (n, V); gradients of all parameters, flat)."""
+    model.zero_grad()
+    logits = []
+    for batch in batches:
+        full(model, batch).backward()
+        with torch.no_grad():
+            logits.append(model(**batch.inputs, use_cache=False).logits[batch.labels != IGNORED])
+    return torch.cat(logits), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def off(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def measured(architecture: dict) -> dict[str, str | float]:
+    model = made(configured(architecture, "data.packing=documents"))[0].model
+    check_causal(model)
+    model.eval()
+    draw = torch.Generator().manual_seed(0)
+    documents = [torch.randint(4, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS * ROWS]
+    right = computed(model, [padded([document]) for document in documents])
+    row = packed(documents)
+    found = [
+        off(a, b) for batch in (row, padded(documents)) for a, b in zip(computed(model, [batch]), right, strict=True)
+    ]
+    apart = attention.keeps_apart(model, row.input_ids[:, :16])
+    verdict = "exact" if apart else "refused"
+    if apart and max(found[:2]) > EXACT:
+        verdict = "wrong: taken"
+    if not apart and max(found[:2]) < EXACT:
+        verdict = "wrong: refused"
+    taken = attention.attention_taken(model).replace(attention.SHARED, "sdpa, shared mask")
+    return dict(zip(COLUMNS, (verdict, taken, *found), strict=True))
+
+
+def family(model_type: str) -> dict[str, str | float]:
+    """Where there are no numbers, the verdict says why."""
+    try:
+        architecture = shrunk(model_type)
+    except Exception as error:
+        return {"verdict": f"not built: {type(error).__name__}"}
+    found = _answer(measured, architecture)
+    return {"verdict": found} if isinstance(found, str) else found
+
+
+def table(found: Mapping[str, Mapping]) -> str:
+    """Counts first, then a row per family; what has no numbers is told below."""
+    counts = Counter(row["verdict"].split(":")[0] for row in found.values())
+    lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".", ""]
+    lines += ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    lines += [f"| {name} | " + " | ".join(_cells(row)) + " |" for name, row in found.items() if len(row) > 1]
+    return "\n".join([*lines, "", *(f"- {name}: {row['verdict']}" for name, row in found.items() if len(row) == 1)])
+
+
+def _cells(row: Mapping) -> Iterator[str]:
+    return (value if isinstance(value, str) else f"{value:.0e}" for value in row.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*")
+    names = parser.parse_args().families
+    _prepare()
+    found = {}
+    for name in names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        found[name] = family(name)
+        print(f"{name:<28}{found[name]['verdict'][:80]}", flush=True)
+    if names:
+        print(table(found))
+        return
+    write("packing", {"families": found}, table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ EVERY = {
     "overhead": "what the meter and the loop cost",
     "techniques": "every technique by itself: docs/techniques.md",
     "anatomy": "the pictures of docs/how-memory-works.md",
+    "adapters": "LoRA, DoRA and QLoRA beside full fine-tuning",
     "speed": "what checkpointing and the chunked loss cost in time",
     "learning_rates": "which lr each optimizer wants",
     "claims": "what guides say, beside what is",

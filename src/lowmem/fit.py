@@ -127,7 +127,7 @@ def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[
 def _show(cfg: DictConfig) -> None:
     """Before a model is built."""
     data = build.data(cfg)
-    print(show.page(data.train, data.tokens.train, data.tokens.tokenizer, cfg.show, sys.stdout.isatty()))
+    print(show.page(data.train, data.tokens.tokenizer, cfg.show, sys.stdout.isatty()))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ GIVEN = {
     "data=jsonl": ["data.path=x"],
     "data=mix": ["+data@data.parts.a=stdlib"],
     "data=chat": ["data.path=x"],
+    "data=hub": ["data.path=x"],
     "data=csv": ["data.path=x"],
     "data=parquet": ["data.path=x"],
     "model=hf": ["model.name=x"],

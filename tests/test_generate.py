@@ -81,10 +81,8 @@ def test_an_adapter_stands_on_its_base(command, run, tmp_path):
     tokenizer.save_pretrained(tmp_path / "merged")
     lines = ("prompt=def return", "max_new_tokens=6")
     code, said = command(f"generate={tmp_path / 'adapter'}", *lines)
-    assert (
-        code == 0
-        and said == command(f"generate={tmp_path / 'merged'}", *lines)[1] != command(f"generate={run}", *lines)[1]
-    )
+    merged, alone = (command(f"generate={folder}", *lines)[1] for folder in (tmp_path / "merged", run))
+    assert code == 0 and said.endswith(f" them.\n{merged}") and merged != alone  # behind what is adapted
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
     code, said = command(f"generate={tmp_path / 'adapter'}", *lines)

@@ -6,7 +6,9 @@ from lowmem.module import CausalLM
 from parity import CHOICES, COMPILED
 from same import last, same
 
-EVERY = [choice for choice in CHOICES if choice.startswith(("optim=", "precision=", "adapter="))]
+EVERY = [
+    choice for choice in CHOICES if choice.startswith(("optim=", "precision=", "adapter=")) and choice != "adapter=none"
+]
 EACH = [pytest.param(t, marks=pytest.mark.slow if t in COMPILED else []) for t in EVERY]
 
 # 12 sequences, one per micro-batch, five micro-batches per window: 5, 5 and a short 2; a resume must find them again.

@@ -138,7 +138,10 @@ def resumed(fit, *lines):
     return last(whole), last(again), part
 
 
-@pytest.mark.parametrize("precision", ["precision=32", "precision=bf16-master", "precision=bf16-sr"])
+SLOW = [pytest.param(f"precision={name}", marks=pytest.mark.slow) for name in ("32", "bf16-sr")]
+
+
+@pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW])
 def test_a_resume_from_half_a_checkpoint_is_the_unbroken_run(fit, precision):
     whole, again, _ = resumed(fit, precision)
     assert all(same(whole[key], again[key]) for key in whole)
@@ -173,7 +176,7 @@ def test_a_whole_checkpoint_is_as_strict_as_ever(fit):
     assert Saved(complete(part / "checkpoints")[-1]).base is None
 
 
-@pytest.mark.parametrize("precision", ["precision=32", "precision=bf16-master"])
+@pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW[:1]])
 def test_half_a_checkpoint_is_evaluated_and_exported_whole(fit, precision):
     from transformers import AutoModelForCausalLM
 

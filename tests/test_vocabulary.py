@@ -119,7 +119,7 @@ def test_tokens_that_are_there_are_not_added_again(published):
     assert vocabulary.add(tokenizer, NEW, 300) == vocabulary.Added(first.rows, [])
 
 
-@pytest.mark.parametrize("typed", ["freeze=['*wte*']"])
+@pytest.mark.parametrize("typed", ["freeze=['*wte*']", "adapter=lora"])
 def test_rows_that_are_not_trained_are_refused(fit, published, typed):
     with pytest.raises(Refused, match=r"model.added_tokens: .* Type adapter=none"):
         fit(*on(published("tied")), typed)

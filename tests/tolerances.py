@@ -79,7 +79,9 @@ def allowed(*techniques, on_card=False):
     matrices, vectors = (sum(parts) for parts in zip(*each, strict=True))
     if {"precision=16", "optim=adafactor"} <= {*techniques}:
         vectors = max(vectors, ONE_SIGN)
-    if "precision=16" in techniques and any(technique.startswith("adapter=") for technique in techniques):
+    if "precision=16" in techniques and any(
+        technique.startswith("adapter=") for technique in {*techniques} - {"adapter=none"}
+    ):
         matrices += LOW_RANK
     rounded = [known.get(technique, EXACT)[0] for technique in techniques if not technique.startswith("optim=")]
     return matrices, vectors, OF_LOSS * max([EXACT[0], *rounded])

@@ -63,7 +63,7 @@ def is_model(named: str) -> bool:
     return (folder / "config.json").is_file() or holds_adapter(folder)
 
 
-def with_model(cfg: DictConfig, folder: str) -> DictConfig:
+def with_model(cfg: DictConfig, folder: str, key: str = "evaluate") -> DictConfig:
     """A copy whose model is the exported one in `folder`, with the tokenizer in it; or where that is an adapter, its
     base with it.
 
@@ -75,7 +75,7 @@ def with_model(cfg: DictConfig, folder: str) -> DictConfig:
     name = base_of(place) if adapter else str(place)
     if name is None:
         raise Refused(
-            f"evaluate={folder}: this adapter does not say which model it belongs to. Write base_model_name_or_path "
+            f"{key}={folder}: this adapter does not say which model it belongs to. Write base_model_name_or_path "
             "into its adapter_config.json, or type merge=true with the run that made it."
         )
     model = {"name": name, "pretrained": True, "architecture": None}

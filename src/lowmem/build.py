@@ -1,6 +1,7 @@
 """From the config to what is trained: the data first, the weights last."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     (name, source), *others = sources.items()
     of = _opened(cfg, spec, config, source)
     start = saved.position if saved else START
-    train = WindowLoader(of.train, cfg.batch_size, windows, cfg.seed, start)
+    loader = getattr(of.train, "loader", partial(WindowLoader, of.train))  # a stream has its own
+    train = loader(cfg.batch_size, windows, cfg.seed, start)
     sets = {name: of.val[""]} if others else of.val
     for name, other in others:
         split = held_out(other, Path(cfg.cache_dir), of.tokens.tokenizer)

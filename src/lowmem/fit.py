@@ -127,7 +127,7 @@ def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[
 def _show(cfg: DictConfig) -> None:
     """Before a model is built."""
     data = build.data(cfg)
-    print(show.page(data.train, data.tokens.train, data.tokens.tokenizer, cfg.show, sys.stdout.isatty()))
+    print(show.page(data.train, data.tokens.tokenizer, cfg.show, sys.stdout.isatty()))
 
 
 @contextmanager
@@ -234,5 +234,13 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapp
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
             f"Make room, and type {in_shell('export', training.resumed_from if cfg.export else output_dir)}."
         ) from error
-    if cfg.push is not None:
-        push(output_dir / "model", cfg.push, training.resumed_from if cfg.export else output_dir)
+    if cfg.push is None:
+        return
+    run = training.resumed_from if cfg.export else output_dir
+    if summary["adapter_alone"] and summary["base_model"] is None:
+        log.warning(
+            f"push={cfg.push}: not uploaded, since this adapter stands on a folder that only this machine has. Type "
+            f"{in_shell('export', run)} merge=true push={cfg.push}."
+        )
+    else:
+        push(output_dir / "model", cfg.push, run)

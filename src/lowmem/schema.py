@@ -290,6 +290,7 @@ ARGUMENTS: dict[str, Any] = {
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
     "skip_bad": Switch,
+    **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
     "weights": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
     "assistant": _words("all or last", Literal["all", "last"]),
     "control_tokens": _words("refuse or text", Literal["refuse", "text"]),

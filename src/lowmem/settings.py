@@ -65,7 +65,7 @@ class Settings:
     @property
     def rounds_weights(self) -> bool:
         """Whether a step's sum is rounded to 16 bits, and nothing keeps what is lost."""
-        return self.cfg.weights_dtype != "float32"
+        return self.cfg.weights_dtype != "float32" and not self.adapter.stays_wide
 
     @property
     def scales_loss(self) -> bool:

@@ -192,7 +192,7 @@ def test_a_run_goes_on_from_a_folder_and_a_resume_does_not_read_it(fit, tmp_path
     assert summary["trained_parameters"] == sum(p.numel() for p in one["state_dict"].values())
 
 
-@pytest.mark.parametrize("precision", ["precision=32", "precision=bf16-master"])
+@pytest.mark.parametrize("precision", ["precision=bf16-master", pytest.param("precision=32", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_an_adapter_is_evaluated(fit, precision):
     summary, run = fit("adapter=dora", precision, "lr=1e-2", folder="run")
     found, _ = fit("adapter=dora", precision, f"evaluate={run}", folder="evaluated")

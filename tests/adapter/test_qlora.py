@@ -1,6 +1,7 @@
 """QLoRA as runs: what they leave is opened again, and is predicted."""
 
 import csv
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lowmem import gpus
 from lowmem.errors import Refused
+from lowmem.generate import generate
 from lowmem.plan.derive import Derivation
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import needs
@@ -131,3 +133,17 @@ def test_what_is_merged_grows_on_the_host(config):
     both = (OmegaConf.merge(cfg, {"merge": on}) for on in (False, True))
     alone, merged = (needs(shapes, one, True, 0).phases["save"].host for one in both)
     assert merged - alone == 2 * shapes.parameters - shapes.weights
+
+
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_generate_writes_what_the_run_last_did(of_base, config, adapter):
+    lines = (f"adapter={adapter}", "sample_tokens=6", "sample_prompts=[def return]")
+    _, run = of_base(*lines, folder="run")
+    row = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
+    assert row["greedy"] and not (run / "model" / "config.json").exists()
+    assert generate(config(f"generate={run}", "prompt=def return", "max_new_tokens=6")) == row["greedy"]
+
+
+def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed(of_base, caplog):
+    of_base("adapter=lora", "max_steps=1", "push=me/it", folder="run")
+    assert "only this machine has" in caplog.text and "could not be uploaded" not in caplog.text

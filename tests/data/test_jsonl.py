@@ -181,6 +181,14 @@ def test_what_cannot_be_meant_is_a_sentence(tmp_path, typed, said):
         opened(path, **typed)
 
 
+def test_a_run_learns_of_lines(fit, tmp_path):
+    pairs = [{"q": f"What is {i}? ", "a": f"It is {i}."} for i in range(60)]
+    path = write(tmp_path / "one.jsonl", pairs)
+    lines = ("data=jsonl", f"data.path={path}", "data.prompt=q", "data.completion=a", "data.pattern=*")
+    summary, _ = fit(*lines, "seq_len=32", "max_steps=2")
+    assert 0 < summary["tokens"] < 2 * 4 * 32 and 4 < summary["val_loss"] < 7
+
+
 # --- validation on what is trained on -------------------------------------------------------------------------------
 
 

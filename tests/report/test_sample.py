@@ -57,6 +57,14 @@ def test_training_does_not_notice_them(fit, monkeypatch):
         (),
         ("gradient_checkpointing=offload", "loss=chunked", "optim=sgd", "batch_size=1"),
         ("precision=bf16-master", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),
+        ("adapter=lora", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),
+        (
+            "adapter=qlora",
+            "model.architecture.n_embd=64",
+            "gradient_checkpointing=every_layer",
+            "loss=chunked",
+            "batch_size=1",
+        ),
     ],
     ids=" ".join,
 )

@@ -5,6 +5,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from conftest import SMALL
 from lowmem.check import check_values
 from lowmem.data.loader import WindowLoader
 from lowmem.data.packing import rows
@@ -90,10 +91,10 @@ def test_padding_is_counted_and_not_written(letters):
 def test_the_page_ends_with_counts(letters):
     split = split_of(letters, *DOCUMENTS, learnt="-xxx-xx-xxxxxx")
     loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), 1, lambda *_: 1, seed=0)
-    text = page(loader, split, letters, 9)
+    text = page(loader, letters, 9)
     assert text.count("════ sequence") == 2 and "6 of 7 tokens learnt" in text
     assert "Training: 3 documents; 14 tokens, 79% of them learnt; 2 sequences of 7; 100.0% filled" in text
-    assert "\033[32m" in page(loader, split, letters, 1, colour=True)
+    assert "\033[32m" in page(loader, letters, 1, colour=True)
 
 
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
@@ -108,3 +109,19 @@ def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_p
 def test_show_goes_with_nothing_that_was_trained(config):
     with pytest.raises(Refused, match=r"evaluate and show: one command does one of them"):
         check_values(config("show=1", "evaluate=x"))
+
+
+def test_what_is_drawn_and_what_is_mixed_is_shown_too(command, text_folder):
+    code, said = command("data=random", "show=1", "seq_len=16", base=SMALL)
+    assert code == 0 and "drawn and of no text" in said and "16 of 17 tokens learnt" in said
+    parts = ("+data@data.parts.one=text", "+data@data.parts.two=text", "data.parts.two.packing=documents")
+    paths = (f"data.parts.one.path={text_folder}", f"data.parts.two.path={text_folder}")
+    code, said = command("data=mix", *parts, *paths, "show=2", base=SMALL)
+    assert code == 0 and "one: 11 documents" in said and "two: 11 documents" in said
+    assert "Training: one has" in said and "sequence 2 of" in said
+
+
+def test_an_end_of_a_joined_row_with_nothing_to_learn_is_no_padding(letters):
+    split = split_of(letters, "abc", "defg", learnt="-xx" + "----")
+    row = row_of(rows(split, 6, "joined", "cut", "train"), 0)
+    assert written(row, letters) == f"a[bc]\n{RULE}\ndef"

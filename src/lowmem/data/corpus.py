@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from lowmem.data.pieces import Cuts, batches, end_of, ids_of, pieces, text_bytes
 from lowmem.data.reading import ahead, between, blocks, cut_at, digests, is_text, shown
 from lowmem.data.source import Encoded, SplitName
@@ -67,10 +69,10 @@ class Corpus:
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
         end, cuts = end_of(tokenizer), Cuts(tokenizer)
         parts = (part for file in self._readable(split) for part in pieces(self._blocks(file, split), cuts))
-        for batch in ahead(batches(parts, lambda part: len(part[0]))):
+        for batch in ahead(batches(parts, lambda part: text_bytes(part[0]))):
             of_each = ids_of(tokenizer, [text for text, _ in batch])
             for (text, ends), ids in zip(batch, of_each, strict=True):
-                yield Encoded(ids + end if ends else ids, None, text_bytes(text), ends)
+                yield Encoded(np.append(ids, end).astype(ids.dtype) if ends else ids, None, text_bytes(text), ends)
 
     def notes(self) -> list[str]:
         return [

@@ -44,11 +44,13 @@ class MicroBatch(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where training goes on: `sequence` of `epoch` is the next to be read, `window` counts from the start."""
+    """Where training goes on: `sequence` of `epoch` is the next to be read, `window` counts from the start. Of a stream
+    it is a sequence of the block before which the stream had this `state`."""
 
     epoch: int = 0
     sequence: int = 0
     window: int = 0
+    state: dict | None = None
 
 
 START = Position()

@@ -133,6 +133,10 @@ class Mixed(Rows):
                 positions[here] = batch.position_ids
         return MicroBatch(ids, labels, positions)
 
+    def starts(self, row: int) -> list[int]:
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        return self.parts[number].starts(int(self._rows(number, np.array([row]))[0]))
+
     def _rows(self, number: int, indices: np.ndarray) -> np.ndarray:
         """The rows of a part that rows of the mixture are: its passes one behind the other, the last cut short."""
         size = len(self.parts[number])

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 16  # characters of a piece, at least: several for every core
-BATCH = 1 << 21  # characters that are encoded together: a token of them takes more than 100 bytes
-EACH = 32  # characters that a text counts beside its own: its tokens come in an object of their own
+PIECE = 1 << 15  # characters of a piece, at least: several for every core
+BATCH = 1 << 20  # bytes that are encoded together: a token of them, at worst a byte, takes more than 100
+EACH = 32  # bytes that a text counts beside its own: its tokens come in an object of their own
 AROUND = 128  # characters on each side of a cut that are encoded to prove it
 PROOFS = 8  # of the first so many cuts one must hold
 CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
@@ -41,7 +41,7 @@ class Cuts:
         """Whether the ids around position `at` are those of what is before and what is behind."""
         parts = text[max(0, at - AROUND) : at], text[at : at + AROUND]
         whole, before, behind = ids_of(self.tokenizer, ["".join(parts), *parts])
-        holds = whole == before + behind
+        holds = np.array_equal(whole, np.concatenate([before, behind]))
         self.tried, self.held = self.tried + 1, self.held + holds
         if self.tried == PROOFS and not self.held:
             self.never = True
@@ -80,18 +80,19 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
     """The ids of each text, without special tokens: (tokens,) uint32."""
     cuts, found = Cuts(tokenizer), [[] for _ in texts]
     parts = ((i, part) for i, text in enumerate(texts) for part, _ in pieces([text], cuts))
-    for batch in batches(parts, lambda part: len(part[1])):
+    for batch in batches(parts, lambda part: text_bytes(part[1])):
         of_each = ids_of(tokenizer, [part for _, part in batch])
         for (i, _), ids in zip(batch, of_each, strict=True):
-            found[i].append(np.fromiter(ids, np.uint32, len(ids)))
+            found[i].append(ids)
     return [of_one[0] if len(of_one) == 1 else np.concatenate([np.empty(0, np.uint32), *of_one]) for of_one in found]
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
+def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+    """(tokens,) uint32 of each text. What a tokenizer gives is 50 times as large, and is gone with the return."""
     if tokenizer.is_fast:  # all cores, and no offsets that nobody reads
         encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return (encoding.ids for encoding in encoded)
-    return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return [np.array(encoding.ids, np.uint32) for encoding in encoded]
+    return [np.array(ids, np.uint32) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -103,14 +104,14 @@ def text_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def batches(items: Iterable[T], characters: Callable[[T], int], most: int = BATCH) -> Iterator[list[T]]:
-    """Groups of about `most` characters: enough to keep every core busy, little enough to stay in memory."""
+def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Groups of about `BATCH` bytes: enough to keep every core busy, little enough to stay in memory."""
     batch: list[T] = []
     held = 0
     for item in items:
         batch.append(item)
-        held += characters(item) + EACH
-        if held >= most:
+        held += size(item) + EACH
+        if held >= BATCH:
             yield batch
             batch, held = [], 0
     if batch:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NAMED = 3  # of the records that are left out the log names so many
-SMALLEST = 512  # characters that a record counts at least, so that not too many are encoded together
+SMALLEST = 512  # bytes that a record counts at least, so that not too many are encoded together
 
 
 class Record(NamedTuple):

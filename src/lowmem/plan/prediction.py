@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowmem import build
 from lowmem.errors import Refused
@@ -156,9 +156,7 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     of its dimensions."""
     config = architecture_of(cfg)
     text = config.get_text_config(decoder=True)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, cfg.weights_dtype))
-        build.choose_trained(cfg, network)
+    network = outlined(cfg)
     every, own = list(network.parameters()), [p for _, p in trained(network)]
     sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
     count, narrow = sum(sizes), 2 * sum(p.numel() for p in every)
@@ -194,6 +192,14 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
         phases=phases,
         paged=paged,
     )
+
+
+def outlined(cfg: DictConfig) -> PreTrainedModel:
+    """The run's model without memory or numbers, and what of it is trained."""
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(architecture_of(cfg), dtype=getattr(torch, cfg.weights_dtype))
+        build.choose_trained(cfg, network)
+    return network
 
 
 def _kept_per_token(text: PretrainedConfig) -> int:

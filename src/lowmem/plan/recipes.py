@@ -1,6 +1,7 @@
 """Which recipes there are, which of them fit, and which is the cheapest: the planner."""
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
@@ -15,10 +16,12 @@ from lowmem.plan.changes import Change, Tier
 from lowmem.plan.derive import Derivation, Needed
 from lowmem.plan.helper import Helper
 from lowmem.plan.machine import machine
-from lowmem.plan.prediction import Prediction, needs, outline, predict
+from lowmem.plan.prediction import Prediction, needs, outline, outlined, predict
+from lowmem.plan.recorder import stack_of
 from lowmem.plan.tracing import trace_all
 from lowmem.refusals import refused
 from lowmem.settings import Settings
+from lowmem.trained import trained
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 NO_BF16 = (
@@ -209,7 +212,18 @@ def model_depth(cfg: DictConfig) -> tuple[int, int]:
             f"model.name={cfg.model.name}: recipes are derived from a stack of blocks that are equal or take "
             "turns, and this model's do not. Type search=false to plan.py to predict one run at a time."
         )
+    if (cfg.freeze or cfg.adapter.get("target")) and not _trained_alike(cfg, rounds):
+        raise Refused(
+            "freeze=, adapter.target=: recipes are derived from a stack of blocks that are equal, and these are blocks "
+            "of which some are frozen or adapted otherwise. Type search=false to plan.py to predict one run at a time."
+        )
     return depth, rounds
+
+
+def _trained_alike(cfg: DictConfig, rounds: int) -> bool:
+    """Whether the same is trained in every block, or in every block of a kind."""
+    kinds = [{name for name, _ in trained(block)} for block in stack_of(outlined(cfg))]
+    return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
 
 
 def largest_model(plan: Plan, on_card: bool) -> str | None:
@@ -219,8 +233,9 @@ def largest_model(plan: Plan, on_card: bool) -> str | None:
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
-        if cfg is not None:
-            sizes[yaml.stem] = outline(cfg, on_card).parameters
+        with suppress(Refused):  # freeze= or adapter.target= name what only this model has
+            if cfg is not None:
+                sizes[yaml.stem] = outline(cfg, on_card).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
         of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
         if predict(compose({**recipe, "model": name}), on_card, **of_card).fits(plan.gpu, plan.ram):

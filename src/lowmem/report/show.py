@@ -9,6 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.loader import IGNORED, START, Position, Rows, WindowLoader
+from lowmem.data.mix import Mixed
+from lowmem.data.random import Drawn
 from lowmem.data.tokens import Split
 
 LEARNT = ("[", "]")
@@ -29,9 +31,7 @@ class Row(NamedTuple):
     padding: int = 0
 
 
-def page(
-    train: WindowLoader, split: Split, tokenizer: PreTrainedTokenizerBase, count: int, colour: bool = False
-) -> str:
+def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, colour: bool = False) -> str:
     """The first `count` sequences of training, and what the whole split is made of."""
     rows = train.sequences
     marks = LEARNT_IN_COLOUR if colour else LEARNT
@@ -40,7 +40,7 @@ def page(
         row = row_of(rows, index)
         learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learnt"
         said.append(f"{HEAD} sequence {number} of {len(rows):,}: {learnt} {HEAD}\n{written(row, tokenizer, marks)}\n")
-    return "\n".join([*said, counts(rows, split), f"What is learnt stands in {'green' if colour else '[ ]'}."])
+    return "\n".join([*said, *counts(rows), f"What is learnt stands in {'green' if colour else '[ ]'}."])
 
 
 def row_of(rows: Rows, index: int) -> Row:
@@ -50,13 +50,26 @@ def row_of(rows: Rows, index: int) -> Row:
     learnt = [False, *(label != IGNORED for label in labels)]
     if learnt[-1]:
         return Row([*ids, labels[-1]], learnt, starts)
-    is_padding = len(starts) > 1 and not any(learnt[starts[-1] :])  # a document has something to learn
-    stop = starts[-1] if is_padding else len(ids)
+    last = starts[-1]  # where positions begin anew and nothing is learnt: a document has something to learn
+    restarts = last > 0 and batch.position_ids is not None and batch.position_ids[0, last] == 0
+    is_padding = restarts and not any(learnt[last:])
+    stop = last if is_padding else len(ids)
     return Row(ids[:stop], learnt[:stop], starts, len(ids) - stop)
 
 
-def counts(rows: Rows, split: Split) -> str:
-    """What the training split is made of, and what became of it in rows."""
+def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
+    """What rows are made of; of a mixture what each part is, and which share it has."""
+    if isinstance(rows, Mixed):
+        for part, of in zip(rows.names, rows.parts, strict=True):
+            yield from counts(of, part)
+        yield f"{name}: {'; '.join(rows.told())}."
+    elif isinstance(rows, Drawn):
+        yield f"{name}: {len(rows):,} sequences of {rows.seq_len:,}, drawn and of no text."
+    else:
+        yield f"{name}: {'; '.join(_parts(rows, rows.split))}."
+
+
+def _parts(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
     parts = [f"{len(split.ends):,} documents", f"{tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
@@ -65,7 +78,7 @@ def counts(rows: Rows, split: Split) -> str:
         parts.append(f"{rows.report['fill']:.1%} filled")
     left_out = {"cut": "cut", "too_long": "longer than that and dropped", "nothing_to_learn": "with nothing to learn"}
     parts += [f"{rows.report[key]:,} {words}" for key, words in left_out.items() if rows.report.get(key)]
-    return f"Training: {'; '.join(parts)}."
+    return parts
 
 
 def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNT) -> str:

@@ -51,6 +51,7 @@ def table(summary: Mapping) -> str:
     extra = summary["auxiliary_loss"]
     rows = [
         ("parameters", f"{summary['parameters']:,}"),
+        *([("  trained", f"{own:,}")] if (own := summary["trained_parameters"]) < summary["parameters"] else []),
         ("optimizer", summary["optimizer"] or "-"),
         ("optimizer steps", _steps(summary)),
         ("tokens", f"{summary['tokens']:,}"),

@@ -1,0 +1,168 @@
+"""Full fine-tuning, LoRA, DoRA and QLoRA of one model: what each holds, predicted and measured, and takes, and what
+merging its adapter loses.
+
+python -m benchmarks.adapters            # about ten minutes on two cores, 3 GiB of memory
+python -m benchmarks.adapters --small    # a model of 1M parameters, printed and not kept: whether it works
+
+A Llama of 44M parameters, drawn at random: bytes and seconds do not depend on what the numbers are. Each row is a real
+train.py in a process of its own. Merge errors are of logits, beside the model with its adapter in the same dtype as the
+base: of adapters whose B is drawn, since one that is trained for a few steps hardly does anything.
+"""
+
+import argparse
+import json
+import os
+
+from benchmarks.runner import measure, medians, trained, write
+from lowmem.units import MIB
+
+ADAPTERS = ("none", "lora", "dora", "qlora")
+RECIPES = {
+    "fp32": ["precision=32"],
+    "bf16-master, blocks computed again": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
+}
+STEPS, WORDS = 6, 8192
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 1, "head_dim": 64}
+RANK, DRAWN = 16, 0.005  # of B: moves the logits by some tenths
+
+
+def model(small: bool) -> list[str]:
+    keys = (SMALL if small else SHAPE) | {"vocab_size": WORDS, "bos_token_id": "null", "eos_token_id": "null"}
+    lines = [f"model.architecture.{key}={value}" for key, value in keys.items()]
+    return ["model=llama-3.2-1b", "model.pretrained=false", *lines]
+
+
+def run(adapter: str, recipe: str, small: bool) -> dict:
+    """One training."""
+    lines = [f"adapter={adapter}", *([f"adapter.r={RANK}"] if adapter != "none" else []), *RECIPES[recipe]]
+    size = ["batch_size=4", "seq_len=256", "val_sequences=4", f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0"]
+    summary = trained([*model(small), *size, *lines, "logger=none", "lr=1e-4"])
+    predicted = summary["predicted"]
+    libraries, before = predicted["host_bytes_by_category"]["libraries"], summary["rss_before_model_bytes"]
+    return {
+        "parameters": summary["parameters"],
+        "trained_parameters": summary["trained_parameters"],
+        "predicted_bytes": predicted["device_peak_bytes"],
+        "measured_bytes": summary["peak_bytes"]["device"],
+        **{f"{kind}_bytes": summary["peak_bytes_by_category"][kind] for kind in ("weights", "gradients", "optimizer")},
+        "predicted_growth": predicted["host_peak_bytes"] - libraries,
+        "measured_growth": summary["peak_bytes"]["host_rss"] - before,
+        "seconds_per_step": summary["seconds_per_step"],
+    }
+
+
+def merge_errors(adapter: str, small: bool) -> dict:
+    """Relative, of logits: merged in fp32, rounded to bf16, and in the place of the base in 4 bits the original one."""
+    import torch
+    from omegaconf import OmegaConf
+    from torch import nn
+
+    from lowmem import model as models
+    from lowmem.adapter.export import merge
+    from lowmem.instantiate import instantiate
+    from lowmem.overrides import composed
+
+    ids = torch.randint(0, WORDS, (2, 64), generator=torch.Generator().manual_seed(0))
+    cfg = composed([*model(small), f"adapter={adapter}", f"adapter.r={RANK}"])
+    spec = OmegaConf.to_container(cfg.model)
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return models.build(models.architecture(**spec), torch.float32, **spec).eval()
+
+    @torch.no_grad()
+    def logits(network: nn.Module) -> torch.Tensor:
+        return network(input_ids=ids, use_cache=False).logits.float()
+
+    def adapted() -> nn.Module:
+        network = built()
+        instantiate(cfg.adapter)(network)
+        for name, p in network.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=DRAWN, generator=torch.Generator().manual_seed(len(name)))
+        return network.eval()
+
+    wanted = logits(adapted())
+
+    def off(network: nn.Module) -> float:
+        return ((logits(network) - wanted).norm() / wanted.norm()).item()
+
+    found = {"without": off(built())}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        network = adapted()
+        merge(network, dtype)
+        found[name] = off(network.to(dtype))
+    if adapter == "qlora":
+        network, base = adapted(), built()
+        layers = {name: part for name, part in network.named_modules() if hasattr(part, "lora_A")}
+        for name, part in layers.items():
+            part.base_layer = base.get_submodule(name)
+        merge(network, torch.float32)
+        found["original"] = off(network)
+    return found
+
+
+def table(found: dict, merged: dict) -> str:
+    one = {name: rounds[0] for name, rounds in found.items()}
+    seconds = medians(found, "seconds_per_step")
+    lines = [
+        f"{next(iter(one.values()))['parameters']:,} parameters; rank {RANK}.",
+        "",
+        "| adapter | recipe | trained parameters | weights MiB | gradients MiB | state MiB | peak MiB, predicted / "
+        "measured | resident MiB, predicted / measured | seconds per step |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in one.items():
+        adapter, _, recipe = name.partition(": ")
+        held = " | ".join(f"{row[f'{kind}_bytes'] / MIB:.1f}" for kind in ("weights", "gradients", "optimizer"))
+        both = (f"{row[f'predicted_{what}'] / MIB:.1f} / {row[f'measured_{what}'] / MIB:.1f}" for what in WHAT)
+        trained = f"{row['trained_parameters']:,}"
+        lines.append(f"| {adapter} | {recipe} | {trained} | {held} | {' | '.join(both)} | {seconds[name]:.3f} |")
+    lines += [
+        "",
+        "| adapter | logits off without it | merged in fp32 | rounded to bf16 | merged into the original base |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (off,) in merged.items():
+        original = f"{off['original']:.2%}" if "original" in off else "-"
+        lines.append(f"| {name} | {off['without']:.1%} | {off['float32']:.1e} | {off['bfloat16']:.2%} | {original} |")
+    return "\n".join(lines)
+
+
+WHAT = ("bytes", "growth")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="a model that takes seconds, printed and not kept")
+    parser.add_argument("--row", nargs=2, metavar=("ADAPTER", "RECIPE"), help="run one row in this process")
+    options = parser.parse_args()
+    if options.row is not None:
+        adapter, recipe = options.row
+        done = merge_errors(adapter, options.small) if recipe == "merge" else run(adapter, recipe, options.small)
+        print(json.dumps(done), flush=True)
+        return
+    # freed memory goes back to the system, so that resident memory is what is held and not what once was
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    how = ["-m", "benchmarks.adapters", *(["--small"] if options.small else []), "--row"]
+    rows = {f"{adapter}: {recipe}": [*how, adapter, recipe] for recipe in RECIPES for adapter in ADAPTERS}
+    found = measure(rows, 1 if options.small else options.rounds)
+    merged = measure({adapter: [*how, adapter, "merge"] for adapter in ADAPTERS[1:]}, 1)
+    if options.small:
+        print(table(found, merged))
+    else:
+        write("adapters", {"rounds": found, "merged": merged}, table(found, merged))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What it takes to make tokens of text: tokens per second and resident memory, for files of 1 and 3 GB.
+
+python -m benchmarks.prepare                     # half an hour on two cores, and 8 GB of disk
+python -m benchmarks.prepare --sizes 64 192      # MB
+
+The text is the standard library's own, paragraphs of it in random order, as one file of text and as lines of JSON; the
+tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. A row reads, hashes, tokenises, packs and writes, in a
+process of its own, with all cores. Its last column is what a step waits for its window: windows of 8 x 1024 tokens, in
+the order of an epoch, read from the pages that the system has at hand.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.runner import measure, medians, write
+
+KINDS = ("text", "jsonl")
+VOCABULARY = 4096
+MB = 10**6
+AT_ONCE = 2000  # paragraphs
+
+
+def make(kind: str, size: int, file: Path) -> None:
+    """A file of about `size` bytes."""
+    from lowmem.data.corpus import stdlib
+
+    source = "".join(stdlib(0.05).texts())
+    paragraphs = [text for text in source.split("\n\n") if text.strip()]
+    draw = random.Random(0)
+    with file.open("w") as out:
+        while out.tell() < size:
+            chosen = draw.choices(paragraphs, k=AT_ONCE)
+            if kind == "text":
+                out.write("\n\n".join(chosen) + "\n\n")
+            else:  # four paragraphs a record: some 600 bytes
+                records = ("\n\n".join(chosen[i : i + 4]) for i in range(0, AT_ONCE, 4))
+                out.writelines(json.dumps({"text": text}) + "\n" for text in records)
+
+
+def prepare(kind: str, size: int) -> dict:
+    """Figures of one preparation. Resident memory is counted from when everything is imported."""
+    from lowmem.data import corpus, jsonl, packing, tokens
+    from lowmem.memory.process import peak_rss_bytes, reset_peak_rss, rss_bytes
+
+    folder = Path(os.environ["ROW_FOLDER"])
+    file = folder / f"made.{kind}"
+    make(kind, size, file)
+    bpe = folder / "tokenizer.json"
+    tokens.train_bpe(corpus.stdlib(0.05).texts(), VOCABULARY, bpe)
+    tokenizer = tokens.load_bpe(bpe)
+    tokenizer.backend_tokenizer.encode_batch_fast(["a text for every core"] * 64)
+    open_ = {"text": corpus.text, "jsonl": jsonl.jsonl}[kind]
+
+    reset_peak_rss()
+    before, start, cpu = rss_bytes(), time.perf_counter(), time.process_time()
+    made = tokens.tokenize(open_(str(file), "*", 0.01), folder / "cache", VOCABULARY, tokenizer)
+    rows = packing.rows(made.train, 1024, {"text": "joined", "jsonl": "documents"}[kind], "cut", "train")
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    growth = peak_rss_bytes() - before
+    count = len(made.train.ids) + len(made.val.ids)
+    return {
+        "bytes": file.stat().st_size,
+        "tokens": count,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "tokens_per_second": count / seconds,
+        "growth_bytes": growth,
+        "window_seconds": waited(rows),
+    }
+
+
+def waited(rows) -> float:
+    """Seconds that a window takes of the step that asks for it, the median of 100."""
+    from lowmem.accumulation import fixed
+    from lowmem.data.loader import WindowLoader
+
+    windows, seconds = iter(WindowLoader(rows, 8, fixed(1), 0)), []
+    for _ in range(100):
+        start = time.perf_counter()
+        next(windows)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1000, 3000], help="MB")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.row:
+        kind, size = asked.row
+        print(json.dumps(prepare(kind, int(size) * MB)))
+        return
+    rows = {
+        f"{kind}, {size} MB": ["-m", "benchmarks.prepare", "--row", kind, str(size)]
+        for kind in KINDS
+        for size in asked.sizes
+    }
+    found = measure(rows, asked.rounds)
+    keys = ("bytes", "tokens", "seconds", "cpu_seconds", "tokens_per_second", "growth_bytes", "window_seconds")
+    figures = {name: {key: medians(found, key)[name] for key in keys} for name in rows}
+    lines = [
+        f"| {name} | {of['tokens'] / 1e6:,.0f} M | {of['seconds']:,.0f} | {of['tokens_per_second'] / 1e6:.2f} M "
+        f"| {of['growth_bytes'] / MB:,.0f} | {of['window_seconds'] * 1e3:.1f} |"
+        for name, of in figures.items()
+    ]
+    head = ["| file | tokens | s | tokens/s | grown by, MB | ms a window |", "|---|---:|---:|---:|---:|---:|"]
+    write("prepare", {"rounds": found, "medians": figures}, "\n".join(head + lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Rows of a data set that is streamed: nothing of it is stored, and a resume goes on to the bit.
+
+A block of documents is read in the order of the stream, packed, and its rows are permuted by (seed, epoch, block). A
+position names the block by the state that the stream had before it, and the row in it: a resume loads that state and
+reads the block again. So a checkpoint holds a few numbers, and costs a block of reading. A buffer from which a shuffle
+draws, as `datasets` has it, is lost on a resume, and its documents are read again or never.
+"""
+
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
+from lowmem.data.opened import Opened, Wanted
+from lowmem.data.packing import Documents, Joined
+from lowmem.data.reading import ahead
+from lowmem.data.records import Record, Records
+from lowmem.data.source import SplitName
+from lowmem.data.tokens import NOTHING, Split, Tokens
+from lowmem.errors import Refused
+
+log = logging.getLogger(__name__)
+
+
+class Stream:
+    """Args: records: of a data set; block: documents that are read and permuted together; val_rows: of the validation
+    split, or the first of the only one, which no epoch reads."""
+
+    name, streams = "hub", True
+
+    def __init__(self, records: Records, block: int, val_rows: int) -> None:
+        if records.packing == "padded":
+            raise Refused("data.packing=padded: a stream has rows of one length. Type data.packing=documents.")
+        self.records, self.block, self.val_rows = records, block, val_rows
+        self.table, self.packing = records.reader, records.packing
+        self.chat = getattr(records, "chat", None)
+
+    def opened(self, wanted: Wanted) -> Opened:
+        if wanted.tokenizer is None:
+            raise Refused(
+                "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder "
+                "or hub id>, or data.streaming=false."
+            )
+        if self.chat:
+            self.chat.dress(wanted.tokenizer)
+        self.tokenizer, self.seq_len = wanted.tokenizer, wanted.seq_len
+        stream = self.table.rows(self.table.splits["val"] or self.table.splits["train"])
+        val = self.split(list(islice(stream, self.val_rows)), 0, "val")
+        return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": self.rows(val, "val")})
+
+    def split(self, fields: list[dict], first: int, name: SplitName) -> Split:
+        """Documents in memory. Args: first: number of the first in the stream."""
+        of = self.table.splits[name] or self.table.splits["train"]
+        found = [Record(f"{self.table.path}, {of}, row {n:,}", one) for n, one in enumerate(fields, first + 1)]
+        given, ours = _Given(found), self.records
+        records = Records(given, ours.encoder, self.name, ours.packing, ours.too_long, ours.skip_bad)
+        documents = list(records.encoded(name, self.tokenizer))
+        for note in records.notes():
+            log.info(note)
+        if not documents:
+            return NOTHING
+        learnt = [np.ones(len(one.ids), bool) if one.learnt is None else one.learnt for one in documents]
+        return Split(
+            np.concatenate([np.asarray(one.ids, np.uint32) for one in documents]),
+            np.cumsum([len(one.ids) for one in documents]),
+            np.cumsum([one.text_bytes for one in documents]),
+            None if all(map(np.all, learnt)) else np.packbits(np.concatenate(learnt)),
+        )
+
+    def rows(self, split: Split, name: SplitName) -> Rows:
+        if self.packing == "joined":
+            return Joined(split, self.seq_len, name)
+        return Documents(split, self.seq_len, self.records.too_long, name)
+
+    def blocks(self, state: dict | None) -> Iterator["Block"]:
+        """From a state on; None: from the first that is no validation."""
+        stream = self.table.rows(self.table.splits["train"])
+        number = state["block"] if state else 0
+        if state:
+            stream.load_state_dict(state["stream"])
+        each = iter(stream)
+        aside = self.val_rows if self.table.alone else 0
+        if state is None:
+            next(islice(each, aside, aside), None)
+        while fields := list(islice(each, self.block)):
+            split = self.split(fields, aside + number * self.block, "train")
+            if len(split.ids) > self.seq_len or (self.packing != "joined" and len(split.ids)):  # the last may be short
+                yield Block(state, number, self.rows(split, "train"))
+            number += 1
+            state = {"block": number, "stream": stream.state_dict()}
+
+
+class _Given:
+    """Reader of what was read already."""
+
+    def __init__(self, found: list[Record]) -> None:
+        self.found = found
+
+    def records(self, split: SplitName) -> Iterator[Record]:
+        return iter(self.found)
+
+
+class Block(NamedTuple):
+    """state: of the stream before it; None: it is the first."""
+
+    state: dict | None
+    number: int
+    rows: Rows
+
+
+class Blocks:
+    """In the place of a split's rows: it makes its own loader, for it has no length."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.seq_len = stream, stream.seq_len
+
+    def loader(self, *how: Any) -> "StreamLoader":
+        return StreamLoader(self, *how)
+
+
+class StreamLoader(WindowLoader):
+    """Windows of a stream, which go over from one block to the next."""
+
+    @property
+    def order(self) -> dict:
+        of = self.sequences.stream
+        how = {"packing": of.packing, "too_long": of.records.too_long, "block": of.block, "val_rows": of.val_rows}
+        return {"stream": of.table.key(), "seq_len": of.seq_len, "seed": self.seed, **how}
+
+    def windows_in(self, epochs: int) -> int:
+        raise Refused(
+            f"epochs={epochs}: nobody knows how long a stream is. Type max_steps=<optimizer steps>, or "
+            "data.streaming=false."
+        )
+
+    def between(self, start: Position, end: Position) -> list[int]:
+        """Places in its block."""
+        return list(range(start.sequence, max(end.sequence, start.sequence + 1)))
+
+    def __iter__(self) -> Iterator[Window]:
+        position = self.position
+        while True:
+            before = position
+            for window in self._windows(position):
+                yield window
+                position = window.end
+            if position == before:
+                raise Refused("data.streaming=true: there is nothing to train on behind the validation rows.")
+
+    def _windows(self, start: Position) -> Iterator[Window]:
+        """Of what is left of an epoch."""
+        blocks, at = ahead(self.sequences.stream.blocks(start.state)), start.sequence
+        block, number, together = next(blocks, None), start.window, self.batch_size * self.world_size
+        while block:
+            wanted, parts = together * self.window_size(start.epoch, number), []
+            while block and (missing := wanted - sum(len(indices) for _, indices in parts)):
+                order = np.random.default_rng([self.seed, start.epoch, block.number]).permutation(len(block.rows))
+                parts.append((block.rows, order[at : at + missing]))
+                at += missing
+                if at >= len(order):
+                    block, at = next(blocks, None), 0
+            number += 1
+            end = Position(start.epoch, at, number, block.state) if block else Position(start.epoch + 1, 0, number)
+            yield self._of(_joined(parts), together, end)
+
+    def _of(self, whole: MicroBatch, together: int, end: Position) -> Window:
+        first = self.rank * self.batch_size
+        micro_batches = [
+            whole.each(lambda part, at=at: part[at + first : min(at + first + self.batch_size, at + together)])
+            for at in range(0, len(whole.input_ids), together)
+        ]
+        return Window([one for one in micro_batches if len(one.input_ids)], whole.tokens, end)
+
+
+def _joined(parts: list[tuple[Rows, np.ndarray]]) -> MicroBatch:
+    """All rows of a window, one below the other."""
+    batches = [rows.micro_batch(indices) for rows, indices in parts]
+    return MicroBatch(*(None if one[0] is None else torch.cat(one) for one in zip(*batches, strict=True)))

@@ -1,0 +1,218 @@
+"""A long text in pieces has the tokens of the whole, for every kind of tokenizer, or it stays whole. What is held of it
+does not grow with it."""
+
+import json
+import random
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lowmem.data import corpus, jsonl, pieces, reading, tokens
+from lowmem.errors import Refused
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+KINDS = {  # pre-tokenizer, normalizer, whether a text in pieces has the tokens of the whole
+    "gpt2": (pre_tokenizers.ByteLevel(add_prefix_space=False), None, True),
+    "llama3": (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), BYTES]), None, True),
+    "no words": (BYTES, None, True),  # merges may go over lines
+    "sentencepiece": (pre_tokenizers.Metaspace(), None, False),
+    "prefix space": (pre_tokenizers.ByteLevel(add_prefix_space=True), None, False),
+    "llama2": (None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), False),
+}
+LINES = ["def f(x):\n    return x\n", "\n\n", "hello world.\n", "  a = 1\n", "\tb\n", "x\ny", "don't\n", "!!!\n\n"]
+LINES += ["123 456\n", "é\n", " \n \n", "\r\n", "x\r\nand ", "数据\nand", "#\n#", "it's\n's", "🙂\na"]
+
+
+def text(lines, seed=0):
+    return "".join(random.Random(seed).choices(LINES, k=lines))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            words, normalizer, _ = KINDS[kind]
+            of = Tokenizer(models.BPE())
+            of.normalizer = normalizer or of.normalizer
+            of.pre_tokenizer = words or of.pre_tokenizer
+            alphabet = pre_tokenizers.ByteLevel.alphabet()
+            trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=alphabet)
+            lines = [text(4000)] if words else text(4000).splitlines(keepends=True)
+            of.train_from_iterator(lines, trainer)
+            made[kind] = PreTrainedTokenizerFast(tokenizer_object=of)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 500)
+    monkeypatch.setattr(pieces, "BATCH", 4000)
+
+
+def whole(tokenizer, text):
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_in_pieces_are_those_of_the_whole(tokenizer, small_pieces, kind):
+    cuts, long = pieces.Cuts(tokenizer(kind)), text(20_000, seed=1)
+    count = len(list(pieces.pieces([long], cuts)))
+    assert count > 100 if KINDS[kind][2] else count == 1
+    short = ["", "a", text(3), text(200)]
+    for one, ids in zip([*short, long], pieces.encode(tokenizer(kind), [*short, long]), strict=True):
+        assert ids.tolist() == whole(tokenizer(kind), one)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
+@pytest.mark.parametrize("wrong", ["every newline", "without proof"])
+def test_cuts_elsewhere_and_cuts_without_proof_change_the_ids(tokenizer, small_pieces, monkeypatch, kind, wrong):
+    """The deliberately wrong variants. The rule is right for GPT-2's words, and SentencePiece needs the proof."""
+    if wrong == "every newline":
+        monkeypatch.setattr(pieces, "CUT", re.compile(r"\n"))
+    monkeypatch.setattr(pieces.Cuts, "proved", lambda *_: True)
+    long = text(20_000, seed=1)
+    (ids,) = pieces.encode(tokenizer(kind), [long])
+    same = ids.tolist() == whole(tokenizer(kind), long)
+    assert same == (kind == "gpt2" and wrong == "without proof")
+
+
+def test_proofs_mend_a_rule_that_is_wrong(tokenizer, small_pieces, monkeypatch):
+    monkeypatch.setattr(pieces, "CUT", re.compile(r"\n"))
+    long = text(20_000, seed=1)
+    (ids,) = pieces.encode(tokenizer("gpt2"), [long])
+    assert ids.tolist() == whole(tokenizer("gpt2"), long)
+
+
+def test_a_tokenizer_that_never_bears_a_cut_is_asked_a_few_times_and_named_once(tokenizer, small_pieces, caplog):
+    cuts = pieces.Cuts(tokenizer("sentencepiece"))
+    with caplog.at_level("INFO"):
+        for seed in range(3):
+            assert [ends for _, ends in pieces.pieces([text(2000, seed)], cuts)] == [True]
+    assert cuts.tried == pieces.PROOFS and caplog.text.count("encoded whole") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "gb18030", "utf-7", "cp1252"])
+def test_a_file_in_blocks_is_the_file(tmp_path, monkeypatch, encoding):
+    """Blocks end inside characters."""
+    said = text(300) if encoding != "cp1252" else text(300).replace("🙂", "").replace("数据", "")
+    (tmp_path / "a").write_bytes(said.encode(encoding))
+    for size in (2, 3, 7, 1000):
+        monkeypatch.setattr(reading, "BLOCK", size)
+        assert "".join(reading.blocks(tmp_path / "a", encoding, "refuse")) == said
+
+
+@pytest.mark.parametrize(
+    ("encoding", "raw"), [("utf-8", b"word \xc3\xa4 \xff"), ("utf-16", b"\xff\xfea\0b\0\0\xd8c\0")]
+)
+def test_the_byte_that_is_no_text_is_counted_from_the_files_beginning(tmp_path, monkeypatch, encoding, raw):
+    (tmp_path / "a").write_bytes(raw)
+    with pytest.raises(UnicodeError) as error:
+        raw.decode(encoding)
+    for size in (2, 3, 5, 100):
+        monkeypatch.setattr(reading, "BLOCK", size)
+        assert "".join(reading.blocks(tmp_path / "a", encoding, "replace")) == raw.decode(encoding, "replace")
+        with pytest.raises(Refused, match=rf"see byte {error.value.start}\)"):
+            list(reading.blocks(tmp_path / "a", encoding, "refuse"))
+
+
+def test_tokens_of_a_large_file_are_those_of_the_whole_and_one_document(tmp_path, small_pieces, monkeypatch):
+    monkeypatch.setattr(reading, "BLOCK", 3000)
+    said = text(9000)
+    (tmp_path / "one.txt").write_bytes(said.encode())
+    made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 400)
+    at = reading.cut_at(lambda: [said], 0.1)
+    for split, part in ((made.train, said[:at]), (made.val, said[at:])):
+        assert split.ids.tolist() == [*whole(made.tokenizer, part), made.tokenizer.eos_token_id]
+        assert split.ends.tolist() == [len(split.ids)] and split.text_bytes.tolist() == [len(part.encode())]
+
+
+def test_a_thread_reads_ahead_and_its_errors_arrive():
+    made = []
+
+    def items():
+        for i in range(5):
+            made.append(i)
+            yield i
+        raise Refused("no more")
+
+    ahead = reading.ahead(items())
+    assert next(ahead) == 0
+    with pytest.raises(Refused, match="no more"):
+        assert list(ahead) == []
+    assert made == list(range(5))
+    assert list(reading.ahead(iter(np.arange(9)))) == list(range(9))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MB = 10**6
+
+
+def grown(folder, kind, sizes, small, whole, pipe):
+    """In a process of its own: MB by which its resident memory rose beyond where it was, after files of each size."""
+    from lowmem.memory.process import peak_rss_bytes, reset_peak_rss, rss_bytes
+
+    if small:
+        reading.BLOCK, pieces.BATCH, pieces.PIECE = 1 << 17, 1 << 18, 1 << 14
+    if whole:  # the deliberately wrong variant
+        pieces.CUT = re.compile(r"(?!)")
+    paragraphs = [text(20, seed) for seed in range(200)]
+    (folder / "small.txt").write_text("".join(paragraphs))
+    tokens.train_bpe(paragraphs, 400, folder / "bpe.json")
+    tokenizer = tokens.load_bpe(folder / "bpe.json")
+    reset_peak_rss()
+    before, peaks = rss_bytes(), []
+    for size in sizes:
+        draw, file = random.Random(size), folder / f"{size}.{kind}"
+        with file.open("w") as out:
+            while out.tell() < size * MB:
+                said = "".join(draw.choices(paragraphs, k=5))
+                out.write(said if kind == "text" else json.dumps({"text": said}) + "\n")
+        source = corpus.text(str(file), "*", 0.01) if kind == "text" else jsonl.jsonl(str(file), "*", 0.01)
+        made = tokens.tokenize(source, folder / "cache", 400, tokenizer)
+        assert made.train.text_bytes[-1] > 0.9 * size * MB
+        file.unlink()
+        peaks.append((peak_rss_bytes() - before) / MB)
+    pipe.send(peaks)
+
+
+@pytest.fixture
+def peaks(processes, tmp_path):
+    def of(*how):
+        ours, theirs = processes.Pipe()
+        child = processes.Process(target=grown, args=(Path(tempfile.mkdtemp(dir=tmp_path)), *how, theirs))
+        child.start()
+        theirs.close()
+        found = ours.recv()
+        child.join()
+        return found
+
+    return of
+
+
+def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
+    first, second = peaks("text", (1, 3), True, False)
+    assert second < 60 and second - first < 15
+    first, second = peaks("text", (1, 3), True, True)  # what a reading of whole files costs
+    assert second - first > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_a_file_of_192_mb_takes_no_more_memory_than_one_of_64(peaks, kind):
+    first, second = peaks(kind, (64, 192), False, False)
+    print(f"\n{first:.0f} MB, {second:.0f} MB")
+    assert second < 200 and second - first < 20

@@ -1,0 +1,149 @@
+"""Data sets of a hub, for which local folders stand: read once or streamed, resumed to the bit in any window."""
+
+from itertools import islice
+
+import datasets
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from lowmem import build
+from lowmem.accumulation import fixed
+from lowmem.data.hub import hub
+from lowmem.data.loader import Position
+from lowmem.data.opened import Wanted, opened
+from lowmem.data.tokens import load_bpe, train_bpe
+from lowmem.errors import Refused
+from lowmem.fit import fit
+from lowmem.instantiate import plain
+
+FILES, ROWS = 3, 14  # of parquet, and in each
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("set")
+    for i in range(FILES):
+        texts = [f"shard {i} row {j}: " + "x = self ( ) " * (j % 5 + 1) for j in range(ROWS)]
+        parquet.write_table(pa.table({"text": texts}), place / f"train-{i:05d}.parquet", row_group_size=5)
+    return place
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Of bytes."""
+    place = tmp_path_factory.mktemp("bpe")
+    train_bpe([], 257, place / "tokenizer.json")
+    load_bpe(place / "tokenizer.json").save_pretrained(place)
+    return place
+
+
+def loader(folder, tokenizer, position=None, seed=7, **how):
+    source = hub(str(folder), streaming=True, **{"block": 5, "val_rows": 3, "too_long": "cut"} | how)
+    of = opened(source, Wanted(folder, 32, 0, load_bpe(tokenizer / "tokenizer.json"), []))
+    return of.train.loader(2, fixed(2), seed, *([position] if position else []))
+
+
+def numbers(window):
+    return [part.tolist() for batch in window.micro_batches for part in (batch.input_ids, batch.labels)], window.end[:3]
+
+
+def texts_of(windows, tokenizer):
+    read = load_bpe(tokenizer / "tokenizer.json")
+    return " ".join(read.decode(row) for window in windows for batch in window.micro_batches for row in batch.input_ids)
+
+
+@pytest.mark.parametrize("packing", ["joined", "documents"])
+def test_it_goes_on_to_the_bit_from_any_window_twice_in_a_row(folder, tokenizer, packing):
+    """Over the edges of blocks, of shards and of an epoch."""
+    unbroken = list(islice(loader(folder, tokenizer, packing=packing), 60))
+    epochs = {window.end.epoch for window in unbroken}
+    assert len(epochs) > 1, "an epoch has to end"
+    for done in (1, 7, 20, 33, 45, 52):
+        once = list(islice(loader(folder, tokenizer, Position(*unbroken[done - 1].end), packing=packing), 4))
+        again = list(islice(loader(folder, tokenizer, Position(*once[-1].end), packing=packing), 4))
+        assert [numbers(w) for w in (once + again)] == [numbers(w) for w in unbroken[done : done + 8]]
+
+
+def test_without_its_state_a_position_means_another_place(folder, tokenizer):
+    """A deliberately wrong variant."""
+    unbroken = list(islice(loader(folder, tokenizer), 11))
+    resumed = islice(loader(folder, tokenizer, Position(*unbroken[6].end[:3])), 4)
+    assert [numbers(w) for w in resumed] != [numbers(w) for w in unbroken[7:]]
+
+
+@pytest.mark.slow  # `datasets` takes 20 s over it
+def test_a_shuffle_buffer_is_not_resumed(folder, tokenizer, monkeypatch):
+    """Another one."""
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: load(*a, **k).shuffle(seed=0, buffer_size=9))
+    unbroken = list(islice(loader(folder, tokenizer), 11))
+    assert unbroken[6].end.state, "behind the first block"
+    resumed = islice(loader(folder, tokenizer, Position(*unbroken[6].end)), 4)
+    assert [numbers(w) for w in resumed] != [numbers(w) for w in unbroken[7:]]
+
+
+def test_validation_is_what_no_epoch_reads_and_all_else_is_read_once(folder, tokenizer):
+    made = loader(folder, tokenizer)
+    windows = []
+    for window in made:
+        windows.append(window)
+        if window.end.epoch:
+            break
+    text = texts_of(windows, tokenizer)
+    for i in range(FILES):
+        for j in range(ROWS):
+            held_out = i == 0 and j < 3
+            assert text.count(f"shard {i} row {j}:") == (0 if held_out else 1)
+
+
+def test_blocks_are_permuted_by_seed_and_epoch(folder, tokenizer):
+    first, same, other = (list(islice(loader(folder, tokenizer, seed=s), 60)) for s in (7, 7, 8))
+    assert [numbers(w) for w in first] == [numbers(w) for w in same] != [numbers(w) for w in other]
+    starts = [i + 1 for i, window in enumerate(first) if window.end.epoch > (first[i - 1].end.epoch if i else 0)]
+    assert numbers(first[0])[0] != numbers(first[starts[0]])[0]
+
+
+@pytest.fixture
+def typed(small, folder, tokenizer):
+    base = tuple(line for line in small if not line.startswith("data"))
+    return (*base, "data=hub", f"data.path={folder}", f"tokenizer={tokenizer}")
+
+
+def test_a_streamed_run_repeats_itself_and_goes_on_to_the_bit(config, typed, tmp_path):
+    lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "save_every=1", "checkpoint.keep=9")
+    whole = fit(config(*lines, base=typed), tmp_path / "whole")
+    assert fit(config(*lines, base=typed), tmp_path / "again")["val_loss"] == whole["val_loss"]
+    at = tmp_path / "whole" / "checkpoints" / "step-00000002.ckpt"
+    resumed = fit(config(*lines, f"resume={at}", base=typed), tmp_path / "resumed")
+    assert resumed["val_loss"] == whole["val_loss"]
+    saved = [torch.load(tmp_path / run / "checkpoints" / "step-00000004.ckpt") for run in ("whole", "resumed")]
+    assert saved[0]["lowmem"]["position"]["state"]["block"] > 0
+    weights = [one["state_dict"] for one in saved]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_read_once_it_is_as_files_are(config, typed, folder):
+    data = build.data(plain(config(base=typed)))
+    count = len(data.tokens.train.ends) + len(data.tokens.val.ends)
+    assert count == FILES * ROWS and len(data.tokens.val.ends)
+
+
+REFUSED = {
+    "epochs=2 data.streaming=true": "epochs=2: nobody knows how long a stream is. Type max_steps=",
+    "data.streaming=true tokenizer=null": "Type tokenizer=<a folder or hub id>",
+    "data.streaming=true data.packing=padded": "Type data.packing=documents",
+    "data.split=test": "cannot be read",
+    "data.path=some/where": "hf download --repo-type dataset",
+    "data.field=nothing": 'row 1: there is no field "nothing"; its fields are "text"',
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_read_is_a_sentence(config, typed, tmp_path, line):
+    given = line.split()
+    kept = tuple(one for one in typed if one.split("=")[0] not in {g.split("=")[0] for g in given})
+    with pytest.raises(Refused) as refusal:
+        fit(config(*given, base=kept), tmp_path / "run")
+    assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)

@@ -68,12 +68,12 @@ def measured(architecture: dict) -> dict[str, str | float]:
     model.eval()
     draw = torch.Generator().manual_seed(0)
     documents = [torch.randint(4, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS * ROWS]
-    right = computed(model, [padded([document]) for document in documents])
+    with attention.own_mask(model):
+        right = computed(model, [padded([document]) for document in documents])
+        alone = computed(model, [padded(documents)])  # a run of padded rows has no mask to share
     row = packed(documents)
-    found = [
-        off(a, b) for batch in (row, padded(documents)) for a, b in zip(computed(model, [batch]), right, strict=True)
-    ]
-    apart = attention.keeps_apart(model, row.input_ids[:, :16])
+    found = [off(a, b) for a, b in zip((*computed(model, [row]), *alone), right * 2, strict=True)]
+    apart = attention.keeps_apart(model, row.input_ids)
     verdict = "exact" if apart else "refused"
     if apart and max(found[:2]) > EXACT:
         verdict = "wrong: taken"

@@ -23,6 +23,7 @@ from lowmem.errors import Refused
 from lowmem.internals import attention_taken
 
 SHARED = "lowmem_packed"  # by which transformers' configs call it
+LOOKED_AT = 64  # tokens of a row: more than a rule that sets in at a length is likely to leave out
 SAME = 1e-4  # of the largest logit: other kernels differ by less, lost positions by a hundred times as much
 ROUNDINGS = 8  # where one of them is more than that
 
@@ -48,7 +49,8 @@ def share_mask(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _own_mask(model: PreTrainedModel) -> Iterator[None]:
+def own_mask(model: PreTrainedModel) -> Iterator[None]:
+    """As without `share_mask`: a model may read of its mask what only booleans say."""
     taken = attention_taken(model)
     model.set_attn_implementation("sdpa" if taken == SHARED else taken)
     try:
@@ -63,7 +65,7 @@ def keeps_apart(model: PreTrainedModel, input_ids: Tensor) -> bool:
     lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
     places = torch.cat([torch.arange(length, device=input_ids.device) for length in lengths])
     packed = {"input_ids": input_ids, "position_ids": places.expand_as(input_ids)}
-    with torch.no_grad(), _own_mask(model):
+    with torch.no_grad(), own_mask(model):
         parts = [model(input_ids=part, use_cache=False).logits for part in input_ids.split(lengths, dim=1)]
     return _sees_nothing_before(model, packed, lengths) and _same(model, packed, torch.cat(parts, dim=1))
 
@@ -88,7 +90,7 @@ def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], leng
 
     def caught(_, __, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
+        return embedded[-1].clone()  # some models scale it in place
 
     hook = model.get_input_embeddings().register_forward_hook(caught)
     try:

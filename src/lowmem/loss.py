@@ -73,24 +73,25 @@ class Verified(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not (self.packed or hasattr(module.loss, "verify")):
             return
-        few = _few(next(iter(trainer.train_dataloader)).micro_batches[0], module)
+        first = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
+        few = first.each(lambda part: part[:, :VERIFIED])
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
         with trainer.precision_plugin.forward_context():
             if self.packed:
-                attention.verify(module.model, few.input_ids)
+                attention.verify(module.model, first.input_ids[:, : attention.LOOKED_AT])
             if hasattr(module.loss, "verify"):
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if self.packed and trainer.validating:  # alone, without training
-            few = _few(next(iter(trainer.val_dataloaders[0])), module)
+            first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
             with trainer.precision_plugin.forward_context():
-                attention.verify(module.model, few.input_ids)
+                attention.verify(module.model, first.input_ids[:, : attention.LOOKED_AT])
 
 
-def _few(batch: MicroBatch, module: LightningModule) -> MicroBatch:
-    return batch.each(lambda part: part[:2, :VERIFIED].to(module.device))
+def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:
+    return batch.each(lambda part: part[:2].to(module.device))
 
 
 def counted(labels: Tensor) -> Tensor:

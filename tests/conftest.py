@@ -1,5 +1,6 @@
 """A corpus of a few files, a model of a few thousand parameters, and two ways to run: as a function and as typed."""
 
+import base64
 import copy
 import multiprocessing
 import os
@@ -60,6 +61,9 @@ SMALL = (
     "plan=off",
 )
 
+# What stands for a picture that nobody looks at.
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -103,7 +107,7 @@ def fit(config, tmp_path, monkeypatch):
     """(overrides) -> (summary, output folder) of a small run as a function, its picture not drawn."""
     from lowmem.fit import fit
 
-    monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(b""))
+    monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(PIXEL))
 
     def run(*overrides: str, folder: str = "run"):
         return fit(config(*overrides), tmp_path / folder), tmp_path / folder

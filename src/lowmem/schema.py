@@ -356,6 +356,8 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 
 def _kind(key: str, default: object) -> Any:
     """The type of an argument, as its name or its value in the yaml says; null and ??? say nothing."""
+    if key == "declares":  # of the technique itself, by names of its own
+        return Any
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):

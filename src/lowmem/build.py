@@ -123,7 +123,7 @@ def causal_lm(
 ) -> CausalLM:
     """Args: spec: cfg.model as a plain dict; config: its architecture; check: called with the model as it was loaded,
     where it holds numbers."""
-    network = model.build(config, getattr(torch, cfg.weights_dtype), **spec)
+    network = model.build(config, getattr(torch, Settings(cfg).loaded_in), **spec)
     check(network)
     if with_positions(cfg.data):
         attention.share_mask(network)

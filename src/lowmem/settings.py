@@ -63,6 +63,12 @@ class Settings:
         return "tensorfloat32" if kind.tf32 else str(kind.dtype).removeprefix("torch.")
 
     @property
+    def loaded_in(self) -> str:
+        """float32, bfloat16 or float16: what a checkpoint of the model is read into. Weights that are to have masters
+        come as those; where an adapter is all that is trained, none has, and they come as the device holds them."""
+        return self.multiplies_in if self.masters and self.adapter.freezes_base else self.cfg.weights_dtype
+
+    @property
     def rounds_weights(self) -> bool:
         """Whether a step's sum is rounded to 16 bits, and nothing keeps what is lost."""
         return self.cfg.weights_dtype != "float32" and not self.adapter.stays_wide

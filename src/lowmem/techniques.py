@@ -34,6 +34,7 @@ class Technique:
     computes_as: of a precision: one that computes in the same dtypes, with its gradients on the device.
     counts_sequences: of an accumulation: it makes up for a smaller micro-batch by itself.
     stays_wide: of an adapter: it computes in fp32 where the weights have 16 bits, unless there are masters.
+    freezes_base: of an adapter: none of the model's own weights is trained.
     """
 
     saves: Mapping[str, float] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Technique:
     computes_as: str | None = None
     counts_sequences: bool = False
     stays_wide: bool = False
+    freezes_base: bool = False
 
 
 def declared(cfg: DictConfig, group: str) -> Technique:

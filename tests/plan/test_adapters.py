@@ -3,18 +3,23 @@
 from itertools import product
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from test_recipes import card, machine
 from test_trace import MODELS, PHASES, SCALARS, measured, traced
 
+from lowmem import build
 from lowmem.errors import Refused
+from lowmem.instantiate import plain
 from lowmem.memory.tracker import Point
+from lowmem.model import architecture_of
 from lowmem.plan.candidates import Typed, candidates, trainings
 from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import needs, outline
 from lowmem.plan.recipes import model_depth
 from lowmem.plan.trace import trace
 from lowmem.settings import Settings
+from lowmem.trained import trained
 
 FREEZE = "freeze=[transformer.wte.*,*.ln_1.*]"
 RUN = (*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8", "clip=1.0")
@@ -153,10 +158,26 @@ def test_an_outline_counts_what_is_trained(config, line, precision):
 
 def test_of_a_frozen_half_masters_take_no_memory_while_it_is_loaded(config):
     """On a CPU the fp32 start is narrowed where it stands: its highest is the start itself, or the masters' end."""
-    cfg = OmegaConf.create(OmegaConf.to_container(config("adapter=lora", "precision=bf16-master"), resolve=True))
+    frozen = "freeze=[transformer.wte.*,transformer.h.0.*]"
+    cfg = OmegaConf.create(OmegaConf.to_container(config(frozen, "precision=bf16-master"), resolve=True))
     shapes = trace(cfg, on_card=False)
     load = needs(shapes, cfg, False, 0).phases["load"].host
     assert load == pytest.approx(4 * (shapes.parameters + shapes.largest), rel=0.01)
+
+
+def test_a_base_that_an_adapter_freezes_is_never_in_fp32(config):
+    """Nobody needs what 16 bits leave out: half of the host memory that masters of all weights take to load."""
+    lines = ("adapter=lora", "precision=bf16-master", "adapter.r=1")
+    cfg, all_weights = (config(*some) for some in (lines, lines[1:2]))
+    spec = OmegaConf.to_container(cfg.model)
+    loaded = build.causal_lm(cfg, spec, architecture_of(cfg)).model
+    assert {p.dtype for p in loaded.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for _, p in trained(loaded)} == {torch.float32}
+    for on_card in (False, True):
+        adapter, every = (
+            needs(trace(plain(one), on_card), plain(one), on_card, 0).phases["load"].host for one in (cfg, all_weights)
+        )
+        assert adapter < 0.65 * every
 
 
 def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):

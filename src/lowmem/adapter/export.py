@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from lowmem import model
 from lowmem.adapter.lora import CONFIG, PREFIX, WEIGHTS
 from lowmem.aside import aside
+from lowmem.overrides import CONF
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +145,8 @@ def opens(folder: Path) -> dict:
     """What `adapter=` would have to be for a run to go on with what is in the folder."""
     kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text()).get("use_dora") else "lora.LoRA"
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
-    return {"_target_": f"lowmem.adapter.{kind}", "path": str(folder)}
+    nodes = (yaml.safe_load(file.read_text()) for file in sorted((CONF / "adapter").glob("*.yaml")))
+    return next(node for node in nodes if node["_target_"] == f"lowmem.adapter.{kind}") | {"path": str(folder)}
 
 
 def stands_on_4_bits(folder: Path) -> bool:

@@ -197,7 +197,7 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
 def outlined(cfg: DictConfig) -> PreTrainedModel:
     """The run's model without memory or numbers, and what of it is trained."""
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(architecture_of(cfg), dtype=getattr(torch, cfg.weights_dtype))
+        network = AutoModelForCausalLM.from_config(architecture_of(cfg), dtype=getattr(torch, Settings(cfg).loaded_in))
         build.choose_trained(cfg, network)
     return network
 
@@ -238,7 +238,7 @@ def needs(
 ) -> Prediction:
     """What a traced run needs. Args: libraries: resident bytes of a process that has imported all and built nothing."""
     shapes = sharded(shapes, devices)
-    size = getattr(torch, cfg.weights_dtype).itemsize
+    size, loaded = (getattr(torch, name).itemsize for name in (cfg.weights_dtype, Settings(cfg).loaded_in))
     steps_beside_card = on_card and shapes.steps_on_host
     # a gradient on its way to the host, in 16 bits
     leaving = shapes.largest_trained * size // 2 if steps_beside_card else 0
@@ -249,9 +249,9 @@ def needs(
         "staging": 2 * SLOTS * SLOT_BYTES if steps_beside_card else 0,
     }
     base = sum(built_on.values())
-    device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size)
-    host["save"] += _merged(cfg, shapes, size)
-    mapped = _mapped(cfg, shapes.parameters, size)
+    device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size, loaded)
+    host["save"] += _merged(cfg, shapes, loaded)
+    mapped = _mapped(cfg, shapes.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
     reserved, smallest = _by_the_allocator(shapes, max(device.values()), leaving) if on_card else (0, 0)
@@ -288,10 +288,11 @@ def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
     }
 
 
-def _host_bytes(shapes: Trace, on_card: bool, size: int) -> dict[str, int]:
-    """By phase, of tensors that lie on the host only. Args: size: bytes of an element of the weights."""
+def _host_bytes(shapes: Trace, on_card: bool, size: int, loaded: int) -> dict[str, int]:
+    """By phase, of tensors that lie on the host only. Args: size: bytes of an element of what is trained; loaded: of
+    the weights as they are read."""
     traced = {name: point.host for name, point in shapes.phases.items()}
-    largest, weights = shapes.largest * size, max(shapes.parameters * size, shapes.weights)
+    largest, weights = shapes.largest * loaded, max(shapes.parameters * loaded, shapes.weights)
     masters = shapes.trained * size if shapes.steps_on_host else 0
     # where there is a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0

@@ -192,6 +192,23 @@ def test_the_bytes_do_not_depend_on_how_many_labels_count(batch, monkeypatch):
     assert peak(nearly) <= peak(every) < peak(nearly, at_once)
 
 
+def test_an_evaluation_holds_one_chunk_at_a_time(batch):
+    """With a head that is frozen, as beside an adapter, its chunks are the peak of training and evaluation alike."""
+
+    def largest(evaluates, rows):
+        model = network()
+        model.requires_grad_(False)
+        model.transformer.wte.weight.data = torch.randn(2000, WIDTH)
+        model.transformer.h[0].mlp.c_fc.weight.requires_grad_(not evaluates)
+        with StorageTracker({}) as tracker:
+            losses.Chunked(rows)(model, batch)
+        return max(point.total for point in tracker.timeline())
+
+    assert largest(True, 15) <= largest(False, 15)
+    head, chunk = 2000 * WIDTH * 4, 15 * 2000 * 4
+    assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; with those of the chunk before, 4
+
+
 def test_of_no_label_at_all_the_loss_is_nothing(batch):
     batch = batch._replace(labels=torch.full_like(batch.labels, losses.IGNORED))
     for loss in (losses.full, chunked):

@@ -122,19 +122,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits, back = _logits(rows_hidden, matrix, bias, finish)  # (rows, V), fp32
             logp = torch.log_softmax(logits, dim=-1)
             total += F.nll_loss(logp, rows_labels, reduction="sum")
-            if not any(ctx.needs_input_grad):
-                continue
-            d_product = logp.exp_()  # softmax minus one-hot is the gradient of the sum
-            d_product[torch.arange(len(rows_labels), device=logits.device), rows_labels] -= 1.0
-            d_product = back(d_product)
-            d_rows = d_product.to(hidden.dtype)
-            if needs_weight:
-                _add_product(d_weight, d_rows, rows_hidden)
-            if needs_hidden:
-                d_hidden.index_copy_(0, part, torch.mm(d_rows, matrix, out=rows_hidden))  # nobody reads it any more
-            if needs_bias:
-                d_bias += d_product.sum(0)
-            del logits, logp, d_product, d_rows, rows_hidden, back  # before the next chunk's, not after
+            if any(ctx.needs_input_grad):
+                d_product = logp.exp_()  # softmax minus one-hot is the gradient of the sum
+                d_product[torch.arange(len(rows_labels), device=logits.device), rows_labels] -= 1.0
+                d_product = back(d_product)
+                d_rows = d_product.to(hidden.dtype)
+                if needs_weight:
+                    _add_product(d_weight, d_rows, rows_hidden)
+                if needs_hidden:
+                    d_hidden.index_copy_(0, part, torch.mm(d_rows, matrix, out=rows_hidden))  # nobody reads it any more
+                if needs_bias:
+                    d_bias += d_product.sum(0)
+                del d_product, d_rows
+            del logits, logp, rows_hidden, back  # before the next chunk's, not after
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total

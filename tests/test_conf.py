@@ -8,10 +8,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from conftest import ROOT
+from lowmem import overrides
 from lowmem.check import check, targets
 from lowmem.memory.advice import advice
 from lowmem.memory.advice import out_of_memory as out_of_memory_text
 from lowmem.overrides import quoted
+from lowmem.units import GIB
 
 CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
@@ -158,8 +160,25 @@ def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed
     assert cfg.lr == 0.5 and "SGD" in cfg.optim._target_
 
 
+CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "continue_pretraining"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", CARDS)
+def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
+    from lowmem.instantiate import plain
+    from lowmem.plan.prediction import predict
+
+    head = (CONF / "experiment" / f"{preset}.yaml").read_text().split("defaults:")[0]
+    tensors, reserved = re.search(r"([\d.]+) GiB of\s+(?:# )?tensors, ([\d.]+)(?: GiB)? with the", head).groups()
+    found = predict(plain(overrides.composed([f"experiment={preset}", "device=cpu"])), on_card=True)
+    assert f"{max(need.device for need in found.phases.values()) / GIB:.1f}" == tensors
+    assert f"{found.reserved / GIB:.1f}" == reserved
+
+
 def test_the_presets_that_are_promised_are_there():
-    assert set(PRESETS) >= {"baseline", "combine_all", "gpt2_xl_12gb", "llama_1b_8gb", "debug"}
+    assert set(PRESETS) >= {"baseline", "combine_all", "gpt2_xl_12gb", "llama_1b_8gb", "debug", *CARDS}
+    assert set(CARDS) >= {"chat_lora_8gb", "chat_full_24gb", "continue_pretraining", "qlora_8b_12gb"}
 
 
 def test_combine_all_steps_on_the_tokens_of_baseline():

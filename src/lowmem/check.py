@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem import schema
-from lowmem.data import corpus
+from lowmem.data import reading
 from lowmem.errors import Refused
 from lowmem.refusals import refused
 
@@ -88,14 +88,14 @@ def _check_texts(of: str, data: DictConfig) -> None:
     for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
         for place in places:
             if place is not None and "revision" not in data and not _is_there(place):
-                raise corpus.no_such(f"{of}.{key}", place)
+                raise reading.no_such(f"{of}.{key}", place)
     template = data.get("template")
     if template not in (None, "chatml") and not _is_there(template):
-        raise corpus.no_such(f"{of}.template", template)
+        raise reading.no_such(f"{of}.template", template)
     if "encoding" in data:
-        corpus.checked_encoding(data.encoding)
+        reading.checked_encoding(data.encoding)
     if "on_error" in data:
-        corpus.checked_on_error(data.on_error)
+        reading.checked_on_error(data.on_error)
 
 
 def no_such_run(key: str, place: str) -> Refused:

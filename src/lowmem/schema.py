@@ -291,7 +291,7 @@ ARGUMENTS: dict[str, Any] = {
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
     "skip_bad": Switch,
     **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
-    "weights": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
+    "shares": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
     "assistant": _words("all or last", Literal["all", "last"]),
     "control_tokens": _words("refuse or text", Literal["refuse", "text"]),
     "boundary": _words("refuse or strip", Literal["refuse", "strip"]),
@@ -356,8 +356,6 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 
 def _kind(key: str, default: object) -> Any:
     """The type of an argument, as its name or its value in the yaml says; null and ??? say nothing."""
-    if key == "declares":  # of the technique itself, by names of its own
-        return Any
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):

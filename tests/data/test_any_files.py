@@ -60,7 +60,7 @@ typed = st.fixed_dictionaries(
         "val_fraction": st.floats(0.001, 0.999),
         "val": st.booleans(),  # a folder of its own for validation, if there is one
         "encoding": st.sampled_from(ENCODINGS),  # idna: none of text
-        "on_error": st.sampled_from(corpus.ON_ERROR),
+        "on_error": st.sampled_from(reading.ON_ERROR),
     }
 )
 

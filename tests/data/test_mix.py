@@ -41,15 +41,15 @@ def counted(mixed):
     return of[False], of[True]
 
 
-@pytest.mark.parametrize(("weights", "share"), [((3, 1), 0.75), ((1, 1), 0.5), ((1, 9), 0.1), (None, 79 / 118.5)])
-def test_weights_are_of_tokens_that_count(weights, share):
-    weights = weights and dict(zip(("all", "half"), weights, strict=True))
-    mixed = Mixed({"all": part(0, 80), "half": half_learnt(1000, 80)}, weights)
+@pytest.mark.parametrize(("shares", "share"), [((3, 1), 0.75), ((1, 1), 0.5), ((1, 9), 0.1), (None, 79 / 118.5)])
+def test_weights_are_of_tokens_that_count(shares, share):
+    shares = shares and dict(zip(("all", "half"), shares, strict=True))
+    mixed = Mixed({"all": part(0, 80), "half": half_learnt(1000, 80)}, shares)
     ours, theirs = counted(mixed)
     assert ours / (ours + theirs) == pytest.approx(share, abs=0.01)
-    rows_alone = 0.5 if weights is None else weights["all"] / sum(weights.values())
+    rows_alone = 0.5 if shares is None else shares["all"] / sum(shares.values())
     by_rows = mixed.counts[0] / len(mixed)  # deliberately wrong: rows are not tokens
-    assert weights is None or abs(by_rows - rows_alone) > 0.03
+    assert shares is None or abs(by_rows - rows_alone) > 0.03
 
 
 def test_every_row_is_there_and_none_much_oftener_than_another():
@@ -112,7 +112,7 @@ def typed(small, text_folder, tmp_path):
         (tmp_path / f"{i}.jsonl").write_text("\n".join(lines[i::3]))
     base = tuple(line for line in small if not line.startswith("data"))
     parts = ("+data@data.parts.code=text", f"data.parts.code.path={text_folder}", "+data@data.parts.notes=jsonl")
-    return (*base, "data=mix", *parts, f"data.parts.notes.path={tmp_path}", "data.weights={code: 3, notes: 1}")
+    return (*base, "data=mix", *parts, f"data.parts.notes.path={tmp_path}", "data.shares={code: 3, notes: 1}")
 
 
 def test_a_mixture_as_typed_trains_evaluates_each_part_and_goes_on(command, typed, tmp_path):
@@ -133,9 +133,9 @@ def test_the_plan_knows_whether_a_part_has_positions(config, typed):
 
 
 REFUSED = {
-    "data.weights={code: 1}": "give one for each of code, notes, or null",
+    "data.shares={code: 1}": "give one for each of code, notes, or null",
     "data.parts.notes.packing=padded": "Type data.parts.notes.packing=documents",
-    "data.weights={code: 1, notes: 0}": "give a positive number",
+    "data.shares={code: 1, notes: 0}": "give a positive number",
     "data.parts.notes.path=/no/such": "data.parts.notes.path=/no/such: there is no such file or folder",
 }
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -172,7 +172,12 @@ def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
     tokens = model.get_input_embeddings().weight
     kinds = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
-    return {n: part for n, part in kinds.items() if part is not head and part._parameters.get("weight") is not tokens}
+    return {n: part for n, part in kinds.items() if part is not head and not _holds(part, tokens)}
+
+
+def _holds(part: nn.Module, weight: Tensor) -> bool:
+    """Asked of its parameters: a matrix in 4 bits would be made anew for the question."""
+    return any(p is weight for p in part.parameters(recurse=False))
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:

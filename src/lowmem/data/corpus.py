@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lowmem.data.pieces import Cuts, batches, end_of, ids_of, pieces, text_bytes
-from lowmem.data.reading import ahead, between, blocks, cut_at, digests, is_text, shown
+from lowmem.data.reading import (
+    ahead,
+    between,
+    blocks,
+    checked_encoding,
+    checked_on_error,
+    cut_at,
+    digests,
+    is_text,
+    no_such,
+    shown,
+)
 from lowmem.data.source import Encoded, SplitName
 from lowmem.errors import Refused
 
@@ -28,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ON_ERROR = ("refuse", "replace", "skip")
 RECORDS = {".jsonl", ".ndjson"}  # text, but not plain: a model would learn braces, keys and escapes
 
 
@@ -190,22 +200,6 @@ def found(
     return Files(root, train, sets[0])
 
 
-def checked_encoding(encoding: str) -> str:
-    try:
-        b"\xff".decode(encoding, errors="replace")  # which codecs that are none of text, such as base64, do not do
-        return encoding
-    except (LookupError, TypeError, ValueError):
-        raise Refused(
-            f"data.encoding={encoding}: Python knows no such encoding of text. Type utf-8, utf-16, latin-1 or cp1252."
-        ) from None
-
-
-def checked_on_error(on_error: str) -> str:
-    if on_error not in ON_ERROR:
-        raise Refused(f"data.on_error={on_error}: type {', '.join(ON_ERROR[:-1])} or {ON_ERROR[-1]}.")
-    return on_error
-
-
 def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], list[Path]]) -> tuple[Path, list[Path]]:
     given = shown(path)
     if not given.strip():
@@ -228,10 +222,6 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
     if not files:
         raise Refused(f"{key}={given}: there is no text in it. Give files that hold some.")
     return root, files
-
-
-def no_such(key: str, path: str) -> Refused:
-    return Refused(f"{key}={shown(path)}: there is no such file or folder. Give one that exists.")
 
 
 def _matching(root: Path, given: str, pattern: str) -> list[Path]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from lowmem.data.corpus import Files, checked_encoding, found
-from lowmem.data.reading import readable
+from lowmem.data.corpus import Files, found
+from lowmem.data.reading import checked_encoding, readable
 from lowmem.data.records import Bad, OfFiles, Records, encoder
 from lowmem.errors import Refused
 

@@ -1,4 +1,4 @@
-"""Several sources at once, in the shares that their weights say, mixed row by row.
+"""Several sources at once, in shares of the tokens that count, mixed row by row.
 
 An epoch has every row of every part at least once: the part of which there is least for its weight is read as often
 again as its share takes. Which row stands where is a permutation of (part, row), as of any rows: the order depends on
@@ -25,17 +25,17 @@ MOST = 1 << 30  # rows of an epoch: 8 GB of numbers
 
 
 class Mix:
-    """Args: weights: by part; None: every row of every part once an epoch."""
+    """Args: shares: by part; None: every row of every part once an epoch."""
 
     name = "mix"
 
-    def __init__(self, parts: Mapping[str, Source], weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, parts: Mapping[str, Source], shares: Mapping[str, float] | None = None) -> None:
         if not parts:
             raise Refused(
                 "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
             )
-        if weights is not None and {*weights} != {*parts}:
-            raise Refused(f"data.weights={dict(weights)}: give one for each of {', '.join(parts)}, or null.")
+        if shares is not None and {*shares} != {*parts}:
+            raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(parts)}, or null.")
         for name, part in parts.items():
             if getattr(part, "streams", False):
                 raise Refused(
@@ -47,7 +47,7 @@ class Mix:
                     f"data.parts.{name}.packing=padded: rows of a mixture are of one length. "
                     f"Type data.parts.{name}.packing=documents."
                 )
-        self.parts, self.weights = dict(parts), weights
+        self.parts, self.shares = dict(parts), shares
 
     @property
     def chat(self) -> object | None:
@@ -68,7 +68,7 @@ class Mix:
     def opened(self, wanted: Wanted) -> Opened:
         tokenizer = wanted.tokenizer or trained(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
         each = {name: opened(part, wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}
-        train = Mixed({name: one.train for name, one in each.items()}, self.weights)
+        train = Mixed({name: one.train for name, one in each.items()}, self.shares)
         log.info(f"data=mix: {'; '.join(train.told())}.")
         val = {f"{name}_{below}".rstrip("_"): rows for name, one in each.items() for below, rows in one.val.items()}
         ofs = [one.tokens for one in each.values()]
@@ -78,13 +78,13 @@ class Mix:
 class Mixed(Rows):
     """Rows of several parts: first all of the first, as often as an epoch has them, then those of the next."""
 
-    def __init__(self, parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> None:
+    def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
         self.seq_len = self.parts[0].seq_len
         self.positions = any(getattr(part, "positions", False) for part in self.parts)
         self.per_row = [_per_row(part) for part in self.parts]
-        self.weights = weights and [weights[name] for name in self.names]
-        self.counts = [len(part) for part in self.parts] if weights is None else self._counts()
+        self.shares = shares and [shares[name] for name in self.names]
+        self.counts = [len(part) for part in self.parts] if shares is None else self._counts()
         self.ends = np.cumsum(self.counts)  # in rows of the mixture
         # of what is left of a part's last pass, not always the same beginning
         self.last_pass = [np.random.default_rng(0).permutation(len(part)) for part in self.parts]
@@ -94,13 +94,13 @@ class Mixed(Rows):
 
     def _counts(self) -> list[int]:
         """Rows of each part in an epoch."""
-        shares = np.array(self.weights, float) / self.per_row
+        shares = np.array(self.shares, float) / self.per_row
         sizes = np.array([len(part) for part in self.parts])
         counts = np.maximum(sizes, np.rint(shares * (sizes / shares).max()))
         if counts.sum() > MOST:
             much = self.names[int((counts / sizes).argmax())]
             raise Refused(
-                f"data.weights: an epoch would read {much} {int((counts / sizes).max()):,} times. Give it a smaller "
+                f"data.shares: an epoch would read {much} {int((counts / sizes).max()):,} times. Give it a smaller "
                 "weight, or more text."
             )
         return counts.astype(int).tolist()
@@ -113,7 +113,7 @@ class Mixed(Rows):
     def told(self) -> Iterator[str]:
         """The share that each part has, and how often it is read."""
         tokens = np.array(self.counts) * self.per_row
-        asked = [None] * len(tokens) if self.weights is None else np.array(self.weights) / sum(self.weights)
+        asked = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
         for name, share, wanted, count, part in zip(
             self.names, tokens / tokens.sum(), asked, self.counts, self.parts, strict=True
         ):

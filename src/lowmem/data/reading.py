@@ -12,6 +12,7 @@ from typing import TypeVar
 from lowmem.errors import Refused
 
 BLOCK = 1 << 20  # bytes
+ON_ERROR = ("refuse", "replace", "skip")
 BOUNDARIES = ("\n\n", "\n", " ")  # of paragraphs, lines and words
 OVER = object()
 MARKS = {
@@ -24,6 +25,26 @@ T = TypeVar("T")
 def shown(name: object) -> str:
     """A file's name in a sentence: it may hold newlines, and bytes that no terminal takes."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
+
+
+def checked_encoding(encoding: str) -> str:
+    try:
+        b"\xff".decode(encoding, errors="replace")  # which codecs that are none of text, such as base64, do not do
+        return encoding
+    except (LookupError, TypeError, ValueError):
+        raise Refused(
+            f"data.encoding={encoding}: Python knows no such encoding of text. Type utf-8, utf-16, latin-1 or cp1252."
+        ) from None
+
+
+def checked_on_error(on_error: str) -> str:
+    if on_error not in ON_ERROR:
+        raise Refused(f"data.on_error={on_error}: type {', '.join(ON_ERROR[:-1])} or {ON_ERROR[-1]}.")
+    return on_error
+
+
+def no_such(key: str, path: str) -> Refused:
+    return Refused(f"{key}={shown(path)}: there is no such file or folder. Give one that exists.")
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowmem.data.corpus import Files, checked_encoding, found
-from lowmem.data.reading import blocks, readable, shown
+from lowmem.data.corpus import Files, found
+from lowmem.data.reading import blocks, checked_encoding, readable, shown
 from lowmem.data.records import Bad, OfFiles, Records, encoder
 from lowmem.errors import Refused
 

@@ -29,12 +29,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.runner import write
 from lowmem import build, gradient_checkpointing, model
+from lowmem.adapter.export import merge
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate, plain
 from lowmem.overrides import composed
 from lowmem.plan.prediction import predict
 from lowmem.quiet import quiet
+from lowmem.trained import trained
 from lowmem.training import mixes_dtypes
 
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
@@ -238,6 +240,27 @@ def masters(architecture: dict) -> str:
     return "right" if same else "wrong weights"
 
 
+def adapted(architecture: dict) -> str:
+    """That its matrices alone have gradients, and that merged into the weights they make the same model."""
+    module, ids = made(configured(architecture, "adapter=lora", "adapter.r=4"))
+    network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
+    for _, p in trained(network):
+        torch.nn.init.normal_(p, std=0.05)  # B begins at zero, and would do nothing
+    torch.manual_seed(1)
+    module.loss(network, batch).backward()
+    having = {name for name, p in network.named_parameters() if p.grad is not None and p.grad.isfinite().all()}
+    if not having or any("lora_" not in name for name in having):
+        return f"wrong: gradients of {len(having)} tensors"
+    network.eval()
+    with torch.no_grad():
+        beside = network(**batch.inputs, use_cache=False).logits
+        merge(network, torch.float32)
+        inside = network(**batch.inputs, use_cache=False).logits
+    finite = beside.isfinite() & inside.isfinite()
+    wrong = ((inside - beside)[finite].abs().max() / beside[finite].abs().max()).item()
+    return "right" if wrong < REORDERED else f"wrong: merged {wrong:.1g}"
+
+
 def planned(architecture: dict) -> str:
     cfg = configured(architecture, "gradient_checkpointing=every_layer", "loss=chunked")
     estimate = predict(cfg, on_card=True).estimate
@@ -251,6 +274,7 @@ CELLS = {
     "selective": checkpointed("selective"),
     "offload": checkpointed("offload"),
     "bf16-master": masters,
+    "lora": adapted,
     "plan": planned,
 }
 

@@ -186,8 +186,10 @@ def in_bash(tmp_path):
     return run
 
 
-def test_what_the_readme_types_for_it_completes_and_runs_nobody_elses_script(in_bash):
-    install = next(line.strip() for line in (ROOT / "README.md").read_text().splitlines() if "-sc install=bash" in line)
+def test_what_its_page_types_for_it_completes_and_runs_nobody_elses_script(in_bash):
+    install = next(
+        line.strip() for line in (ROOT / "docs/install.md").read_text().splitlines() if "-sc install=bash" in line
+    )
     assert in_bash(install) == ("optim=lion8bit", False)
 
 

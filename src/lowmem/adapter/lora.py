@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in a folder of peft's
 RANK, ALL = 16, "all-linear"
+ROUTERS = ("gate", "router", "shared_expert_gate")
 # What a folder may ask for that is more than matrices beside those of linear layers, or changes these.
 NOT_HERE = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
 
@@ -168,11 +169,20 @@ def load(model: PreTrainedModel, path: str) -> None:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """By name, but for the head and what is tied to an embedding: others compute with their matrices."""
+    """By name, but for the head and what is tied to an embedding, with whose matrices others compute, and for routers,
+    whose choice of experts would change."""
     tokens = model.get_input_embeddings().weight
     kinds = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
-    return {n: part for n, part in kinds.items() if part is not head and not _holds(part, tokens)}
+    return {
+        name: part
+        for name, part in kinds.items()
+        if part is not head and not is_router(name) and not _holds(part, tokens)
+    }
+
+
+def is_router(name: str) -> bool:
+    return name.rpartition(".")[2] in ROUTERS
 
 
 def _holds(part: nn.Module, weight: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lowmem.adapter.lora import is_router
 from lowmem.errors import Refused
 from lowmem.trained import parameters
 
@@ -32,7 +33,6 @@ ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements to a scale
 BLOCKS = 256  # scales to a scale of theirs
 PIECE = 1 << 22  # elements that are quantised at once: on a CPU it takes some 20 bytes each
-ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 class NF4Linear(nn.Linear):
@@ -146,5 +146,5 @@ def quantise(model: PreTrainedModel) -> None:
 
 def _fits(model: PreTrainedModel, name: str, part: nn.Module) -> bool:
     """A subclass may do more than its product; a tied matrix is an embedding's."""
-    alone = part is not model.get_output_embeddings() and name.rpartition(".")[2] not in ROUTERS
+    alone = part is not model.get_output_embeddings() and not is_router(name)
     return type(part) in (nn.Linear, Conv1D) and alone and part.weight is not model.get_input_embeddings().weight

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.bad import Bad, checked, kind
+from lowmem.data.bad import Bad, checked, control, kind
 from lowmem.data.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Messages, Rendered
 from lowmem.data.reading import shown
 from lowmem.data.source import Encoded
@@ -197,11 +197,8 @@ def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate 
         where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):
             checked(text, where, empty=True)
-            if template and (control := template.in_text(text, message["role"] == "assistant")):
-                raise Bad(
-                    f"{where} holds {control}, which the tokenizer reads as a control token. "
-                    "data.control_tokens=text takes such as the text they are written as"
-                )
+            if template and (found := template.in_text(text, message["role"] == "assistant")):
+                raise control(where, found)
 
 
 def _strings(value: object) -> Iterator[str]:

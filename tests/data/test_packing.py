@@ -87,7 +87,7 @@ def test_what_is_too_long_is_cut_dropped_or_refused_and_counted():
     cut, drop = (rows(documents, SEQ_LEN, "documents", how, "train") for how in ("cut", "drop"))
     assert cut.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 1, "rows": 3, "fill": 45 / 48}
     assert drop.report["too_long"] == 1 and pairs(every(drop)) == following([100 + np.arange(5)])
-    with pytest.raises(Refused, match=r"1 of 3 documents .* longest has 40 tokens. Type seq_len=40"):
+    with pytest.raises(Refused, match=r"1 of 3 documents .* longest has 40 tokens. Type seq_len=40, if the model has"):
         rows(documents, SEQ_LEN, "padded", "refuse", "train")
     assert rows(documents, 40, "padded", "refuse", "train").report["too_long"] == 0
 

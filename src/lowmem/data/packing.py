@@ -249,8 +249,8 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
         longest = int(lengths.max())
         raise Refused(
             f"data.too_long=refuse: {int(above.sum()):,} of {len(ends):,} documents of the {name} split are longer "
-            f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, or data.too_long=cut "
-            "or drop."
+            f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, if the model "
+            "has as many positions, or data.too_long=cut or drop."
         )
     kept = ~above if too_long == "drop" else np.ones(len(ends), bool)
     of = _cut(ends[kept] - lengths[kept], lengths[kept], seq_len)

@@ -7,6 +7,7 @@ from lowmem import build, cli
 from lowmem.data.tokens import tokenize
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate, plain
+from lowmem.model import tokenizer
 
 RUN = ("accumulation=fixed", "accumulation.batches=7", "lr=1e-2", "scheduler.warmup=0.5", "data.pattern=file0[0-2].txt")
 
@@ -93,6 +94,11 @@ def test_it_is_the_one_that_is_exported_and_evaluated_with(fit, other_tokenizer)
     assert exported.get_vocab() == given.get_vocab()
     evaluated, _ = fit(f"evaluate={folder / 'model'}", folder="evaluated")
     assert evaluated["val_loss"] == pytest.approx(trained["val_loss"], abs=1e-6)
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(Refused, match=r"\(there is no tokenizer.json in it\). Give a folder that holds one"):
+        tokenizer(str(tmp_path), False, key="tokenizer")
 
 
 @pytest.mark.parametrize(("typed", "says"), [("/no/such", "there is no such folder"), ("no/such", "cannot be read")])

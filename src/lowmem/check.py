@@ -63,8 +63,29 @@ def check_values(cfg: DictConfig) -> None:
             f"data.val_path={same[0]}: this is data.path too, and validation would be of what was trained "
             "on. Type data.val_path=<another>, or null for a share of data.path."
         )
+    _check_data(cfg)
     architecture = cfg.model.architecture or {}
     check_positions(cfg, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
+
+
+def _check_data(cfg: DictConfig) -> None:
+    """What a source would refuse when it is opened, and its keys tell."""
+    for data in (cfg.data, *cfg.data.get("parts", {}).values()):
+        reading.checked_fields(*(data.get(name) for name in ("field", "prompt", "completion", "messages")))
+    if (parts := cfg.data.get("parts")) is not None:
+        shares = cfg.data.get("shares")
+        if not parts:
+            raise Refused(
+                "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
+            )
+        if shares is not None and {*shares} != {*parts}:
+            raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(parts)}, or null.")
+    trained = cfg.tokenizer is None and not cfg.model.pretrained and cfg.model.architecture is not None
+    if cfg.data.get("streaming") is True and trained and cfg.evaluate is None and cfg.generate is None:
+        raise Refused(
+            "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder or "
+            "hub id>, or data.streaming=false."
+        )
 
 
 def check_places(cfg: DictConfig) -> None:
@@ -76,6 +97,8 @@ def check_places(cfg: DictConfig) -> None:
     for key in OF_A_RUN:
         if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
             raise no_such_run(key, cfg[key])
+    if cfg.tokenizer is not None and not _is_there(cfg.tokenizer):
+        check_hub_id("tokenizer", cfg.tokenizer)
     _check_texts("data", cfg.data)
     for name, part in cfg.data.get("parts", {}).items():
         _check_texts(f"data.parts.{name}", part)
@@ -88,7 +111,8 @@ def _check_texts(of: str, data: DictConfig) -> None:
     for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
         for place in places:
             if place is not None and "revision" not in data and not _is_there(place):
-                raise reading.no_such(f"{of}.{key}", place)
+                several = " Several have names, as in {news:a,wiki:b}." if place[0] in "{[" else ""
+                raise Refused(f"{reading.no_such(f'{of}.{key}', place)}{several}")
     template = data.get("template")
     if template not in (None, "chatml") and not _is_there(template):
         raise reading.no_such(f"{of}.template", template)
@@ -100,6 +124,12 @@ def _check_texts(of: str, data: DictConfig) -> None:
 
 def no_such_run(key: str, place: str) -> Refused:
     return Refused(f"{key}={place}: there is no such run folder or checkpoint. Runs are under outputs/.")
+
+
+def check_hub_id(key: str, name: str) -> None:
+    """Raises: Refused: what is not on this machine, and no hub has it."""
+    if name.startswith(("/", "~", ".")) or name.count("/") > 1:
+        raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
 
 
 def _val_places(data: DictConfig) -> list[str]:

@@ -30,7 +30,7 @@ from transformers import (
 
 from lowmem import vocabulary
 from lowmem.aside import aside
-from lowmem.check import POSITIONS, check_positions
+from lowmem.check import POSITIONS, check_hub_id, check_positions
 from lowmem.errors import Refused
 from lowmem.stable_embedding import folded, stabilise
 
@@ -159,8 +159,7 @@ def _place(name: str, key: str = "model.name") -> str:
         ) from None
     if folder.exists():
         raise Refused(f"{key}={name}: this is a file. Give the folder that it is in: {key}={folder.parent}.")
-    if name.startswith(("/", "~", ".")) or name.count("/") > 1:
-        raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
+    check_hub_id(key, name)
     return name
 
 
@@ -310,10 +309,15 @@ def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
 
 def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name", **_: object) -> PreTrainedTokenizerBase:
     """The pretrained model's own, or another folder's or hub id's, which was typed behind `key`."""
+    place = _place(name, key)
     try:
-        return AutoTokenizer.from_pretrained(_place(name, key), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise Refused(f"{key}={name}: this tokenizer cannot be read ({_first_line(error)})") from None
+        none = Path(place).is_dir() and not (Path(place) / "tokenizer.json").exists()
+        why = "there is no tokenizer.json in it" if none else _first_line(error)
+        raise Refused(
+            f"{key}={name}: this tokenizer cannot be read ({why}). Give a folder that holds one, or a hub id."
+        ) from None
 
 
 def export(

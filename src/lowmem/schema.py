@@ -292,6 +292,9 @@ ARGUMENTS: dict[str, Any] = {
     "skip_bad": Switch,
     **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
     "shares": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
+    "delimiter": _words(
+        "one character, such as ';', or the word tab", Annotated[str, Field(pattern=r'^([^"\n\r]|tab)$')]
+    ),
     "assistant": _words("all or last", Literal["all", "last"]),
     "control_tokens": _words("refuse or text", Literal["refuse", "text"]),
     "boundary": _words("refuse or strip", Literal["refuse", "strip"]),

@@ -43,6 +43,19 @@ def checked_on_error(on_error: str) -> str:
     return on_error
 
 
+def checked_fields(field: str | None, prompt: str | None, completion: str | None, messages: str | None) -> None:
+    """Raises: Refused: keys of several kinds of record, or half of one."""
+    given = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
+    if len(given) > 1:
+        raise Refused(
+            f"data.{given[0]} and data.{given[1]}: a record is one of text (data.field), prompt and completion, or a "
+            "conversation (data.messages). Leave the others null."
+        )
+    if bool(prompt) != bool(completion):
+        one, other = ("prompt", "completion") if prompt else ("completion", "prompt")
+        raise Refused(f"data.{one}={prompt or completion}: there is no data.{other}. Type data.{other}=<a field>.")
+
+
 def no_such(key: str, path: str) -> Refused:
     return Refused(f"{key}={shown(path)}: there is no such file or folder. Give one that exists.")
 

@@ -18,7 +18,7 @@ import numpy as np
 from lowmem.data.bad import Bad, checked, control
 from lowmem.data.corpus import Files
 from lowmem.data.pieces import batches, controls, controls_as_text, encode, end_of, text_bytes
-from lowmem.data.reading import ahead, digests, shown
+from lowmem.data.reading import ahead, checked_fields, digests, shown
 from lowmem.data.source import Encoded, SplitName
 from lowmem.errors import Refused
 
@@ -270,15 +270,7 @@ def encoder(field: str | None, prompt: str | None, completion: str | None, messa
     Raises:
         Refused: keys of several, or half of one.
     """
-    given = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
-    if len(given) > 1:
-        raise Refused(
-            f"data.{given[0]} and data.{given[1]}: a record is one of text (data.field), prompt and completion, or a "
-            "conversation (data.messages). Leave the others null."
-        )
-    if bool(prompt) != bool(completion):
-        one, other = ("prompt", "completion") if prompt else ("completion", "prompt")
-        raise Refused(f"data.{one}={prompt or completion}: there is no data.{other}. Type data.{other}=<a field>.")
+    checked_fields(field, prompt, completion, messages)
     if messages:
         from lowmem.data.chat import Chat  # templates are slow to import
 

@@ -154,8 +154,18 @@ class Records:
                 pass
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+        self.forget(split)
+        yield from self.documents(self.reader.records(split), split, tokenizer)
+
+    def forget(self, split: SplitName) -> None:
+        """What was left out of it."""
         self._bad[split], self._counts[split] = [], [0, 0]
-        for batch in ahead(batches(self.reader.records(split), lambda record: max(record.size, SMALLEST))):
+
+    def documents(
+        self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Encoded]:
+        """Of these; what is left out of them adds to what was."""
+        for batch in ahead(batches(records, lambda record: max(record.size, SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, Bad)]
             made = iter(self.encoder.encode(tokenizer, usable))

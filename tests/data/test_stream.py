@@ -185,6 +185,7 @@ REFUSED = {
     "data.streaming=true tokenizer=null": "Type tokenizer=<a folder or hub id>",
     "data.streaming=true data.packing=padded": "Type data.packing=documents",
     "data.split=test": "cannot be read",
+    "data.streaming=true data.val_split=train": "data.val_split=train: this is data.split too",
     "data.path=some/where": "hf download --repo-type dataset",
     "data.field=nothing": 'row 1: there is no field "nothing"; its fields are "text"',
 }

@@ -109,6 +109,10 @@ REFUSED = {
         lambda f: parquet.write_table(pa.table({"a": [1], "b": [2]}), f),
         'no column "text"; its columns are "a", "b"',
     ),
+    "a name twice": (
+        lambda f: parquet.write_table(pa.Table.from_arrays([["a"], ["b"]], ["text", "text"]), f),
+        'has two columns "text". Rename one',
+    ),
     "no parquet": (lambda f: f.write_bytes(b"PAR1 it is not"), "is no parquet file, or a damaged one"),
     "cut": (lambda f: f.write_bytes(_whole()[:-20]), "is no parquet file, or a damaged one"),
     "damaged": (
@@ -151,6 +155,16 @@ def test_conversations_are_a_column_of_structs(tmp_path):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
     assert list(parquet_rows(tmp_path / "a.parquet", ["messages"])) == [{"messages": chat}]
+
+
+def test_tools_of_conversations_are_read_where_there_are_any(tmp_path):
+    """So that a template that does not know them is refused, as with lines of JSON."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
+        parquet.write_table(pa.table({"messages": [chat], "other": [1]} | columns), tmp_path / f"{name}.parquet")
+        source = table_parquet(str(tmp_path / f"{name}.parquet"), **HOW, messages="messages")
+        (record,) = source.reader.records("val")
+        assert record.fields == {"messages": chat} | {key: value for key, (value,) in columns.items()}
 
 
 def scanned(file):

@@ -41,6 +41,11 @@ def hub(
     **chat: str | None,
 ) -> Records | Stream:
     """Args: chat: what `Chat` takes."""
+    if val_split == split:
+        raise Refused(
+            f"data.val_split={val_split}: this is data.split too, and validation would be of what was trained on. "
+            "Type data.val_split=<another>, or null for some of its rows."
+        )
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
     records = Records(table, encoder(field, prompt, completion, messages, **chat), "hub", packing, too_long, skip_bad)
     return Stream(records, block, val_rows) if streaming else records

@@ -321,3 +321,14 @@ def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
         with monkeypatch.context() as planted, pytest.raises((ValueError, AttributeError, ZeroDivisionError)):
             planted.setattr(jsonl, name, fault)
             holds(200, tmp_path / name)
+
+
+@pytest.mark.parametrize("names", [{}, {"prompt": "a", "completion": "text"}, {"prompt": "text", "completion": "a"}])
+def test_a_record_that_spells_the_end_token_is_refused_or_left_out(tmp_path, names):
+    lines = [{"a": "b", "text": f"{i}"} for i in range(9)] + [{"a": "b", "text": "one<|endoftext|>two"}]
+    path, other = (write(tmp_path / f"{name}.jsonl", lines[at:]) for name, at in (("a", 0), ("b", 1)))
+    typed = {"val_path": write(tmp_path / "val.jsonl", [{"a": "c", "text": "c"}]), **names}
+    with pytest.raises(Refused, match=r"line 10: it holds <\|endoftext\|>, which the tokenizer reads as the end"):
+        made_of(tmp_path, path, **typed)
+    made = made_of(tmp_path, other, skip_bad=True, **typed)
+    assert len(made.train.ends) == 8 == np.sum(made.train.ids == made.tokenizer.eos_token_id)

@@ -11,7 +11,7 @@ import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,6 +63,7 @@ class Corpus:
     packing: str = "joined"
     too_long: str = "cut"
     skipped: dict[str, int] = field(default_factory=dict, compare=False)  # files that are no text, by split
+    ends_inside: dict[str, int] = field(default_factory=dict, compare=False)  # end tokens that a text spells, by split
 
     def key(self) -> list:
         contents = [digests(getattr(self, split)) for split in ("train", "val")]
@@ -78,16 +79,24 @@ class Corpus:
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
         end, cuts = end_of(tokenizer), Cuts(tokenizer)
+        self.ends_inside[split] = 0
         parts = (part for file in self._readable(split) for part in pieces(self._blocks(file, split), cuts))
         for batch in ahead(batches(parts, lambda part: text_bytes(part[0]))):
             of_each = ids_of(tokenizer, [text for text, _ in batch])
             for (text, ends), ids in zip(batch, of_each, strict=True):
+                self.ends_inside[split] += int(np.isin(ids, end).sum())
                 yield Encoded(np.append(ids, end).astype(ids.dtype) if ends else ids, None, text_bytes(text), ends)
 
     def notes(self) -> list[str]:
-        return [
+        skipped = [
             f"data.on_error=skip: {count} of {len(getattr(self, split))} {split} files are left out."
             for split, count in self.skipped.items()
+            if count
+        ]
+        return skipped + [
+            f"data: {count:,} times a text of the {split} files spells the token that ends a document, and is read as "
+            "an end there."
+            for split, count in self.ends_inside.items()
             if count
         ]
 
@@ -183,6 +192,11 @@ def found(
     Raises:
         Refused: nothing there, or nothing left.
     """
+    if isinstance(val_path, Mapping):  # those of data itself are read one by one
+        raise Refused(
+            f"data.parts.<name>.val_path={dict(val_path)}: a part of a mixture has one validation set. Type one file "
+            "or folder."
+        )
     root, files = _files(path, pattern, "data.path", usable)
     if val_path is None:
         return split(root, files, val_fraction)

@@ -208,7 +208,10 @@ class Text:
         return text_of(fields, self.field)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
-        return _each(batch, self.text, lambda texts: _documents(tokenizer, texts))
+        def read(fields: dict) -> str:
+            return _without_end(tokenizer, self.text(fields))
+
+        return _each(batch, read, lambda texts: _documents(tokenizer, texts))
 
 
 class Completion:
@@ -228,7 +231,10 @@ class Completion:
         return text_of(fields, self.prompt, empty=True), text_of(fields, self.completion)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
-        return _each(batch, self._both, lambda pairs: self._documents(tokenizer, pairs))
+        def read(fields: dict) -> list[str]:
+            return [_without_end(tokenizer, text) for text in self._both(fields)]
+
+        return _each(batch, read, lambda pairs: self._documents(tokenizer, pairs))
 
     def _documents(self, tokenizer: PreTrainedTokenizerBase, pairs: list[tuple[str, str]]) -> Iterator[Encoded]:
         prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
@@ -272,6 +278,15 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
         there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
         raise Bad(f'there is no field "{name}"; its fields are {there}')
     return checked(fields[name], f'field "{name}"', empty)
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Raises:
+    Bad: it spells the end token, which a tokenizer reads as one: more would be learnt, or less, than is meant.
+    """
+    if tokenizer.eos_token and tokenizer.eos_token in text:
+        raise Bad(f"it holds {tokenizer.eos_token}, which the tokenizer reads as the end of a document")
+    return text
 
 
 def place(record: bytes) -> float:

@@ -180,6 +180,11 @@ def test_read_once_it_is_as_files_are(config, typed, folder):
     assert count == FILES * ROWS and len(data.tokens.val.ends)
 
 
+def test_of_few_rows_one_is_validation(tmp_path):
+    reader = hub(str(written(tmp_path / "set", [f"row {i}" for i in range(5)])), val_fraction=0.001).reader
+    assert [len(list(reader.records(split))) for split in ("train", "val")] == [4, 1]
+
+
 REFUSED = {
     "epochs=2 data.streaming=true": "epochs=2: nobody knows how long a stream is. Type max_steps=",
     "data.streaming=true tokenizer=null": "Type tokenizer=<a folder or hub id>",

@@ -79,6 +79,7 @@ BAD = {
     'x,text\n1,"2" 3\n': "a.csv, row 1: ',' expected after '\"', which ends at line 2",
     "x,y\n1,2\n": 'a.csv, row 1: there is no field "text"; its fields are "x", "y"',
     "text,y\na,b\n ,2\n": 'a.csv, row 2: field "text" is empty',
+    'text,y\na,b\n"c,d\ne,f\ng"h\n': "row 2: ',' expected after '\"', which takes lines 3 to 5: a quotation mark may",
     "x,x\n1,2\n": "a.csv names the column 'x' twice",
     'text\n"a\n': "a.csv, row 1: unexpected end of data",
 }
@@ -102,6 +103,13 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, alphabet):
     (note,) = source.notes()
     assert "2 of 4 train records" in note
     assert 'a.parquet, row 2: field "text" is null' in note and 'a.parquet, row 3: field "text" is empty' in note
+
+
+def test_a_table_in_another_encoding_is_advised_of_keys_that_it_has(tmp_path):
+    (tmp_path / "a.csv").write_bytes("text\nGr\u00f6\u00dfe\n".encode("latin-1"))
+    with pytest.raises(Refused, match=r"Type data\.encoding=latin-1") as refusal:
+        list(csv_rows(tmp_path / "a.csv", ",", "utf-8"))
+    assert "on_error" not in str(refusal.value)
 
 
 REFUSED = {

@@ -103,6 +103,7 @@ def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[dict[str, st
     table = csv.reader(_lines(file, encoding), delimiter=DELIMITERS.get(delimiter, delimiter), strict=True)
     names = None
     while True:
+        start = table.line_num + 1
         try:
             cells = next(table)
         except StopIteration:
@@ -110,7 +111,7 @@ def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[dict[str, st
         except csv.Error as error:  # the reader goes on behind the line
             if names is None or "field larger" in str(error):
                 raise Refused(f"data: {shown(file)} is no table in csv: line {table.line_num}: {error}.") from None
-            yield Bad(f"{error}, which ends at line {table.line_num}")
+            yield Bad(f"{error}, which {_from_to(start, table.line_num)}")
             continue
         if names is None:
             names = _checked(cells, file) if cells else None
@@ -118,6 +119,12 @@ def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[dict[str, st
             yield dict(zip(names, cells, strict=True))
         elif cells:
             yield Bad(f"it has {len(cells)} cells and the first line names {len(names)}")
+
+
+def _from_to(start: int, stop: int) -> str:
+    """A cell whose quotation mark is missing goes on to the next one, over rows that nobody means by it."""
+    several = f"takes lines {start:,} to {stop:,}: a quotation mark may be missing"
+    return several if stop > start else f"ends at line {stop:,}"
 
 
 def _checked(names: list[str], file: Path) -> list[str]:
@@ -130,7 +137,7 @@ def _checked(names: list[str], file: Path) -> list[str]:
 def _lines(file: Path, encoding: str) -> Iterator[str]:
     """With their ends: a cell may have some in it."""
     parts: list[str] = []
-    for block in blocks(file, encoding, "refuse"):
+    for block in blocks(file, encoding, None):
         *whole, rest = block.split("\n")
         for line in whole:
             yield "".join([*parts, line, "\n"])

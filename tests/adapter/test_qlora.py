@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -63,6 +64,17 @@ def test_merged_it_is_evaluated_as_a_plain_model(of_base, base):
     alone, _ = of_base(f"evaluate={base}", folder="alone")
     assert merged["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
     assert abs(alone["val_loss"] / summary["val_loss"] - 1) > 0.01
+
+
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_merged_beside_a_base_of_16_bits_it_is_written_in_fp32(of_base, adapter):
+    """Or a part of what was trained would be rounded away."""
+    lines = (f"adapter={adapter}", "precision=bf16-master", "merge=true")
+    summary, run = of_base(*lines, folder="run")
+    held = load_file(run / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.float32}
+    again, _ = of_base(f"evaluate={run / 'model'}", folder="wide")
+    assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-3)
 
 
 def test_an_adapter_that_names_no_base_is_refused_its_evaluation(of_base, tmp_path):
@@ -132,7 +144,7 @@ def test_what_is_merged_grows_on_the_host(config):
     shapes = trace(cfg, on_card=True)
     both = (OmegaConf.merge(cfg, {"merge": on}) for on in (False, True))
     alone, merged = (needs(shapes, one, True, 0).phases["save"].host for one in both)
-    assert merged - alone == 2 * shapes.parameters - shapes.weights
+    assert merged - alone == 4 * shapes.parameters - shapes.weights
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])

@@ -39,7 +39,8 @@ def export(
     """Whole or not at all. A model whose adapter is merged is a plain one from then on.
 
     Args:
-        dtype: of the written weights, such as bfloat16; None: as they are.
+        dtype: of the written weights, such as bfloat16; None: as they are, and what is merged in fp32, as the adapter
+            is held: rounded to a base's 16 bits it would compute something else than was trained.
         base: the published model, or its folder, that the network was loaded from; None: it started at random.
         card: README.md.
     """
@@ -48,8 +49,8 @@ def export(
     elif merged or base is None:
         if not merged:
             log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
-        merge(network, getattr(torch, dtype) if dtype else network.get_input_embeddings().weight.dtype)
-        model.export(network, tokenizer, folder, dtype, card)
+        merge(network, getattr(torch, dtype or "float32"))
+        model.export(network, tokenizer, folder, None, card)
     else:
         with aside(folder) as draft:
             draft.mkdir(exist_ok=True)
@@ -68,13 +69,15 @@ def is_adapted(network: nn.Module) -> bool:
 @torch.no_grad()
 def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
     """In place, one layer after the other, in fp32: nothing of 4 bits and no adapter is left. Args: dtype: of the
-    matrices that it leaves."""
+    parameters that it leaves."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
 
     names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
     for name in names:
         if not name.endswith(".base_layer"):  # which goes with the layer around it
             network.set_submodule(name, _merged(network.get_submodule(name), dtype))
+    for p in network.parameters():
+        p.data = p.data.to(dtype)
     del network.peft_config
 
 

@@ -11,20 +11,17 @@ from pathlib import Path
 
 import torch
 import yaml
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from lowmem import model
-from lowmem.adapter.lora import CONFIG, PREFIX, WEIGHTS
+from lowmem.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
 from lowmem.aside import aside
 from lowmem.overrides import CONF
 
 log = logging.getLogger(__name__)
-
-BASE = {"base": "nf4"}  # in the head of the weights' file: peft's configuration has no word for it
 
 
 def export(
@@ -108,8 +105,8 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str)
     held = get_peft_model_state_dict(network, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}
     tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
-    quantised = any(map(_in_4_bits, network.modules()))
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE if quantised else {}))
+    dtypes = {str(part.dtype).removeprefix("torch.") for part in network.modules() if _in_4_bits(part)}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
     (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n")
 
 
@@ -150,9 +147,3 @@ def opens(folder: Path) -> dict:
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
     nodes = (yaml.safe_load(file.read_text()) for file in sorted((CONF / "adapter").glob("*.yaml")))
     return next(node for node in nodes if node["_target_"] == f"lowmem.adapter.{kind}") | {"path": str(folder)}
-
-
-def stands_on_4_bits(folder: Path) -> bool:
-    """Whether its base was held in 4 bits."""
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        return BASE.items() <= (file.metadata() or {}).items()

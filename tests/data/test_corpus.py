@@ -6,7 +6,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lowmem.data import corpus, reading, tokens
@@ -46,16 +45,6 @@ def test_a_validation_path_that_is_all_of_the_training_text_is_refused(text_fold
     for same in (path, tmp_path / "link"):
         with pytest.raises(Refused, match="nothing is left to train on"):
             corpus.text(str(path), "**/*.txt", 0.2, str(same))
-
-
-def test_end_tokens_that_a_text_spells_are_counted(tmp_path, caplog):
-    for name, text in (("a", "one<|endoftext|>two"), ("b", "three"), ("c", "four"), ("val", "five")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    given = corpus.text(str(tmp_path), "**/*.txt", 0.2, str(tmp_path / "val.txt"))
-    with caplog.at_level("INFO"):
-        made = tokens.tokenize(given, tmp_path / "cache", 300)
-    assert sum("1 times a text of the train files spells the token" in line for line in caplog.messages) == 1
-    assert np.sum(made.train.ids == made.tokenizer.eos_token_id) == 4 and len(made.train.ends) == 3
 
 
 # --- a single file ----------------------------------------------------------------------------------------------------

@@ -330,18 +330,26 @@ def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
             holds(200, tmp_path / name)
 
 
-@pytest.mark.parametrize("names", [{}, {"prompt": "a", "completion": "text"}, {"prompt": "text", "completion": "a"}])
-def test_a_record_that_spells_the_end_token_is_refused_or_left_out(tmp_path, names):
-    lines = [{"a": "b", "text": f"{i}"} for i in range(9)] + [{"a": "b", "text": "one<|endoftext|>two"}]
-    path, other = (write(tmp_path / f"{name}.jsonl", lines[at:]) for name, at in (("a", 0), ("b", 1)))
-    typed = {"val_path": write(tmp_path / "val.jsonl", [{"a": "c", "text": "c"}]), **names}
-    with pytest.raises(Refused, match=r"line 10: it holds <\|endoftext\|>, which the tokenizer reads as the end"):
-        made_of(tmp_path, path, **typed)
-    made = made_of(tmp_path, other, skip_bad=True, **typed)
-    assert len(made.train.ends) == 8 == np.sum(made.train.ids == made.tokenizer.eos_token_id)
-
-
 @pytest.mark.parametrize("count", [1, 40])
 def test_that_all_records_are_validation_is_said(tmp_path, count):
     with pytest.raises(Refused, match=r"no record of data.path fell to training.*Type data.val_path="):
         made_of(tmp_path, write(tmp_path / "a.jsonl", [{"text": "the same"}] * count), val_fraction=0.01)
+
+
+def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
+    """One in the midst of a text would be the document's end, and the model asked about a user's text would obey it."""
+    said = f"one{tokens.END_OF_TEXT} two"
+    for fields, typed in (
+        ({"text": said}, {}),
+        ({"q": said, "a": "yes"}, {"prompt": "q", "completion": "a"}),
+        ({"q": "so?", "a": said}, {"prompt": "q", "completion": "a"}),
+    ):
+        others = [{name: f"{value} {i}".replace(said, "one") for name, value in fields.items()} for i in range(40)]
+        path = write(tmp_path / "one.jsonl", [*others, fields])
+        with pytest.raises(Refused, match=r'line 41: field ".*" holds <\|endoftext\|>.*control_tokens=text'):
+            made_of(tmp_path, path, **typed)
+        made = made_of(tmp_path, path, control_tokens="text", **typed)
+        for split in (made.train, made.val):
+            assert np.array_equal(np.flatnonzero(split.ids == made.tokenizer.eos_token_id), split.ends - 1)
+        assert any(said in text for text in documents(made, "train") + documents(made, "val"))
+        assert made.tokenizer(said)["input_ids"].count(made.tokenizer.eos_token_id) == 1  # it is as it was

@@ -6,7 +6,7 @@ Nothing heavy is imported: the command line reads its arguments with it.
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -51,6 +51,12 @@ def said_anew(lines: Iterable[str]) -> set[str]:
     """The keys that these lines say something of, also by the other of two names."""
     said = set(map(key, lines))
     return said.union(*(both for both in EITHER if said.intersection(both)))
+
+
+def in_place_of(lines: Sequence[str]) -> list[str]:
+    """Lines that take back what an experiment's yaml says in the other of two ways."""
+    said = set(map(key, lines))
+    return [f"{one}=null" for one, other in EITHER if "experiment" in said and other in said and one not in said]
 
 
 def as_lines(mapping: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import resource
 import shlex
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lowmem.module import CausalLM
 from lowmem.overrides import composed
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics
+from lowmem.training import _evaluated
 from same import last, same
 
 LINES = ("save_every=2", "val_every=2")
@@ -410,3 +412,14 @@ def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, fu
     assert not drafts(run) and not (run / "summary.json").exists()
     fit("resume=auto")
     assert summary_of(run)["val_loss"] > 0 and (run / "model").is_dir()
+
+
+def test_an_evaluation_says_on_how_much_it_is(config, text_folder):
+    held = SimpleNamespace(count=8, name="", sequences=range(20))
+    of = ("data=text", f"data.path={text_folder}")
+    cfg = config(*of, "evaluate=x", "data.val_fraction=0.2")
+    said = _evaluated(cfg, [held])
+    assert "on 8 of 20 sequences" in said and "data.val_fraction=0.2" in said and "data.val_path=<it>" in said
+    sets = [held, SimpleNamespace(count=3, name="far", sequences=range(3))]
+    said = _evaluated(config(*of, "evaluate=x", "data.val_path=y"), sets)
+    assert "3 of 3 sequences of far" in said and "held out" not in said

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,3 +258,30 @@ def test_a_pickle_that_runs_code_is_refused(fit, tmp_path, monkeypatch, trusting
         assert (tmp_path / "went off").exists() == trusting
         if trusting:
             break
+
+
+ORDER = {"sequences": 9, "seq_len": 8, "seed": 1}
+APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "together": 4}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        (ORDER | {"text": "a"}, ORDER | {"text": "b"}, "the text is another. Type the data= of"),
+        (ORDER, ORDER | {"seq_len": 16, "sequences": 4, "text": "a"}, "seq_len is 8 there and 16 here. Type the seq_"),
+        (APART, APART | {"together": 2}, "batch_size is 4 there and 2 here. Type the batch_size= of"),
+        (APART, ORDER | {"text": "a"}, "data.packing is padded there and joined here. Type the data.packing= of"),
+        (APART, APART | {"seed": 2, "documents": "b"}, "the text is another. Type the seed= and data= of"),
+        ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 4, 4, {"text": "a"}]]}, "the text is another. Type the data= of"),
+        (ORDER, ORDER | {"text": "a"}, None),  # of before there were digests
+        ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 3, 3, {"text": "a"}]]}, None),
+    ],
+)
+def test_another_order_is_refused_by_the_keys_that_make_it(there, here, said):
+    saved = SimpleNamespace(order=there, asked="resume=x", optimizer="sgd")
+    module, train = SimpleNamespace(make_optimizer=SimpleNamespace(name="sgd")), SimpleNamespace(order=here)
+    if said is None:
+        return checkpoint.Saved.check_training(saved, module, train)
+    with pytest.raises(Refused) as refused:
+        checkpoint.Saved.check_training(saved, module, train)
+    assert said in str(refused.value) and "{" not in str(refused.value)

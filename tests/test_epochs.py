@@ -46,6 +46,18 @@ def test_an_epoch_has_as_many_steps_whatever_batch_size_auto_finds(config):
     assert len(counts) == 1
 
 
+def test_what_is_said_of_data_is_not_said_for_the_count_of_steps(config, caplog):
+    cfg = config(*RUN, "epochs=1", "data.packing=documents", "val_sequences=2")
+    said = []
+    for read in (build.steps, build.data, build.steps):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            read(cfg)
+        said.append(caplog.text)
+    assert not said[0] and not said[2] and "data.packing=documents" in said[1]
+    assert "val_sequences=2: an evaluation reads so many of" in said[1] and "depends on data.packing" in said[1]
+
+
 @pytest.mark.parametrize("typed", ["epochs=3", "max_steps=7", "scheduler.warmup=0.1", "scheduler.warmup_steps=3"])
 def test_what_is_typed_for_a_resume_stands_in_the_place_of_both(tmp_path, typed):
     (tmp_path / ".hydra").mkdir()

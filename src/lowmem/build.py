@@ -1,6 +1,8 @@
 """From the config to what is trained: the data first, the weights last."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
-from lowmem.adapter.lora import load
+from lowmem.adapter.lora import base_dtype, load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
 from lowmem.data.opened import Opened, Wanted, opened
-from lowmem.data.packing import rows, with_positions
+from lowmem.data.packing import Joined, rows, with_positions
 from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, held_out, rows_of
 from lowmem.generation import prompt_ids
@@ -26,6 +28,8 @@ from lowmem.optim.build import MakeOptimizer
 from lowmem.report import sample
 from lowmem.settings import Settings
 from lowmem.trained import digest_of_base
+
+log = logging.getLogger(__name__)
 
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
@@ -57,7 +61,20 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
         split = held_out(other, Path(cfg.cache_dir), of.tokens.tokenizer)
         sets[name] = rows(split, cfg.seq_len, other.packing, other.too_long, "val")
     val = [ValidationLoader(rows, cfg.batch_size, cfg.val_sequences, name) for name, rows in sets.items()]
+    for one in val:
+        _tell_cut(one)
     return Data(of.tokens, train, val, _prompts(cfg, of.tokens, val[0]), spec, config)
+
+
+def _tell_cut(val: ValidationLoader) -> None:
+    """The first rows hold other documents with every packing and length, and a loss on them is of other text."""
+    every = len(val.sequences)
+    if val.count < every and not isinstance(val.sequences, Joined):
+        log.info(
+            f"val_sequences={val.count}: an evaluation{f' of {val.name}' if val.name else ''} reads so many of "
+            f"{every:,} rows, and which documents those hold depends on data.packing, data.too_long and seq_len. Type "
+            f"val_sequences={every} where runs that differ in these are compared."
+        )
 
 
 def _sources(data: DictConfig) -> dict[str, Source]:
@@ -85,7 +102,22 @@ def steps(cfg: DictConfig) -> int:
     """That `epochs` passes over the data take. How many sequences a micro-batch has does not matter to it where that is
     not known yet: a window then has as many as accumulation=effective_batch says."""
     batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size
-    return data(plain(OmegaConf.merge(cfg, {"batch_size": batch_size}))).train.windows_in(cfg.epochs)
+    with _unsaid():
+        return data(plain(OmegaConf.merge(cfg, {"batch_size": batch_size}))).train.windows_in(cfg.epochs)
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """What there is to say of data is said where it is trained on: here it would be said a second time."""
+    loggers = [log, logging.getLogger("lowmem.data")]
+    before = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.WARNING)
+        yield
+    finally:
+        for one, level in zip(loggers, before, strict=True):
+            one.setLevel(level)
 
 
 def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> CausalLM:
@@ -123,11 +155,14 @@ def causal_lm(
 ) -> CausalLM:
     """Args: spec: cfg.model as a plain dict; config: its architecture; check: called with the model as it was loaded,
     where it holds numbers."""
-    network = model.build(config, getattr(torch, Settings(cfg).loaded_in), **spec)
+    held = getattr(torch, Settings(cfg).loaded_in)
+    network = model.build(config, base_dtype(cfg.adapter.get("path")) or held, **spec)
     check(network)
     if with_positions(cfg.data):
         attention.share_mask(network)
     choose_trained(cfg, network)
+    for p in network.parameters():
+        p.data = p.data if p.requires_grad else p.data.to(held)
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)

@@ -302,16 +302,49 @@ class Saved:
 
     def check_training(self, module: CausalLM, train: WindowLoader) -> None:
         """That training goes on where it stopped."""
-        if self.order != train.order:
+        if self.order != (order := _as_told(self.order, train.order)):
+            differ, keys = _differences(self.order, order)
             raise Refused(
-                f"{self.asked}: that run read its data in another order ({self.order}, here {train.order}), so "
-                "its place cannot be found. Type the data=, seq_len= and seed= of that run."
+                f"{self.asked}: that run read its data in another order, so its place cannot be found: {differ}. "
+                f"Type the {keys} of that run."
             )
         if self.optimizer != module.make_optimizer.name:
             raise Refused(
                 f"{self.asked}: {module.make_optimizer.name} cannot read the state of {self.optimizer}. Type the "
                 "optim= of that run, or start from its exported model: model=hf model.name=<run folder>/model."
             )
+
+
+# What an order depends on, by the key that is typed for it; everything else is data=.
+_TYPED = {
+    "seq_len": "seq_len",
+    "seed": "seed",
+    "packing": "data.packing",
+    "too_long": "data.too_long",
+    "together": "batch_size",  # on all devices
+    "block": "data.block",
+    "val_rows": "data.val_rows",
+}
+
+
+def _as_told(there: object, here: object) -> object:
+    """`here` without the digests of texts where a checkpoint is older than they are."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return {key: _as_told(there.get(key), one) for key, one in here.items() if key in there or key != "text"}
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        return [_as_told(*both) for both in zip(there, here, strict=True)]
+    return here
+
+
+def _differences(there: dict, here: dict) -> tuple[str, str]:
+    """Of two orders: in a sentence, and as the keys to type."""
+    there, here = ({"packing": "joined"} | order for order in (there, here))
+    shared = [key for key in _TYPED if key in there and key in here and there[key] != here[key]]
+    differ = [f"{_TYPED[key]} is {there[key]} there and {here[key]} here" for key in shared]
+    keys = [f"{_TYPED[key]}=" for key in shared]
+    if not keys or any(there.get(key) != here.get(key) for key in {"text", "documents"} & there.keys() & here.keys()):
+        differ, keys = [*differ, "the text is another"], [*keys, "data="]
+    return ", ".join(differ), " and ".join(keys)
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

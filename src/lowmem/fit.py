@@ -155,6 +155,7 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "val_loss": metrics.val_loss,
         "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
         "validation": metrics.evaluated,  # each set
+        "validation_sequences": [one.count for one in training.trainer.val_dataloaders or ()],  # of each set
         "metric": dict(metrics.own()),
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),

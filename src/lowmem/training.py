@@ -1,5 +1,6 @@
 """One training: built, trained and evaluated, and everything that watched it, to be asked while it is still there."""
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowmem import build, checkpoint
 from lowmem.asked import TRAIN, Asked
+from lowmem.data.loader import ValidationLoader
 from lowmem.data.packing import with_positions
 from lowmem.data.text_bytes import bits_per_byte
 from lowmem.data.tokens import Tokens
@@ -33,6 +35,8 @@ from lowmem.report.own_metric import OwnMetric
 from lowmem.report.sample import Samples
 from lowmem.settings import Settings
 from lowmem.stop import Stop
+
+log = logging.getLogger(__name__)
 
 
 class DidNotFit(Exception):
@@ -94,6 +98,8 @@ def trained(cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool
         instantiate(cfg.adapter)  # whose libraries are none of the model's bytes
         before = process.rss_bytes()
         seed_everything(cfg.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
+        if cfg.evaluate is not None:
+            log.info(_evaluated(cfg, data.val))
         module = build.module(cfg, data, saved)
         if saved and asked.work == "train":
             saved.check_training(module, data.train)
@@ -141,6 +147,20 @@ def _work(training: Training, data: build.Data, asked: Asked) -> None:
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
     module.on_load_checkpoint(content)
     module.load_state_dict(content["state_dict"], strict=module.strict_loading)
+
+
+def _evaluated(cfg: DictConfig, sets: list[ValidationLoader]) -> str:
+    """On how much: of a text that was typed for it most is held for training."""
+    counts = ", ".join(
+        f"{one.count:,} of {len(one.sequences):,} sequences{f' of {one.name}' if one.name else ''}" for one in sets
+    )
+    share = ""
+    if "val_path" in cfg.data and cfg.data.val_path is None:
+        share = (
+            f". They are the share of data.path that is held out, data.val_fraction={cfg.data.val_fraction}: of "
+            "another text data.val_path=<it> takes all"
+        )
+    return f"evaluate={cfg.evaluate}: on {counts} (val_sequences={cfg.val_sequences}){share}."
 
 
 def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output_dir: Path) -> str:

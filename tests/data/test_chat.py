@@ -312,6 +312,12 @@ USER, ANSWER_ = {"role": "user", "content": "hello"}, {"role": "assistant", "con
             [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}],
             "message 2 has tool_calls, which the",
         ),
+        ([USER, ANSWER_ | {"weight": 0}], "message 2 has the weight 0, and every answer is learnt alike"),
+        (
+            [USER, ANSWER_ | {"reasoning_content": "I"}],
+            "message 2 has reasoning_content, which the chat template does not",
+        ),
+        ([USER | {"content": "a\ufdd0b"}, ANSWER_], r"message 1 \(user\) holds U\+FDD0, which is no character"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_said(chatml, messages, said):
@@ -422,3 +428,32 @@ def test_any_messages_end_in_tokens_or_in_a_sentence(chatml, record, how):
 @given(fields, hows)
 def test_any_messages_end_in_tokens_or_in_a_sentence_500_times(plain_chatml, record, how):
     tokens_or_a_sentence(plain_chatml, record, how)
+
+
+def test_a_weight_of_one_and_a_thought_that_the_template_writes_are_learnt(chatml):
+    one = conversation("hello", "I am fine")
+    one["messages"][1]["weight"] = 1
+    assert marked(chatml, one) == marked(chatml, conversation("hello", "I am fine"))
+    thinks = tokenizer(
+        CHATML.replace(
+            "message['content'] + '<|im_end|>' }}{% end",
+            "(message.reasoning_content or '') + message['content'] + '<|im_end|>' }}{% end",
+        )
+    )
+    one["messages"][1]["reasoning_content"] = " the cat"
+    assert "* the·* cat·*I" in marked(thinks, one)
+
+
+def test_a_header_that_ends_in_a_space_is_to_be_mended_there():
+    """No white space of the answer is to blame, so none can be stripped."""
+    made = tokenizer(
+        PLAIN_CHATML.replace("assistant\\n", "assistant: ").replace("message['role'] + '\\n'", "message['role'] + ': '")
+    )
+    with pytest.raises(Bad, match=r"data\.template=<a file> with a copy of it whose header ends in no white space"):
+        encoded(made, conversation("hello", "cat"))
+
+
+def test_a_template_that_cannot_be_read_is_that_of_the_file(chatml, tmp_path):
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(Refused, match=r"data.template=.*broken.jinja cannot be read \(line 1"):
+        encoded(chatml, TWO, template=str(tmp_path / "broken.jinja"))

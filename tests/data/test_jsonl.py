@@ -321,3 +321,22 @@ def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
         with monkeypatch.context() as planted, pytest.raises((ValueError, AttributeError, ZeroDivisionError)):
             planted.setattr(jsonl, name, fault)
             holds(200, tmp_path / name)
+
+
+def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
+    """One in the midst of a text would be the document's end, and the model asked about a user's text would obey it."""
+    said = f"one{tokens.END_OF_TEXT} two"
+    for fields, typed in (
+        ({"text": said}, {}),
+        ({"q": said, "a": "yes"}, {"prompt": "q", "completion": "a"}),
+        ({"q": "so?", "a": said}, {"prompt": "q", "completion": "a"}),
+    ):
+        others = [{name: f"{value} {i}".replace(said, "one") for name, value in fields.items()} for i in range(40)]
+        path = write(tmp_path / "one.jsonl", [*others, fields])
+        with pytest.raises(Refused, match=r'line 41: field ".*" holds <\|endoftext\|>.*control_tokens=text'):
+            made_of(tmp_path, path, **typed)
+        made = made_of(tmp_path, path, control_tokens="text", **typed)
+        for split in (made.train, made.val):
+            assert np.array_equal(np.flatnonzero(split.ids == made.tokenizer.eos_token_id), split.ends - 1)
+        assert any(said in text for text in documents(made, "train") + documents(made, "val"))
+        assert made.tokenizer(said)["input_ids"].count(made.tokenizer.eos_token_id) == 1  # it is as it was

@@ -341,3 +341,13 @@ def test_a_run_says_the_bits_per_byte_of_its_first_validation_sequences(fit, une
     summary, _ = fit("data=text", *files, "val_sequences=1", "max_steps=1")
     text = len(made.tokenizer.decode(made.val.ids[1:17]))  # of tokens 1 to 16
     assert summary["bits_per_byte"] == pytest.approx(summary["val_loss"] / np.log(2) * 16 / text, rel=1e-12)
+
+
+def test_control_tokens_in_plain_text_are_counted(tmp_path, caplog):
+    text = f"one {tokens.END_OF_TEXT} two\n" * 2 + "and more words\n" * 40
+    (tmp_path / "a.txt").write_text(text)
+    source = corpus.text(str(tmp_path / "a.txt"), "*", 0.2)
+    with caplog.at_level("INFO"):
+        made = tokens.tokenize(source, tmp_path / "cache", 300)
+    assert (made.train.ids == made.tokenizer.eos_token_id).sum() == 3  # bits of earlier runs stay
+    assert "the train text holds 2 control tokens of the tokenizer" in caplog.text and "the val text" not in caplog.text

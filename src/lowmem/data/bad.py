@@ -25,6 +25,14 @@ def checked(value: object, what: str, empty: bool = False) -> str:
     return value
 
 
+def control(what: str, token: str) -> Bad:
+    """Of a text that would end a document or a message in its midst. Args: what: names the text in a sentence."""
+    return Bad(
+        f"{what} holds {token}, which the tokenizer reads as a control token. "
+        "data.control_tokens=text takes such as the text they are written as"
+    )
+
+
 def kind(value: object) -> str:
     if value is None:
         return "null"

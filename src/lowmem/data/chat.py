@@ -16,13 +16,14 @@ import transformers
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.bad import Bad, checked, kind
-from lowmem.data.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Messages, Rendered
+from lowmem.data.bad import Bad, checked, control, kind
+from lowmem.data.chat_template import CHATML, CHATML_TOKENS, SPLIT, TODAY, ChatTemplate, Messages, Rendered
 from lowmem.data.reading import shown
 from lowmem.data.source import Encoded
 from lowmem.errors import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+WRITTEN = ("tool_calls", "reasoning_content")  # of a message, beside its content
 FIRST = ("system", "developer")  # instructions: once, before everything else
 
 
@@ -49,6 +50,7 @@ class Chat:
         self.messages, self.assistant = messages, assistant
         self.control_tokens, self.boundary = control_tokens, boundary
         self.source = CHATML if template == "chatml" else template and _read(template)
+        self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
         # of a tokenizer that is trained on conversations: it has no template of its own
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
@@ -83,7 +85,7 @@ class Chat:
 
     def _of(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
         if self.opened is None or self.opened[0] is not tokenizer:
-            self.opened = tokenizer, ChatTemplate(tokenizer, self.source)
+            self.opened = tokenizer, ChatTemplate(tokenizer, self.source, self.named)
         return self.opened[1]
 
     def _rendered(self, template: ChatTemplate, fields: dict) -> Rendered | Bad:
@@ -184,8 +186,14 @@ def _check_order(messages: Messages) -> None:
 def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
     """What a template does not know it leaves out without a word."""
     for number, message in enumerate(messages, 1):
-        if message.get("tool_calls") and "tool_calls" not in template.source:
-            raise Bad(f"message {number} has tool_calls, which {template.name} does not write")
+        for name in WRITTEN:
+            if message.get(name) and name not in template.source:
+                raise Bad(f"message {number} has {name}, which {template.name} does not write")
+        if message["role"] == "assistant" and message.get("weight", 1) != 1:
+            raise Bad(
+                f"message {number} has the weight {message['weight']!r:.20}, and every answer is learnt alike. Take "
+                "such weights out; data.assistant=last learns the last answer alone"
+            )
     if tools and "tools" not in template.source:
         raise Bad(f"it has tools, which {template.name} does not write")
 
@@ -197,11 +205,10 @@ def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate 
         where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):
             checked(text, where, empty=True)
-            if template and (control := template.in_text(text, message["role"] == "assistant")):
-                raise Bad(
-                    f"{where} holds {control}, which the tokenizer reads as a control token. "
-                    "data.control_tokens=text takes such as the text they are written as"
-                )
+            if SPLIT in text:
+                raise Bad(f"{where} holds U+{ord(SPLIT):04X}, which is no character of any text")
+            if template and (found := template.in_text(text, message["role"] == "assistant")):
+                raise control(where, found)
 
 
 def _strings(value: object) -> Iterator[str]:

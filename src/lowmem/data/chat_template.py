@@ -30,7 +30,7 @@ CHATML = (
 TODAY = date(2024, 7, 26)
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_SPLIT = (
+SPLIT = (
     "\ufdd0"  # no character of any text: stands in a control token that is to be read as text, and is taken out again
 )
 
@@ -54,14 +54,15 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """Args:
         tokenizer: whose template it is, and whose tokens are made.
-        source: another template.
+        source: another template; named: what sentences call it.
 
     Raises:
         Refused: no template; one that jinja cannot read; a tokenizer that does not say where its tokens stand.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> None:
-        self.name = f"the chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else "the chat template"
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, named: str = "") -> None:
+        of = f" of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
+        self.name = named or f"the chat template{of}"
         if not tokenizer.is_fast:
             raise Refused(
                 f"data=chat: the tokenizer {tokenizer.name_or_path} has no fast version, which alone says where its "
@@ -89,7 +90,7 @@ class ChatTemplate:
 
     def as_text(self, text: str) -> str:
         """With what would be control tokens marked, to be read as text."""
-        return self.control.sub(lambda token: token[0][0] + _SPLIT + token[0][1:], text)
+        return self.control.sub(lambda token: token[0][0] + SPLIT + token[0][1:], text)
 
     def render(self, messages: Messages, tools: list | None = None, last: bool = False) -> Rendered:
         """Args: last: only the last answer is learnt.
@@ -175,10 +176,14 @@ class ChatTemplate:
         text = rendered.text
         first, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
         if first < len(ids) and encoding.token_to_chars(first)[0] < start:
+            instead = (
+                "data.boundary=strip takes white space off the beginning of answers"
+                if text[start].isspace()
+                else "Type data.template=<a file> with a copy of it whose header ends in no white space"
+            )
             raise Bad(
                 f"an answer begins with {text[start : start + 20]!r}, which the tokenizer joins to the header before "
-                "it, so its first token is half the template's. data.boundary=strip takes white space off the "
-                "beginning of answers"
+                f"it, so its first token is half the template's. {instead}"
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.controls:
             stop += 1  # some take the white space behind them along
@@ -199,19 +204,19 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
-    """The longest first; `_SPLIT` would be taken out again."""
-    return re.compile("|".join(map(re.escape, [_SPLIT, *sorted(tokens, key=len, reverse=True)])))
+    """The longest first; `SPLIT` would be taken out again."""
+    return re.compile("|".join(map(re.escape, [SPLIT, *sorted(tokens, key=len, reverse=True)])))
 
 
 def _exact(backend: Tokenizer) -> tuple[Tokenizer, int]:
-    """A copy that says where its tokens really stand, and the id of `_SPLIT`: GPT-2's takes the space before a word off
+    """A copy that says where its tokens really stand, and the id of `SPLIT`: GPT-2's takes the space before a word off
     its place, and a header's space would go unseen."""
     copy = Tokenizer.from_str(backend.to_str())
     copy.post_processor = None
     copy.no_padding()
     copy.no_truncation()
-    copy.add_special_tokens([AddedToken(_SPLIT, special=True, normalized=False)])
-    return copy, copy.token_to_id(_SPLIT)
+    copy.add_special_tokens([AddedToken(SPLIT, special=True, normalized=False)])
+    return copy, copy.token_to_id(SPLIT)
 
 
 def _token_from(encoding: Encoding, at: int, length: int) -> int:

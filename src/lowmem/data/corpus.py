@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lowmem.data.pieces import Cuts, batches, end_of, ids_of, pieces, text_bytes
+from lowmem.data.pieces import Cuts, batches, controls, end_of, ids_of, pieces, text_bytes
 from lowmem.data.reading import (
     ahead,
     between,
@@ -63,6 +63,7 @@ class Corpus:
     packing: str = "joined"
     too_long: str = "cut"
     skipped: dict[str, int] = field(default_factory=dict, compare=False)  # files that are no text, by split
+    controls: dict[str, int] = field(default_factory=dict, compare=False)  # control tokens in the text, by split
 
     def key(self) -> list:
         contents = [digests(getattr(self, split)) for split in ("train", "val")]
@@ -77,17 +78,24 @@ class Corpus:
             yield from (piece for piece, _ in pieces(self._blocks(file, "train")))
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-        end, cuts = end_of(tokenizer), Cuts(tokenizer)
+        end, cuts, known = end_of(tokenizer), Cuts(tokenizer), list(controls(tokenizer).values())
+        self.controls[split] = 0
         parts = (part for file in self._readable(split) for part in pieces(self._blocks(file, split), cuts))
         for batch in ahead(batches(parts, lambda part: text_bytes(part[0]))):
             of_each = ids_of(tokenizer, [text for text, _ in batch])
             for (text, ends), ids in zip(batch, of_each, strict=True):
+                self.controls[split] += int(np.isin(ids, known).sum())
                 yield Encoded(np.append(ids, end).astype(ids.dtype) if ends else ids, None, text_bytes(text), ends)
 
     def notes(self) -> list[str]:
         return [
             f"data.on_error=skip: {count} of {len(getattr(self, split))} {split} files are left out."
             for split, count in self.skipped.items()
+            if count
+        ] + [
+            f"data: the {split} text holds {count:,} control tokens of the tokenizer, written out: the model gets the "
+            "tokens, such as the end of a document, and not their letters."
+            for split, count in self.controls.items()
             if count
         ]
 

@@ -17,6 +17,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 POOL = 4096  # documents whose lengths are sorted together: what is left of the padding, against how mixed a batch is
 AT_ONCE = 1 << 22  # tokens whose bits are looked at together
+SAMPLES, SAMPLE = 64, 1 << 14  # of a text's tokens so many times so many tell it from another
 FILLER = 0  # an id that every vocabulary has
 
 
@@ -57,6 +59,11 @@ class Joined(Rows):
 
     def __len__(self) -> int:
         return self.count
+
+    @cached_property
+    def order(self) -> dict:
+        """Any text of as many rows has rows of these numbers: its digest says that it is the same."""
+        return {"text": _digest(self.split)}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         spans = [(i * self.seq_len, (i + 1) * self.seq_len + 1) for i in indices]
@@ -242,8 +249,8 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
         longest = int(lengths.max())
         raise Refused(
             f"data.too_long=refuse: {int(above.sum()):,} of {len(ends):,} documents of the {name} split are longer "
-            f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, or data.too_long=cut "
-            "or drop."
+            f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, if the model "
+            "has as many positions, or data.too_long=cut or drop."
         )
     kept = ~above if too_long == "drop" else np.ones(len(ends), bool)
     of = _cut(ends[kept] - lengths[kept], lengths[kept], seq_len)
@@ -316,6 +323,17 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     row_of = np.random.default_rng(0).permutation(count)[row_of]  # or the first rows would hold the longest
     by_row = order[np.argsort(row_of[order], kind="stable")]
     return by_row, np.cumsum(np.bincount(row_of, minlength=count))
+
+
+def _digest(split: Split) -> str:
+    """Of how long its documents are, as tokens and as text, and of tokens from everywhere in it: to read all of them
+    would take seconds, and their pages memory."""
+    digest = hashlib.sha256()
+    for lengths in (split.ends, split.text_bytes):
+        digest.update(np.ascontiguousarray(lengths))
+    for start in np.unique(np.linspace(0, max(0, len(split.ids) - SAMPLE), SAMPLES).astype(int)).tolist():
+        digest.update(split.ids[start : start + SAMPLE].astype(np.uint32))
+    return digest.hexdigest()[:16]
 
 
 def _save(file: Path, **arrays: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -93,6 +94,28 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
         encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encoded]
     return [np.array(ids, np.uint32) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Its control tokens, by how they are written: a text that holds one gets the token itself, such as the end of a
+    document."""
+    return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+@contextmanager
+def controls_as_text(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """In here they are letters like any others."""
+    of, name = (
+        (tokenizer.backend_tokenizer, "encode_special_tokens")
+        if tokenizer.is_fast
+        else (tokenizer, "split_special_tokens")
+    )
+    before = getattr(of, name)
+    setattr(of, name, True)
+    try:
+        yield
+    finally:
+        setattr(of, name, before)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:

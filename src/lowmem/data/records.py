@@ -7,16 +7,17 @@ there; with data.skip_bad=true it is left out, and counted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lowmem.data.bad import Bad, checked
+from lowmem.data.bad import Bad, checked, control
 from lowmem.data.corpus import Files
-from lowmem.data.pieces import batches, encode, end_of, text_bytes
+from lowmem.data.pieces import batches, controls, controls_as_text, encode, end_of, text_bytes
 from lowmem.data.reading import ahead, digests, shown
 from lowmem.data.source import Encoded, SplitName
 from lowmem.errors import Refused
@@ -185,45 +186,76 @@ class Records:
             self._bad[split].append(f"{shown(where)}: {shown(bad)}")
 
 
-class Text:
-    """One field, all of it learnt."""
+class _Fields:
+    """What encoders of fields share.
 
-    def __init__(self, field: str) -> None:
-        self.field = field
+    Args:
+        control_tokens: in a text: refuse the record, or read them as text, as which they say nothing.
+    """
+
+    def __init__(self, *names: str, control_tokens: str) -> None:
+        self.names, self.control_tokens = names, control_tokens
 
     def key(self) -> list:
-        return ["text", self.field]
+        return [type(self).__name__.lower(), *self.names, self.control_tokens]
+
+    def texts(self, fields: dict) -> list[str]:
+        """Of each of the names. Raises: Bad: one that cannot be used."""
+        raise NotImplementedError
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
+        raise NotImplementedError
 
     def text(self, fields: dict) -> str:
-        return text_of(fields, self.field)
+        return "".join(self.texts(fields))
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
-        return _each(batch, self.text, lambda texts: _documents(tokenizer, texts))
+        """What `documents` makes of everything that could be read, with what is bad in its place."""
+        refused = controls(tokenizer) if self.control_tokens == "refuse" else ()
+        found = [self._read(fields, refused) for fields in batch]
+        with controls_as_text(tokenizer) if self.control_tokens == "text" else nullcontext():
+            made = iter(list(self.documents(tokenizer, [one for one in found if not isinstance(one, Bad)])))
+        return [one if isinstance(one, Bad) else next(made) for one in found]
+
+    def _read(self, fields: dict, refused: Collection[str]) -> list[str] | Bad:
+        try:
+            texts = self.texts(fields)
+        except Bad as bad:
+            return bad
+        held = (
+            (name, token) for name, text in zip(self.names, texts, strict=True) for token in refused if token in text
+        )
+        return next((control(f'field "{name}"', token) for name, token in held), texts)
 
 
-class Completion:
+class Text(_Fields):
+    """One field, all of it learnt."""
+
+    def __init__(self, field: str, control_tokens: str = "refuse") -> None:
+        super().__init__(field, control_tokens=control_tokens)
+
+    def texts(self, fields: dict) -> list[str]:
+        return [text_of(fields, *self.names)]
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
+        return _documents(tokenizer, [text for (text,) in texts])
+
+
+class Completion(_Fields):
     """Two fields, of which the second and the document's end are learnt. Each is encoded alone, as it is when the model
     is asked: a token that lay in both would be learnt from half of it."""
 
-    def __init__(self, prompt: str, completion: str) -> None:
-        self.prompt, self.completion = prompt, completion
+    def __init__(self, prompt: str, completion: str, control_tokens: str = "refuse") -> None:
+        super().__init__(prompt, completion, control_tokens=control_tokens)
 
-    def key(self) -> list:
-        return ["completion", self.prompt, self.completion]
+    def texts(self, fields: dict) -> list[str]:
+        prompt, completion = self.names
+        return [text_of(fields, prompt, empty=True), text_of(fields, completion)]
 
-    def text(self, fields: dict) -> str:
-        return "".join(self._both(fields))
-
-    def _both(self, fields: dict) -> tuple[str, str]:
-        return text_of(fields, self.prompt, empty=True), text_of(fields, self.completion)
-
-    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
-        return _each(batch, self._both, lambda pairs: self._documents(tokenizer, pairs))
-
-    def _documents(self, tokenizer: PreTrainedTokenizerBase, pairs: list[tuple[str, str]]) -> Iterator[Encoded]:
-        prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
+        prompts = encode(tokenizer, [prompt for prompt, _ in texts])
         for (prompt, _), before, answer in zip(
-            pairs, prompts, _documents(tokenizer, [completion for _, completion in pairs]), strict=True
+            texts, prompts, _documents(tokenizer, [completion for _, completion in texts]), strict=True
         ):
             ids = np.concatenate([before, answer.ids])
             yield Encoded(ids, np.arange(len(ids)) >= len(before), text_bytes(prompt) + answer.text_bytes)
@@ -233,7 +265,7 @@ def encoder(field: str | None, prompt: str | None, completion: str | None, messa
     """The one that the keys of a yaml name; without any it is the field "text".
 
     Args:
-        chat: what conversations take beside the name of their field.
+        chat: what conversations take beside the name of their field; control_tokens is for all.
 
     Raises:
         Refused: keys of several, or half of one.
@@ -251,7 +283,8 @@ def encoder(field: str | None, prompt: str | None, completion: str | None, messa
         from lowmem.data.chat import Chat  # templates are slow to import
 
         return Chat(messages, **chat)
-    return Completion(prompt, completion) if prompt and completion else Text(field or "text")
+    how = chat.get("control_tokens", "refuse")
+    return Completion(prompt, completion, how) if prompt and completion else Text(field or "text", how)
 
 
 def text_of(fields: dict, name: str, empty: bool = False) -> str:
@@ -268,18 +301,6 @@ def place(record: bytes) -> float:
     """From 0 to 1: those below `val_fraction` are validation. It hangs on the record alone, so that none changes its
     side when others are added."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64
-
-
-def _each(batch: list[dict], read, documents) -> list[Encoded | Bad]:
-    """What `documents` makes of everything that could be read, with what is bad in its place."""
-    found: list = []
-    for fields in batch:
-        try:
-            found.append(read(fields))
-        except Bad as bad:
-            found.append(bad)
-    made = iter(documents([one for one in found if not isinstance(one, Bad)]))
-    return [one if isinstance(one, Bad) else next(made) for one in found]
 
 
 def _documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Encoded]:

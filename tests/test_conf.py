@@ -160,6 +160,19 @@ def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed
     assert cfg.lr == 0.5 and "SGD" in cfg.optim._target_
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("line", ["accumulation=none", "loss=full", "data=random", "model=tiny"])
+def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):
+    """What the preset sets of its own choice, such as accumulation.size, goes with that."""
+    group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
+    cfg = overrides.composed([f"experiment={preset}", line, "seq_len=128"])
+    plainly, hydras = overrides.composed([line]), overrides._composed([f"experiment={preset}", line])
+    check(cfg, {})
+    kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults  # the choice is the preset's too
+    same = OmegaConf.to_container(cfg[group]) == OmegaConf.to_container((hydras if kept else plainly)[group])
+    assert same
+
+
 CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "continue_pretraining"]
 
 

@@ -112,8 +112,6 @@ REFUSED = {
     "scheduler.warmup=0.1 scheduler.warmup_steps=3": "each stands in the place of the other. Leave one out.",
     "scheduler.warmup=3": "give a share of all steps from 0 to 1, such as 0.03, or null.",
     "epochs=0": "epochs=0: give a whole number of at least 1, or null.",
-    "data=jsonl data.path=x data.prompt=q": "there is no data.completion. Type data.completion=<a field>.",
-    "data=hub data.path=x data.prompt=q data.messages=m": "data.prompt and data.messages: a record is one of text",
     "data=hub data.path=x data.streaming=true": "no tokenizer can be trained on what is not there yet. Type tokenizer=",
     "data=mix": "data=mix: it has no parts. Type +data@data.parts.<name>=text",
     "data=mix +data@data.parts.a=random 'data.shares={b: 1}'": "give one for each of a, or null.",
@@ -141,6 +139,14 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
+        (
+            ["data=jsonl", "data.path=.", "data.prompt=q"],
+            "there is no data.completion. Type data.completion=<a field>.",
+        ),
+        (
+            ["data=hub", "data.path=.", "data.prompt=q", "data.messages=m"],
+            "data.prompt and data.messages: a record is one of text",
+        ),
         (["tokenizer=/no/such"], "tokenizer=/no/such: there is no such folder. Give one that exists, or a hub id"),
         (["data=text", "data.path=.", "data.val_path={}"], "data.val_path={}: there is no such file"),
         (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several have names, as in {news:a,wiki:b}."),

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
-from lowmem.adapter.lora import load
+from lowmem.adapter.lora import base_dtype, load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
 from lowmem.data.opened import Opened, Wanted, opened
@@ -155,11 +155,14 @@ def causal_lm(
 ) -> CausalLM:
     """Args: spec: cfg.model as a plain dict; config: its architecture; check: called with the model as it was loaded,
     where it holds numbers."""
-    network = model.build(config, getattr(torch, Settings(cfg).loaded_in), **spec)
+    held = getattr(torch, Settings(cfg).loaded_in)
+    network = model.build(config, base_dtype(cfg.adapter.get("path")) or held, **spec)
     check(network)
     if with_positions(cfg.data):
         attention.share_mask(network)
     choose_trained(cfg, network)
+    for p in network.parameters():
+        p.data = p.data if p.requires_grad else p.data.to(held)
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)

@@ -70,8 +70,6 @@ def check_values(cfg: DictConfig) -> None:
 
 def _check_data(cfg: DictConfig) -> None:
     """What a source would refuse when it is opened, and its keys tell."""
-    for data in (cfg.data, *cfg.data.get("parts", {}).values()):
-        reading.checked_fields(*(data.get(name) for name in ("field", "prompt", "completion", "messages")))
     if (parts := cfg.data.get("parts")) is not None:
         shares = cfg.data.get("shares")
         if not parts:
@@ -113,6 +111,7 @@ def _check_texts(of: str, data: DictConfig) -> None:
             if place is not None and "revision" not in data and not _is_there(place):
                 several = " Several have names, as in {news:a,wiki:b}." if place[0] in "{[" else ""
                 raise Refused(f"{reading.no_such(f'{of}.{key}', place)}{several}")
+    reading.checked_fields(*(data.get(name) for name in ("field", "prompt", "completion", "messages")))
     template = data.get("template")
     if template not in (None, "chatml") and not _is_there(template):
         raise reading.no_such(f"{of}.template", template)

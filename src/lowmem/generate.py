@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lowmem import model
-from lowmem.adapter.lora import load
+from lowmem.adapter.lora import base_dtype, load
 from lowmem.asked import is_model, with_model
 from lowmem.errors import Refused
 from lowmem.generation import continuation, printable, prompt_ids
@@ -47,7 +47,7 @@ def _loaded(cfg: DictConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """In the dtype of its file; an adapter beside what it was trained on, 4 bits where that had them."""
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
-    network = model.build(config, config.dtype or torch.float32, **spec)
+    network = model.build(config, base_dtype(cfg.adapter.get("path")) or config.dtype or torch.float32, **spec)
     instantiate(cfg.adapter)(network)
     if cfg.adapter.get("path"):
         load(network, cfg.adapter.path)

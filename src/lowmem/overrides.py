@@ -6,13 +6,14 @@ Nothing heavy is imported: the command line reads its arguments with it.
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import DictConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, read_write
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
@@ -51,6 +52,12 @@ def said_anew(lines: Iterable[str]) -> set[str]:
     """The keys that these lines say something of, also by the other of two names."""
     said = set(map(key, lines))
     return said.union(*(both for both in EITHER if said.intersection(both)))
+
+
+def in_place_of(lines: Sequence[str]) -> list[str]:
+    """Lines that take back what an experiment's yaml says in the other of two ways."""
+    said = set(map(key, lines))
+    return [f"{one}=null" for one, other in EITHER if "experiment" in said and other in said and one not in said]
 
 
 def as_lines(mapping: Mapping[str, str]) -> list[str]:
@@ -154,11 +161,42 @@ def composed(lines: Iterable[str], name: str = "config", whole: bool = False) ->
     Args:
         whole: with Hydra's own part.
     """
+    lines = list(lines)
+    cfg = _composed(lines, name, whole)
+    let_typed_win(cfg, lines)
+    return cfg
+
+
+def _composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
+    """As Hydra does it."""
     read = list(map(quoted, lines))
     if GlobalHydra.instance().is_initialized():
         return hydra.compose(name, read, return_hydra_config=whole)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose(name, read, return_hydra_config=whole)
+
+
+def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
+    """In place: what an experiment sets of a group is of its own choice (`accumulation.size` of effective_batch), and
+    goes with it where another is typed; Hydra would leave it in that one's place."""
+    typed = as_mapping(map(unquoted, lines))
+    file = CONF / "experiment" / f"{typed.get('experiment')}.yaml"
+    if not file.is_file():
+        return
+    experiment = OmegaConf.load(file)
+    own = {name: choice for one in experiment.get("defaults", []) for name, choice in one.items()}
+    for group in filter(is_group, experiment):
+        if group in typed and own.get(f"override /{group}", typed[group]) != typed[group]:
+            of_it = [line for line in lines if key(line).split(".")[0] == group]
+            cfg[group] = OmegaConf.create(OmegaConf.to_container(_composed(of_it)[group]))
+
+
+class TypedWins(Callback):
+    """Hydra's hook before a run, whose config it has composed itself."""
+
+    def on_run_start(self, config: DictConfig, **_) -> None:
+        with read_write(config):
+            let_typed_win(config, config.hydra.overrides.task)
 
 
 def chosen_by(lines: Iterable[str]) -> dict[str, str]:

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lowmem import gpus
+from lowmem.adapter.lora import load
 from lowmem.errors import Refused
 from lowmem.generate import generate
 from lowmem.plan.derive import Derivation
@@ -63,6 +65,45 @@ def test_merged_it_is_evaluated_as_a_plain_model(of_base, base):
     alone, _ = of_base(f"evaluate={base}", folder="alone")
     assert merged["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
     assert abs(alone["val_loss"] / summary["val_loss"] - 1) > 0.01
+
+
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_merged_beside_a_base_of_16_bits_it_is_written_in_fp32(of_base, adapter):
+    """Or a part of what was trained would be rounded away."""
+    lines = (f"adapter={adapter}", "precision=bf16-master", "merge=true")
+    summary, run = of_base(*lines, folder="run")
+    held = load_file(run / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.float32}
+    again, _ = of_base(f"evaluate={run / 'model'}", folder="wide")
+    assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("trained", ["32", "bf16-master"])
+def test_its_base_is_quantised_from_what_it_was_in_training(of_base, trained, monkeypatch):
+    """Whatever the precision is of whoever opens it: 4 bits of rounded weights are other bits."""
+    _, run = of_base("adapter=qlora", f"precision={trained}", folder="run")
+    opened = []
+    monkeypatch.setattr("lowmem.build.load", lambda network, path: (load(network, path), opened.append(network)))
+    for precision in ("32", "bf16-master"):
+        of_base(f"precision={precision}", f"evaluate={run / 'model'}", folder=f"of{precision}")
+    of_base("adapter=qlora", f"adapter.path={run / 'model'}", "max_steps=1", folder="on")
+    same = [torch.cat([p for name, p in one.named_buffers() if name.endswith("codes")]) for one in opened]
+    assert len(same) == 3 and torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    monkeypatch.setattr("lowmem.build.base_dtype", lambda path: None)
+    other = "32" if trained == "bf16-master" else "bf16-master"
+    of_base(f"precision={other}", f"evaluate={run / 'model'}", folder="wrong")
+    wrong = torch.cat([p for name, p in opened[-1].named_buffers() if name.endswith("codes")])
+    assert not torch.equal(wrong, same[0])
+
+
+def test_a_folder_is_opened_beside_the_base_that_it_was_trained_on(of_base, caplog):
+    _, four = of_base("adapter=qlora", "max_steps=1", folder="four")
+    _, plain = of_base("adapter=lora", "max_steps=1", folder="plain")
+    with pytest.raises(Refused, match=r"learnt beside a base in 4 bits.* Type adapter=qlora"):
+        of_base("adapter=lora", f"adapter.path={four / 'model'}", folder="refused")
+    assert "in 4 bits. If it was not" not in caplog.text
+    of_base("adapter=qlora", f"adapter.path={plain / 'model'}", "max_steps=1", folder="warned")
+    assert "nothing in it says that its base was in 4 bits" in caplog.text
 
 
 def test_an_adapter_that_names_no_base_is_refused_its_evaluation(of_base, tmp_path):
@@ -132,7 +173,7 @@ def test_what_is_merged_grows_on_the_host(config):
     shapes = trace(cfg, on_card=True)
     both = (OmegaConf.merge(cfg, {"merge": on}) for on in (False, True))
     alone, merged = (needs(shapes, one, True, 0).phases["save"].host for one in both)
-    assert merged - alone == 2 * shapes.parameters - shapes.weights
+    assert merged - alone == 4 * shapes.parameters - shapes.weights
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])

@@ -79,6 +79,7 @@ BAD = {
     'x,text\n1,"2" 3\n': "a.csv, row 1: ',' expected after '\"', which ends at line 2",
     "x,y\n1,2\n": 'a.csv, row 1: there is no field "text"; its fields are "x", "y"',
     "text,y\na,b\n ,2\n": 'a.csv, row 2: field "text" is empty',
+    'text,y\na,b\n"c,d\ne,f\ng"h\n': "row 2: ',' expected after '\"', which takes lines 3 to 5: a quotation mark may",
     "x,x\n1,2\n": "a.csv names the column 'x' twice",
     'text\n"a\n': "a.csv, row 1: unexpected end of data",
 }
@@ -104,10 +105,21 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, alphabet):
     assert 'a.parquet, row 2: field "text" is null' in note and 'a.parquet, row 3: field "text" is empty' in note
 
 
+def test_a_table_in_another_encoding_is_advised_of_keys_that_it_has(tmp_path):
+    (tmp_path / "a.csv").write_bytes("text\nGr\u00f6\u00dfe\n".encode("latin-1"))
+    with pytest.raises(Refused, match=r"Type data\.encoding=latin-1") as refusal:
+        list(csv_rows(tmp_path / "a.csv", ",", "utf-8"))
+    assert "on_error" not in str(refusal.value)
+
+
 REFUSED = {
     "no such column": (
         lambda f: parquet.write_table(pa.table({"a": [1], "b": [2]}), f),
         'no column "text"; its columns are "a", "b"',
+    ),
+    "a name twice": (
+        lambda f: parquet.write_table(pa.Table.from_arrays([["a"], ["b"]], ["text", "text"]), f),
+        'has two columns "text". Rename one',
     ),
     "no parquet": (lambda f: f.write_bytes(b"PAR1 it is not"), "is no parquet file, or a damaged one"),
     "cut": (lambda f: f.write_bytes(_whole()[:-20]), "is no parquet file, or a damaged one"),
@@ -151,6 +163,16 @@ def test_conversations_are_a_column_of_structs(tmp_path):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
     assert list(parquet_rows(tmp_path / "a.parquet", ["messages"])) == [{"messages": chat}]
+
+
+def test_tools_of_conversations_are_read_where_there_are_any(tmp_path):
+    """So that a template that does not know them is refused, as with lines of JSON."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
+        parquet.write_table(pa.table({"messages": [chat], "other": [1]} | columns), tmp_path / f"{name}.parquet")
+        source = table_parquet(str(tmp_path / f"{name}.parquet"), **HOW, messages="messages")
+        (record,) = source.reader.records("val")
+        assert record.fields == {"messages": chat} | {key: value for key, (value,) in columns.items()}
 
 
 def scanned(file):

@@ -7,8 +7,11 @@ import pytest
 from test_trace import MODELS
 
 from lowmem import cli
-from lowmem.plan import prediction
+from lowmem.overrides import CONF, composed, replaced
+from lowmem.plan import job, prediction
+from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import PHASES
+from lowmem.settings import Settings
 
 
 @pytest.fixture
@@ -50,6 +53,31 @@ def test_the_first_line_is_the_command_to_copy(planned):
         assert recipe["device_peak_bytes"] == max(need["device"] for need in recipe["phases"].values())
     assert min(recipe["relative_step_time"] for recipe in written["recipes"]) == 1
     assert "recipes fit" in said and "as typed" in said
+
+
+PRESETS = sorted(yaml.stem for yaml in (CONF / "experiment").glob("*.yaml"))
+TINY = ("model=tiny", "model.architecture.n_embd=32", "model.architecture.n_head=2", "seq_len=16")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_is_traced_for_a_preset_has_the_accumulation_of_the_trace(preset):
+    """It takes the place of the one that the preset has chosen, and set the size of."""
+
+    def made(recipe):
+        return job.resolved(composed(replaced([f"experiment={preset}", *TINY], recipe)), on_card=False)
+
+    derivation = Derivation(made, 4, (1, 4), on_card=False, machine=None)
+    recipe = {"precision": "bf16-master", "optim": "adamw8bit", "gradient_checkpointing": "none", "loss": "full"}
+    passes, parameters = derivation.needed(recipe | {"batch_size": "1"}, made(recipe))
+    for needed, several in ((passes, False), (parameters, parameters[0]["accumulation"] == "fixed")):
+        assert all(Settings(cfg).accumulates == several for _, _, cfg in derivation.corners(*needed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_planned(planned, preset):
+    code, said, written = planned(f"experiment={preset}", "gpu=2GiB", "ram=64GiB", *TINY, *FOUR)
+    assert code == 0 and written["recipes"], said
 
 
 def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):

@@ -11,20 +11,17 @@ from pathlib import Path
 
 import torch
 import yaml
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from lowmem import model
-from lowmem.adapter.lora import CONFIG, PREFIX, WEIGHTS
+from lowmem.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
 from lowmem.aside import aside
 from lowmem.overrides import CONF
 
 log = logging.getLogger(__name__)
-
-BASE = {"base": "nf4"}  # in the head of the weights' file: peft's configuration has no word for it
 
 
 def export(
@@ -39,7 +36,8 @@ def export(
     """Whole or not at all. A model whose adapter is merged is a plain one from then on.
 
     Args:
-        dtype: of the written weights, such as bfloat16; None: as they are.
+        dtype: of the written weights, such as bfloat16; None: as they are, and what is merged in fp32, as the adapter
+            is held: rounded to a base's 16 bits it would compute something else than was trained.
         base: the published model, or its folder, that the network was loaded from; None: it started at random.
         card: README.md.
     """
@@ -48,8 +46,8 @@ def export(
     elif merged or base is None:
         if not merged:
             log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
-        merge(network, getattr(torch, dtype) if dtype else network.get_input_embeddings().weight.dtype)
-        model.export(network, tokenizer, folder, dtype, card)
+        merge(network, getattr(torch, dtype or "float32"))
+        model.export(network, tokenizer, folder, None, card)
     else:
         with aside(folder) as draft:
             draft.mkdir(exist_ok=True)
@@ -68,13 +66,15 @@ def is_adapted(network: nn.Module) -> bool:
 @torch.no_grad()
 def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
     """In place, one layer after the other, in fp32: nothing of 4 bits and no adapter is left. Args: dtype: of the
-    matrices that it leaves."""
+    parameters that it leaves."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
 
     names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
     for name in names:
         if not name.endswith(".base_layer"):  # which goes with the layer around it
             network.set_submodule(name, _merged(network.get_submodule(name), dtype))
+    for p in network.parameters():
+        p.data = p.data.to(dtype)
     del network.peft_config
 
 
@@ -105,8 +105,8 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str)
     held = get_peft_model_state_dict(network, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}
     tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
-    quantised = any(map(_in_4_bits, network.modules()))
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE if quantised else {}))
+    dtypes = {str(part.dtype).removeprefix("torch.") for part in network.modules() if _in_4_bits(part)}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
     (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n")
 
 
@@ -147,9 +147,3 @@ def opens(folder: Path) -> dict:
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
     nodes = (yaml.safe_load(file.read_text()) for file in sorted((CONF / "adapter").glob("*.yaml")))
     return next(node for node in nodes if node["_target_"] == f"lowmem.adapter.{kind}") | {"path": str(folder)}
-
-
-def stands_on_4_bits(folder: Path) -> bool:
-    """Whether its base was held in 4 bits."""
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        return BASE.items() <= (file.metadata() or {}).items()

@@ -10,13 +10,14 @@ Sources: Hu et al. 2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353. Th
 import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# In the head of the weights' file, since peft's configuration has no word for it; and what was rounded to 4 bits.
+BASE, BASE_DTYPE = {"base": "nf4"}, "base_dtype"
 PREFIX = "base_model.model."  # of every name in a folder of peft's
 RANK, ALL = 16, "all-linear"
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -54,6 +57,7 @@ class LoRA:
     """
 
     magnitudes = False
+    in_4_bits = False  # its base
 
     def __init__(
         self,
@@ -122,12 +126,26 @@ class LoRA:
         if config.use_dora != self.magnitudes:
             kind = "with" if config.use_dora else "without"
             raise Refused(f"{said}: it is one {kind} DoRA's magnitudes. Choose the other adapter=, which is its kind.")
+        self._check_base(folder)
         for name, typed, there in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
             if typed is not None and typed != there:
                 raise Refused(f"adapter.{name}={typed}: {self.path} has {there}. Leave adapter.{name} out.")
         config.init_lora_weights, config.inference_mode = True, False  # whatever it began as
         log.info(f"{said}: it was trained on {config.base_model_name_or_path or 'a base that it does not name'}.")
         return config
+
+    def _check_base(self, folder: Path) -> None:
+        """A folder of peft's does not say what its base was held in."""
+        if stands_on_4_bits(folder) and not self.in_4_bits:
+            raise Refused(
+                f"adapter.path={self.path}: it has learnt beside a base in 4 bits, and this adapter= holds another. "
+                "Type adapter=qlora."
+            )
+        if self.in_4_bits and not stands_on_4_bits(folder):
+            log.warning(
+                f"adapter.path={self.path}: nothing in it says that its base was in 4 bits. If it was not, type "
+                "adapter=lora."
+            )
 
     def _check_targets(self, model: nn.Module, adapted: dict[str, nn.Module], linear: dict[str, nn.Module]) -> None:
         if beyond := [name for name in adapted if name not in linear]:
@@ -144,6 +162,25 @@ class DoRA(LoRA):
     large as the matrix, in every forward pass."""
 
     magnitudes = True
+
+
+def stands_on_4_bits(folder: Path) -> bool:
+    """Whether its base was held in 4 bits."""
+    return BASE.items() <= _head(folder).items()
+
+
+def base_dtype(path: str | None) -> torch.dtype | None:
+    """Of the weights that an adapter's base in 4 bits was made of, where its folder says so. Of others they would be
+    other 4 bits, which it has not learnt beside."""
+    name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
+    return getattr(torch, name) if name else None
+
+
+def _head(folder: Path) -> dict[str, str]:
+    """What stands before the tensors; nothing, of a file that `load` refuses."""
+    with suppress(SafetensorError), safe_open(folder / WEIGHTS, "pt") as file:
+        return file.metadata() or {}
+    return {}
 
 
 def load(model: PreTrainedModel, path: str) -> None:

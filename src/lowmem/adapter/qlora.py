@@ -14,6 +14,8 @@ from lowmem.adapter.nf4 import quantise
 class QLoRA(LoRA):
     """model -> None. Args, Raises: those of `LoRA`, and a model without a matrix to quantise."""
 
+    in_4_bits = True
+
     def __call__(self, model: PreTrainedModel) -> None:
         quantise(model)
         super().__call__(model)

@@ -250,7 +250,7 @@ def needs(
     }
     base = sum(built_on.values())
     device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size, loaded)
-    host["save"] += _merged(cfg, shapes, loaded)
+    host["save"] += _merged(cfg, shapes)
     mapped = _mapped(cfg, shapes.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
@@ -310,12 +310,11 @@ def _host_bytes(shapes: Trace, on_card: bool, size: int, loaded: int) -> dict[st
     }
 
 
-def _merged(cfg: DictConfig, shapes: Trace, size: int) -> int:
+def _merged(cfg: DictConfig, shapes: Trace) -> int:
     """Bytes by which a base that is held in fewer bits grows where an adapter is merged into it."""
     if not cfg.merge:
         return 0
-    held = 2 if shapes.steps_on_host else size
-    written = getattr(torch, cfg.export_dtype).itemsize if cfg.export_dtype else held
+    written = getattr(torch, cfg.export_dtype or "float32").itemsize
     return max(0, shapes.parameters * written - shapes.weights)
 
 

@@ -130,12 +130,6 @@ def test_where_it_cannot_be_told_what_is_here_nothing_starts(command, tmp_path, 
     assert code == 1 and "cannot be read (division by zero)" in said and content(tmp_path / "run") == before
 
 
-def test_nor_the_folders_around_it_that_it_made(command, tmp_path):
-    (tmp_path / "outputs").mkdir()
-    code, _ = command("seq_len=100000", f"hydra.run.dir={tmp_path}/outputs/2026-01-31/12-00-00")
-    assert code == 1 and [*tmp_path.iterdir()] == [tmp_path / "outputs"] and not [*(tmp_path / "outputs").iterdir()]
-
-
 def test_a_refused_run_leaves_no_folder(command, tmp_path):
     assert command("lr=-1")[0] == 1 and command("optim.in_backward=true")[0] == 1
     assert not (tmp_path / "run").exists()

@@ -39,12 +39,13 @@ def greedy(folder, ids, tokens):
 
 @pytest.mark.parametrize("folder", ["", "model"])
 def test_a_run_and_its_model_write_what_transformers_does_and_leave_no_folder(command, run, tmp_path, folder):
-    code, said = command(f"generate={run / folder}", "prompt=def return", "max_new_tokens=5")
+    own = f"hydra.run.dir={tmp_path}/outputs/2026-01-31/12-00-00"
+    code, said = command(f"generate={run / folder}", "prompt=def return", "max_new_tokens=5", own)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     ids = tokenizer("def return")["input_ids"]
     expected = tokenizer.decode(greedy(run / "model", ids, 5)[len(ids) :])
     assert code == 0 and said == printable(expected) + "\n"
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "outputs").exists()  # nor the folder of the day
 
 
 def test_a_temperature_draws_from_the_seed(config, run):

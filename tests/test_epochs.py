@@ -7,6 +7,7 @@ from lowmem import build, cli
 from lowmem.data.tokens import tokenize
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate, plain
+from lowmem.overrides import composed, in_place_of
 
 RUN = ("accumulation=fixed", "accumulation.batches=7", "lr=1e-2", "scheduler.warmup=0.5", "data.pattern=file0[0-2].txt")
 
@@ -99,3 +100,18 @@ def test_it_is_the_one_that_is_exported_and_evaluated_with(fit, other_tokenizer)
 def test_a_tokenizer_that_is_not_there_is_a_sentence(fit, typed, says):
     with pytest.raises(Refused, match=f"^tokenizer={typed}: .*{says}"):
         fit(f"tokenizer={typed}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    [
+        (["experiment=chat_lora_8gb", "max_steps=2"], ["epochs=null"]),
+        (["experiment=chat_lora_8gb", "scheduler.warmup_steps=2"], ["scheduler.warmup=null"]),
+        (["experiment=chat_lora_8gb", "epochs=3"], []),
+        (["max_steps=2"], []),
+    ],
+)
+def test_what_is_typed_beside_an_experiment_wins_also_by_the_other_name(typed, added):
+    assert in_place_of(typed) == added
+    cfg = composed([*typed, *added])
+    assert cfg.epochs is None or "max_steps=2" not in typed

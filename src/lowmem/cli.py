@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem import help, signals, spelling
 from lowmem.check import check_places, check_values
 from lowmem.errors import Refused
-from lowmem.overrides import CONF, composed, key, parted, quoted, said_anew, unquoted, without
+from lowmem.overrides import CONF, composed, in_place_of, key, parted, quoted, said_anew, unquoted, without
 from lowmem.plan.helper import helper
 from lowmem.runs import claim, folders, sweep
 from lowmem.starting import undisturbed
@@ -106,6 +106,7 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     if shows and {*flags} & {*SWEEP}:
         raise Refused(f"{shows[0]}: it shows one run, and -m makes several. Leave -m out.")
     lines = without(said_anew(typed), _resumed_overrides(typed)) + typed
+    lines += in_place_of(lines)
     sweep = bool({*flags} & {*SWEEP})
     if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
         spelling.check_lines(lines)

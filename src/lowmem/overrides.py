@@ -54,6 +54,12 @@ def said_anew(lines: Iterable[str]) -> set[str]:
     return said.union(*(both for both in EITHER if said.intersection(both)))
 
 
+def in_place_of(lines: Sequence[str]) -> list[str]:
+    """Lines that take back what an experiment's yaml says in the other of two ways."""
+    said = set(map(key, lines))
+    return [f"{one}=null" for one, other in EITHER if "experiment" in said and other in said and one not in said]
+
+
 def as_lines(mapping: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in mapping.items()]
 

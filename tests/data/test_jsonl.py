@@ -219,7 +219,14 @@ def test_a_few_doubles_are_no_reason(tmp_path):
 
 # --- whatever is in the files ---------------------------------------------------------------------------------------
 
-SENTENCES = ("line ", "hold no text", "there is no text in it", "documents are training documents too", "less than one")
+SENTENCES = (
+    "no record of data.path fell to",
+    "line ",
+    "hold no text",
+    "there is no text in it",
+    "documents are training documents too",
+    "less than one",
+)
 values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -321,6 +328,12 @@ def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
         with monkeypatch.context() as planted, pytest.raises((ValueError, AttributeError, ZeroDivisionError)):
             planted.setattr(jsonl, name, fault)
             holds(200, tmp_path / name)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_that_all_records_are_validation_is_said(tmp_path, count):
+    with pytest.raises(Refused, match=r"no record of data.path fell to training.*Type data.val_path="):
+        made_of(tmp_path, write(tmp_path / "a.jsonl", [{"text": "the same"}] * count), val_fraction=0.01)
 
 
 def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):

@@ -1,7 +1,9 @@
 """Mixtures: shares of the tokens that count, whole passes, an order from the seed alone. Random tokens: none stored."""
 
+import json
 import re
 from collections import Counter
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -11,10 +13,13 @@ import torch
 from documents import split
 from lowmem import build
 from lowmem.accumulation import fixed
+from lowmem.data.jsonl import jsonl
 from lowmem.data.loader import IGNORED, WindowLoader
-from lowmem.data.mix import Mixed
+from lowmem.data.mix import Mix, Mixed
+from lowmem.data.opened import Wanted
 from lowmem.data.packing import rows, with_positions
 from lowmem.data.random import Drawn
+from lowmem.data.tokens import load_bpe, train_bpe
 from lowmem.errors import Refused
 from lowmem.fit import fit
 from lowmem.instantiate import plain
@@ -132,12 +137,50 @@ def test_the_plan_knows_whether_a_part_has_positions(config, typed):
     assert not with_positions(cfg.data) and not build.data(cfg).train.sequences.positions
 
 
+def parts_of(folder):
+    """Notes and conversations."""
+    lines = {
+        "notes": [{"text": f"note {i} " * 9} for i in range(20)],
+        "talk": [
+            {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * 9}]}
+            for i in range(20)
+        ],
+    }
+    for name, records in lines.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return {name: partial(jsonl, str(folder / f"{name}.jsonl"), "*", 0.2) for name in lines}
+
+
+@pytest.mark.parametrize("names", [("notes", "talk"), ("talk", "notes")])
+def test_documents_of_every_part_end_in_one_token_whatever_their_order(tmp_path, names):
+    make = parts_of(tmp_path)
+    parts = {name: make[name](**({"messages": "messages"} if name == "talk" else {})) for name in names}
+    train_bpe(["yes"], 300, tmp_path / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
+    wanted = Wanted(tmp_path / "cache", 32, 0, load_bpe(tmp_path / "tokenizer.json"), [])
+    of = Mix(parts).opened(wanted)
+    notes = of.train.parts[names.index("notes")].split
+    ends = {of.tokens.tokenizer.convert_ids_to_tokens(int(notes.ids[end - 1])) for end in notes.ends}
+    assert ends == {"<|im_end|>"} == {of.tokens.tokenizer.eos_token}
+
+
+def test_a_mixture_has_one_chat_template(tmp_path):
+    talk = partial(parts_of(tmp_path)["talk"], messages="messages")
+    assert Mix({"a": talk(template="chatml"), "b": talk(template="chatml")}).chat
+    with pytest.raises(Refused, match=r"a and b have different templates.*data\.parts\.<name>\.template"):
+        Mix({"a": talk(), "b": talk(template="chatml")})
+
+
 REFUSED = {
     "data.shares={code: 1}": "give one for each of code, notes, or null",
     "data.parts.notes.packing=padded": "Type data.parts.notes.packing=documents",
     "data.shares={code: 1, notes: 0}": "give a positive number",
     "data.parts.notes.path=/no/such": "data.parts.notes.path=/no/such: there is no such file or folder",
 }
+
+
+def test_a_part_has_one_validation_set(tmp_path):
+    with pytest.raises(Refused, match="a part of a mixture has one validation set"):
+        parts_of(tmp_path)["notes"](val_path={"x": "a.jsonl", "y": "b.jsonl"})
 
 
 @pytest.mark.parametrize("line", REFUSED)

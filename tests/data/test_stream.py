@@ -105,6 +105,56 @@ def test_blocks_are_permuted_by_seed_and_epoch(folder, tokenizer):
     assert numbers(first[0])[0] != numbers(first[starts[0]])[0]
 
 
+def written(place, texts):
+    place.mkdir()
+    parquet.write_table(pa.table({"text": texts}), place / "train.parquet")
+    return place
+
+
+def epoch_of(made):
+    """The windows of the first."""
+    windows = []
+    for window in made:
+        windows.append(window)
+        if window.end.epoch:
+            return windows
+
+
+def test_a_block_without_anything_to_learn_is_passed_over_and_told_of(tmp_path, tokenizer, caplog):
+    """Also at a resume. An epoch of such blocks is refused."""
+    caplog.set_level("INFO")
+    texts = [f"row {i}." + "too long " * 9 * (13 <= i < 25) for i in range(45)]
+    place = written(tmp_path / "set", texts)
+    windows = epoch_of(loader(place, tokenizer, too_long="drop", block=4))
+    read = texts_of(windows, tokenizer)
+    assert [i for i in range(45) if f"row {i}." in read] == [*range(3, 13), *range(25, 45)]
+    assert "12 longer than a row were dropped" in caplog.messages[-1] and "rows 4 to 45" in caplog.messages[-1]
+    resumed = list(islice(loader(place, tokenizer, windows[1].end, too_long="drop", block=4), 3))
+    assert [numbers(w) for w in resumed[: len(windows) - 2]] == [numbers(w) for w in windows[2:5]]
+    nothing = written(tmp_path / "nothing", [*texts[:3], *texts[13:25]])
+    with pytest.raises(Refused, match="nothing to train on behind the validation rows"):
+        next(iter(loader(nothing, tokenizer, too_long="drop", block=4)))
+
+
+def test_bad_rows_are_counted_over_blocks(tmp_path, tokenizer, caplog):
+    caplog.set_level("INFO")
+    texts = ["" if i in (1, 5, 6, 40) else f"row {i}." for i in range(45)]
+    epoch_of(loader(written(tmp_path / "set", texts), tokenizer, skip_bad=True, block=4))
+    said = [line for line in caplog.messages if "skip_bad" in line]
+    assert "1 of 3 val records" in said[0] and "3 of 42 train records" in said[-1] and len(said) < 7
+
+
+@pytest.mark.parametrize("block", [2, 8])
+def test_what_fills_no_row_of_a_block_begins_the_next(tmp_path, tokenizer, block):
+    """A block of two documents has not one row."""
+    texts = [f"<{i:03d}>" for i in range(106)]
+    windows = epoch_of(loader(written(tmp_path / "set", texts), tokenizer, packing="joined", block=block, val_rows=6))
+    learnt = sum(window.tokens for window in windows)
+    assert learnt == (100 * 6 - 1) // 32 * 32  # a document has five bytes and an end; the tail of all is left out
+    read = texts_of(windows, tokenizer)
+    assert sum(f"<{i:03d}>" in read for i in range(6, 106)) > 80  # others stand across two rows
+
+
 @pytest.fixture
 def typed(small, folder, tokenizer):
     base = tuple(line for line in small if not line.startswith("data"))
@@ -130,11 +180,17 @@ def test_read_once_it_is_as_files_are(config, typed, folder):
     assert count == FILES * ROWS and len(data.tokens.val.ends)
 
 
+def test_of_few_rows_one_is_validation(tmp_path):
+    reader = hub(str(written(tmp_path / "set", [f"row {i}" for i in range(5)])), val_fraction=0.001).reader
+    assert [len(list(reader.records(split))) for split in ("train", "val")] == [4, 1]
+
+
 REFUSED = {
     "epochs=2 data.streaming=true": "epochs=2: nobody knows how long a stream is. Type max_steps=",
     "data.streaming=true tokenizer=null": "Type tokenizer=<a folder or hub id>",
     "data.streaming=true data.packing=padded": "Type data.packing=documents",
     "data.split=test": "cannot be read",
+    "data.streaming=true data.val_split=train": "data.val_split=train: this is data.split too",
     "data.path=some/where": "hf download --repo-type dataset",
     "data.field=nothing": 'row 1: there is no field "nothing"; its fields are "text"',
 }

@@ -47,7 +47,7 @@ def test_rows_of_csv_come_back_as_they_were_written(tmp_path, rows, delimiter, b
     if bom:
         file.write_bytes("\ufeff".encode() + file.read_bytes())
     typed = "tab" if delimiter == "\t" else delimiter
-    assert list(csv_rows(file, typed, "utf-8")) == [{"text": one, "b c": other} for one, other in rows]
+    assert [row for _, row in csv_rows(file, typed, "utf-8")] == [{"text": one, "b c": other} for one, other in rows]
 
 
 @CASES
@@ -55,7 +55,7 @@ def test_rows_of_csv_come_back_as_they_were_written(tmp_path, rows, delimiter, b
 def test_rows_of_parquet_come_back_as_they_were_written(tmp_path, rows, group):
     table = pa.table({"text": pa.array(rows, pa.string()), "other": list(range(len(rows)))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
-    assert list(parquet_rows(tmp_path / "a.parquet", ["text"])) == [{"text": text} for text in rows]
+    assert list(parquet_rows(tmp_path / "a.parquet", ["text"])) == [*enumerate(({"text": text} for text in rows), 1)]
 
 
 @CASES
@@ -74,18 +74,20 @@ def test_any_bytes_are_rows_or_a_sentence(tmp_path, raw):
 
 
 BAD = {
-    "x\n1,2\n": "a.csv, row 1: it has 2 cells and the first line names 1",
-    "text,y\n1,2\n3\n": "a.csv, row 2: it has 1 cells and the first line names 2",
-    'x,text\n1,"2" 3\n': "a.csv, row 1: ',' expected after '\"', which ends at line 2",
-    "x,y\n1,2\n": 'a.csv, row 1: there is no field "text"; its fields are "x", "y"',
-    "text,y\na,b\n ,2\n": 'a.csv, row 2: field "text" is empty',
+    "x\n1,2\n": "a.csv, line 2: it has 2 cells and the first line names 1",
+    "text,y\n1,2\n3\n": "a.csv, line 3: it has 1 cells and the first line names 2",
+    'x,text\n1,"2" 3\n': "a.csv, line 2: ',' expected after '\"', which ends at line 2",
+    "\n\ntext,y\n\na,b\n1\n": "a.csv, line 6: it has 1 cells and the first line names 2",
+    "x,y\n1,2\n": 'a.csv, line 2: there is no field "text"; its fields are "x", "y"',
+    "text,y\na,b\n ,2\n": 'a.csv, line 3: field "text" is empty',
+    'text,y\na,b\n"c,d\ne,f\ng"h\n': "line 3: ',' expected after '\"', which takes lines 3 to 5: a quotation mark may",
     "x,x\n1,2\n": "a.csv names the column 'x' twice",
-    'text\n"a\n': "a.csv, row 1: unexpected end of data",
+    'text\n"a\n': "a.csv, line 2: unexpected end of data",
 }
 
 
 @pytest.mark.parametrize("content", BAD)
-def test_a_bad_row_is_named_by_its_file_and_row(tmp_path, content, alphabet):
+def test_a_bad_row_is_named_by_its_file_and_line(tmp_path, content, alphabet):
     (tmp_path / "a.csv").write_text(content)
     (tmp_path / "b.csv").write_text("text,x\nabc,1\n")
     source = table_csv(str(tmp_path / "a.csv"), val_path=str(tmp_path / "b.csv"), **HOW)
@@ -104,10 +106,21 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, alphabet):
     assert 'a.parquet, row 2: field "text" is null' in note and 'a.parquet, row 3: field "text" is empty' in note
 
 
+def test_a_table_in_another_encoding_is_advised_of_keys_that_it_has(tmp_path):
+    (tmp_path / "a.csv").write_bytes("text\nGr\u00f6\u00dfe\n".encode("latin-1"))
+    with pytest.raises(Refused, match=r"Type data\.encoding=latin-1") as refusal:
+        list(csv_rows(tmp_path / "a.csv", ",", "utf-8"))
+    assert "on_error" not in str(refusal.value)
+
+
 REFUSED = {
     "no such column": (
         lambda f: parquet.write_table(pa.table({"a": [1], "b": [2]}), f),
         'no column "text"; its columns are "a", "b"',
+    ),
+    "a name twice": (
+        lambda f: parquet.write_table(pa.Table.from_arrays([["a"], ["b"]], ["text", "text"]), f),
+        'has two columns "text". Rename one',
     ),
     "no parquet": (lambda f: f.write_bytes(b"PAR1 it is not"), "is no parquet file, or a damaged one"),
     "cut": (lambda f: f.write_bytes(_whole()[:-20]), "is no parquet file, or a damaged one"),
@@ -150,7 +163,17 @@ def test_one_file_is_split_by_its_rows_which_keep_their_sides(tmp_path):
 def test_conversations_are_a_column_of_structs(tmp_path):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
-    assert list(parquet_rows(tmp_path / "a.parquet", ["messages"])) == [{"messages": chat}]
+    assert list(parquet_rows(tmp_path / "a.parquet", ["messages"])) == [(1, {"messages": chat})]
+
+
+def test_tools_of_conversations_are_read_where_there_are_any(tmp_path):
+    """So that a template that does not know them is refused, as with lines of JSON."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
+        parquet.write_table(pa.table({"messages": [chat], "other": [1]} | columns), tmp_path / f"{name}.parquet")
+        source = table_parquet(str(tmp_path / f"{name}.parquet"), **HOW, messages="messages")
+        (record,) = source.reader.records("val")
+        assert record.fields == {"messages": chat} | {key: value for key, (value,) in columns.items()}
 
 
 def scanned(file):

@@ -11,7 +11,7 @@ import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -191,6 +191,11 @@ def found(
     Raises:
         Refused: nothing there, or nothing left.
     """
+    if isinstance(val_path, Mapping):  # those of data itself are read one by one
+        raise Refused(
+            f"data.parts.<name>.val_path={dict(val_path)}: a part of a mixture has one validation set. Type one file "
+            "or folder."
+        )
     root, files = _files(path, pattern, "data.path", usable)
     if val_path is None:
         return split(root, files, val_fraction)

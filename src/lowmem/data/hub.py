@@ -9,11 +9,12 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lowmem.data.reading import digests, shown
-from lowmem.data.records import Record, Records, encoder, place
+from lowmem.data.records import Record, Records, encoder, held_out, place
 from lowmem.data.source import SplitName
 from lowmem.data.stream import Stream
 from lowmem.errors import Refused
@@ -41,6 +42,11 @@ def hub(
     **chat: str | None,
 ) -> Records | Stream:
     """Args: chat: what `Chat` takes."""
+    if val_split == split:
+        raise Refused(
+            f"data.val_split={val_split}: this is data.split too, and validation would be of what was trained on. "
+            "Type data.val_split=<another>, or null for some of its rows."
+        )
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
     records = Records(table, encoder(field, prompt, completion, messages, **chat), "hub", packing, too_long, skip_bad)
     return Stream(records, block, val_rows) if streaming else records
@@ -48,6 +54,8 @@ def hub(
 
 class Table:
     """Reader of a data set's rows. Args: splits: their names there; without one for validation some rows are it."""
+
+    aside = "val_split=<another split>"
 
     def __init__(
         self,
@@ -84,9 +92,13 @@ class Table:
         name = self.splits[split] or self.splits["train"]
         with self._reached():
             for number, fields in enumerate(self.rows(name), 1):
-                raw = str(fields).encode(errors="surrogatepass")
-                if not self.alone or (place(raw) < self.val_fraction) == (split == "val"):
+                raw = _identity(fields)
+                if not self.alone or (place(raw) < self._held_out) == (split == "val"):
                     yield Record(f"{shown(self.path)}, {name}, row {number:,}", fields, len(raw))
+
+    @cached_property
+    def _held_out(self) -> float:
+        return held_out(map(_identity, self.rows(self.splits["train"])), self.val_fraction)
 
     def rows(self, name: str) -> Any:
         """A datasets.IterableDataset, whose place in it can be kept.
@@ -117,3 +129,7 @@ class Table:
                 f"{shown(self.path)} --local-dir <folder>) and type data.path=<folder>."
             )
             raise Refused(f"data.path={shown(self.path)}: this data set cannot be read ({said}). {instead}") from None
+
+
+def _identity(fields: dict) -> bytes:
+    return str(fields).encode(errors="surrogatepass")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
+from lowmem.data.chat import Chat
 from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opened import Opened, Wanted, opened
 from lowmem.data.source import Source, SplitName
@@ -48,11 +49,17 @@ class Mix:
                     f"Type data.parts.{name}.packing=documents."
                 )
         self.parts, self.shares = dict(parts), shares
+        self.chats = {name: chat for name, part in parts.items() if (chat := getattr(part, "chat", None))}
+        if len({chat.source for chat in self.chats.values()}) > 1:
+            raise Refused(
+                f"data.parts: {' and '.join(self.chats)} have different templates, and a model has one chat template. "
+                "Type the same data.parts.<name>.template for each."
+            )
 
     @property
-    def chat(self) -> object | None:
+    def chat(self) -> Chat | None:
         """What conversations ask of a tokenizer, where a part has some."""
-        return next(filter(None, (getattr(part, "chat", None) for part in self.parts.values())), None)
+        return next(iter(self.chats.values()), None)
 
     def key(self) -> list:
         return [part.key() for part in self.parts.values()]
@@ -67,6 +74,8 @@ class Mix:
 
     def opened(self, wanted: Wanted) -> Opened:
         tokenizer = wanted.tokenizer or trained(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
+        if self.chat:
+            self.chat.dress(tokenizer)  # before any part is read: documents of all end in one token
         each = {name: opened(part, wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}
         train = Mixed({name: one.train for name, one in each.items()}, self.shares)
         log.info(f"data=mix: {'; '.join(train.told())}.")

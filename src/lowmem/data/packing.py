@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,16 @@ POOL = 4096  # documents whose lengths are sorted together: what is left of the 
 AT_ONCE = 1 << 22  # tokens whose bits are looked at together
 SAMPLES, SAMPLE = 64, 1 << 14  # of a text's tokens so many times so many tell it from another
 FILLER = 0  # an id that every vocabulary has
+
+
+class NothingToLearn(Refused):
+    """Args: report: what became of the documents."""
+
+    def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
+        super().__init__(
+            f"data: no document of the {name} split has a token to learn{where}. Give others, or type a larger seq_len."
+        )
+        self.report = report
 
 
 class Joined(Rows):
@@ -55,7 +66,7 @@ class Joined(Rows):
                 f"({seq_len + 1}). Type a seq_len below {tokens}, or give more text."
             )
         if split.learnt_bits is not None and not split.learnt_bits.any():
-            raise _nothing(name, "")
+            raise NothingToLearn(name)
 
     def __len__(self) -> int:
         return self.count
@@ -256,15 +267,16 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
     of = _cut(ends[kept] - lengths[kept], lengths[kept], seq_len)
     learnt = _counted(split, of)
     found = of.chosen(learnt > 0)
-    if not len(found.starts):
-        raise _nothing(name, f" in at most seq_len={seq_len} tokens")
     told_apart = np.searchsorted(ends, found.starts, side="right")  # documents that something is learnt from
     report = {
         "documents": len(np.unique(told_apart)),
         "cut": int(above.sum()) if too_long == "cut" else 0,
         "too_long": int(above.sum()) if too_long == "drop" else 0,
     }
-    return found, report | {"nothing_to_learn": int(kept.sum()) - report["documents"]}
+    report["nothing_to_learn"] = int(kept.sum()) - report["documents"]
+    if not len(found.starts):
+        raise NothingToLearn(name, f" in at most seq_len={seq_len} tokens", report | {"rows": 0})
+    return found, report
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
@@ -344,9 +356,3 @@ def _save(file: Path, **arrays: np.ndarray) -> None:
         os.replace(draft.name, file)
     except OSError as error:
         raise Refused(f"cache_dir: rows cannot be written to {file.parent} ({error.strerror}). Make room.") from error
-
-
-def _nothing(name: str, where: str) -> Refused:
-    return Refused(
-        f"data: no document of the {name} split has a token to learn{where}. Give others, or type a larger seq_len."
-    )

@@ -85,8 +85,9 @@ class _NoText(Exception):
         self.raw = raw
 
 
-def blocks(file: Path, encoding: str, on_error: str) -> Iterator[str]:
-    """The characters of a file that is text; what is none is refused or, with on_error=replace, replaced.
+def blocks(file: Path, encoding: str, on_error: str | None) -> Iterator[str]:
+    """The characters of a file that is text; what is none is refused or, with on_error=replace, replaced. Args:
+    on_error: None: there is no such key, and what is no text is refused.
 
     Raises:
         Refused: with the number of the byte that is no text.
@@ -94,9 +95,13 @@ def blocks(file: Path, encoding: str, on_error: str) -> Iterator[str]:
     try:
         yield from _decoded(file, encoding, "replace" if on_error == "replace" else "strict")
     except _NoText as error:
-        raise Refused(
-            f"data: {shown(file)} is no text in {encoding} ({error}). {_likely(error.raw)}"
+        instead = (
             "data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
+            if on_error
+            else "utf-8 takes every text, saved as that."
+        )
+        raise Refused(
+            f"data: {shown(file)} is no text in {encoding} ({error}). {_likely(error.raw)}{instead}"
         ) from None
 
 

@@ -7,7 +7,7 @@ there; with data.skip_bad=true it is left out, and counted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,10 @@ class Record(NamedTuple):
 
 
 class Reader(Protocol):
-    """Where records come from."""
+    """Where records come from. Args: alone: some of the records are validation; aside: the key that gives others."""
+
+    alone: bool
+    aside: str
 
     def key(self) -> list:
         """Of contents, and of settings that change the records: lists, texts and numbers."""
@@ -57,9 +60,14 @@ class OfFiles:
     """
 
     unit: str  # what its records are counted as: lines, rows
+    aside = "val_path=<a file or folder>"
 
     def __init__(self, files: Files, val_fraction: float, how: list) -> None:
         self.files, self.val_fraction, self.how = files, val_fraction, how
+
+    @property
+    def alone(self) -> bool:
+        return self.files.alone
 
     def numbered(self, file: Path) -> Iterator[tuple[int, Any]]:
         """(number, record as it is read), from 1 on."""
@@ -90,13 +98,7 @@ class OfFiles:
 
     @cached_property
     def _held_out(self) -> float:
-        """The share of the records that is validation: where it is none of a few, the one with the lowest number."""
-        lowest = 1.0
-        for _, raw in self.numbered(self.files.train[0]):
-            lowest = min(lowest, place(self.identity(raw)))
-            if lowest < self.val_fraction:
-                return self.val_fraction
-        return float(np.nextafter(lowest, 1.0))
+        return held_out((self.identity(raw) for _, raw in self.numbered(self.files.train[0])), self.val_fraction)
 
 
 class Encoder(Protocol):
@@ -155,8 +157,23 @@ class Records:
                 pass
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+        self.forget(split)
+        yield from self.documents(self.reader.records(split), split, tokenizer)
+        if self.reader.alone and not self._counts[split][1]:
+            raise Refused(
+                f"data: no record of data.path fell to {'validation' if split == 'val' else 'training'}: there are too "
+                f"few, or all are the same. Type data.{self.reader.aside}, or give more."
+            )
+
+    def forget(self, split: SplitName) -> None:
+        """What was left out of it."""
         self._bad[split], self._counts[split] = [], [0, 0]
-        for batch in ahead(batches(self.reader.records(split), lambda record: max(record.size, SMALLEST))):
+
+    def documents(
+        self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Encoded]:
+        """Of these; what is left out of them adds to what was."""
+        for batch in ahead(batches(records, lambda record: max(record.size, SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, Bad)]
             made = iter(self.encoder.encode(tokenizer, usable))
@@ -295,6 +312,16 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
         there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
         raise Bad(f'there is no field "{name}"; its fields are {there}')
     return checked(fields[name], f'field "{name}"', empty)
+
+
+def held_out(records: Iterable[bytes], val_fraction: float) -> float:
+    """The share of them that is validation: where it is none of a few, the one with the lowest number."""
+    lowest = 1.0
+    for record in records:
+        lowest = min(lowest, place(record))
+        if lowest < val_fraction:
+            return val_fraction
+    return float(np.nextafter(lowest, 1.0))
 
 
 def place(record: bytes) -> float:

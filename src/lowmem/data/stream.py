@@ -2,13 +2,15 @@
 
 A block of documents is read in the order of the stream, packed, and its rows are permuted by (seed, epoch, block). A
 position names the block by the state that the stream had before it, and the row in it: a resume loads that state and
-reads the block again. So a checkpoint holds a few numbers, and costs a block of reading. A buffer from which a shuffle
+reads the block again. So a checkpoint holds a few numbers, and costs a block of reading. Where documents are joined,
+what fills no row begins the next block, and is in that state: less than a row. A buffer from which a shuffle
 draws, as `datasets` has it, is lost on a resume, and its documents are read again or never.
 """
 
 import logging
-from collections.abc import Iterator
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice, pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +18,10 @@ import torch
 
 from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
 from lowmem.data.opened import Opened, Wanted
-from lowmem.data.packing import Documents, Joined
+from lowmem.data.packing import Documents, Joined, NothingToLearn, told
 from lowmem.data.reading import ahead
 from lowmem.data.records import Record, Records
-from lowmem.data.source import SplitName
+from lowmem.data.source import Encoded, SplitName
 from lowmem.data.tokens import NOTHING, Split, Tokens
 from lowmem.errors import Refused
 
@@ -49,27 +51,18 @@ class Stream:
             self.chat.dress(wanted.tokenizer)
         self.tokenizer, self.seq_len = wanted.tokenizer, wanted.seq_len
         stream = self.table.rows(self.table.splits["val"] or self.table.splits["train"])
-        val = self.split(list(islice(stream, self.val_rows)), 0, "val")
-        return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": self.rows(val, "val")})
+        self.records.forget("val")
+        val = _split(self.documents(list(islice(stream, self.val_rows)), 0, "val"))
+        rows = self.rows(val, "val")
+        self._tell("val", rows.report)
+        self.records.forget("val")  # it is told
+        return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": rows})
 
-    def split(self, fields: list[dict], first: int, name: SplitName) -> Split:
-        """Documents in memory. Args: first: number of the first in the stream."""
+    def documents(self, fields: list[dict], first: int, name: SplitName) -> list[Encoded]:
+        """In memory. Args: first: number of the first in the stream."""
         of = self.table.splits[name] or self.table.splits["train"]
-        found = [Record(f"{self.table.path}, {of}, row {n:,}", one) for n, one in enumerate(fields, first + 1)]
-        given, ours = _Given(found), self.records
-        records = Records(given, ours.encoder, self.name, ours.packing, ours.too_long, ours.skip_bad)
-        documents = list(records.encoded(name, self.tokenizer))
-        for note in records.notes():
-            log.info(note)
-        if not documents:
-            return NOTHING
-        learnt = [np.ones(len(one.ids), bool) if one.learnt is None else one.learnt for one in documents]
-        return Split(
-            np.concatenate([np.asarray(one.ids, np.uint32) for one in documents]),
-            np.cumsum([len(one.ids) for one in documents]),
-            np.cumsum([one.text_bytes for one in documents]),
-            None if all(map(np.all, learnt)) else np.packbits(np.concatenate(learnt)),
-        )
+        found = (Record(f"{self.table.path}, {of}, row {n:,}", one) for n, one in enumerate(fields, first + 1))
+        return list(self.records.documents(found, name, self.tokenizer))
 
     def rows(self, split: Split, name: SplitName) -> Rows:
         if self.packing == "joined":
@@ -77,31 +70,64 @@ class Stream:
         return Documents(split, self.seq_len, self.records.too_long, name)
 
     def blocks(self, state: dict | None) -> Iterator["Block"]:
-        """From a state on; None: from the first that is no validation."""
+        """Those that have rows, from a state on; None: from the first that is no validation."""
         stream = self.table.rows(self.table.splits["train"])
-        number = state["block"] if state else 0
         if state:
             stream.load_state_dict(state["stream"])
-        each = iter(stream)
         aside = self.val_rows if self.table.alone else 0
-        if state is None:
-            next(islice(each, aside, aside), None)
+        each = islice(stream, 0 if state else aside, None)
+        number, tail = (state["block"], state.get("tail", [])) if state else (0, [])
+        counts, seen = Counter(), aside + number * self.block
+        of = f"train, rows {seen + 1:,} to"
+        self.records.forget("train")
         while fields := list(islice(each, self.block)):
-            split = self.split(fields, aside + number * self.block, "train")
-            if len(split.ids) > self.seq_len or (self.packing != "joined" and len(split.ids)):  # the last may be short
-                yield Block(state, number, self.rows(split, "train"))
-            number += 1
-            state = {"block": number, "stream": stream.state_dict()}
+            split = _split([*starmap(Encoded, tail), *self.documents(fields, seen, "train")])
+            number, seen = number + 1, seen + len(fields)
+            rows, report = self.rows_if_any(split)
+            counts.update(report)
+            if not number & number - 1:  # ever less often
+                self._tell(f"{of} {seen:,}", counts)
+            if rows:
+                yield Block(state, number - 1, rows)
+            tail = _tail(split, self.seq_len) if self.packing == "joined" else []
+            state = {"block": number, "stream": stream.state_dict(), "tail": tail}
+        if number & number - 1:
+            self._tell(f"{of} {seen:,}", counts)
+
+    def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
+        """(None where a block has nothing to learn: others have; what became of its documents, without shares)."""
+        if len(split.ids) <= (self.seq_len if self.packing == "joined" else 0):
+            return None, {}
+        try:
+            rows = self.rows(split, "train")
+        except NothingToLearn as nothing:
+            return None, dict(nothing.report)
+        return rows, {name: count for name, count in rows.report.items() if name != "fill"}
+
+    def _tell(self, name: str, report: Mapping) -> None:
+        if report:
+            log.info(told(report, name, self.packing))
+        for note in self.records.notes():
+            log.info(note)
 
 
-class _Given:
-    """Reader of what was read already."""
+def _split(documents: list[Encoded]) -> Split:
+    if not documents:
+        return NOTHING
+    learnt = [np.ones(len(one.ids), bool) if one.learnt is None else np.array(one.learnt) for one in documents]
+    return Split(
+        np.concatenate([np.asarray(one.ids, np.uint32) for one in documents]),
+        np.cumsum([len(one.ids) for one in documents]),
+        np.cumsum([one.text_bytes for one in documents]),
+        None if all(map(np.all, learnt)) else np.packbits(np.concatenate(learnt)),
+    )
 
-    def __init__(self, found: list[Record]) -> None:
-        self.found = found
 
-    def records(self, split: SplitName) -> Iterator[Record]:
-        return iter(self.found)
+def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]:
+    """What of the documents fills no row, for the next block to begin with: as numbers, since a checkpoint has them."""
+    start = max(0, len(split.ids) - 1) // seq_len * seq_len
+    edges = [start, *split.ends[split.ends > start].tolist()]
+    return [(split.ids[a:b].tolist(), split.learnt(a, b).tolist(), 0) for a, b in pairwise(edges)]
 
 
 class Block(NamedTuple):
@@ -149,7 +175,10 @@ class StreamLoader(WindowLoader):
                 yield window
                 position = window.end
             if position == before:
-                raise Refused("data.streaming=true: there is nothing to train on behind the validation rows.")
+                raise Refused(
+                    "data.streaming=true: there is nothing to train on behind the validation rows. Type a smaller "
+                    "data.val_rows or a larger seq_len, or give more text."
+                )
 
     def _windows(self, start: Position) -> Iterator[Window]:
         """Of what is left of an epoch."""

@@ -5,6 +5,7 @@ names. What only the data or the weights can tell is refused where they are read
 """
 
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -193,11 +194,12 @@ def _savers(cfg: DictConfig) -> Iterator[str]:
 def _metric(name: str | None) -> Iterator[str]:
     if name is None:
         return
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it prints besides what it raises
     try:
         found = callable(get_object(name))
         why = "it is no function"
     except Exception as error:  # whatever the module does when it is imported
-        found, why = False, str(error).partition("\n")[0]
+        found, why = False, str(error.__cause__ or error).partition("\n")[0]
     if not found:
         yield f"metric={name}: {why}. Type metric=<module>.<function> of a module beside train.py, or metric=null."
 

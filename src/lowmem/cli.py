@@ -5,6 +5,7 @@ Nothing heavy is imported at module level: `--help` answers in well under a seco
 
 import atexit
 import gc
+import logging
 import os
 import signal
 import sys
@@ -190,6 +191,7 @@ def run(cfg: DictConfig) -> float:
         check_places(cfg)
         with undisturbed():
             from lowmem.generate import generate
+        _log_beside_stdout()
         print(generate(cfg))
 
     summary = _guarded(job if cfg.generate is None else prints, cfg)
@@ -198,6 +200,13 @@ def run(cfg: DictConfig) -> float:
     if summary["interrupted"]:
         raise signals.Ended(signal.Signals[summary["signal"]])
     return summary["val_loss"]
+
+
+def _log_beside_stdout() -> None:
+    """On stderr: what is printed is to be read by a program too."""
+    for handler in logging.getLogger().handlers:
+        if getattr(handler, "stream", None) is sys.stdout:
+            handler.setStream(sys.stderr)
 
 
 def plan(cfg: DictConfig) -> None:

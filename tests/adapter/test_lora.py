@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
 from lowmem.check import check, check_places
 from lowmem.errors import Refused
@@ -79,6 +80,15 @@ def test_magnitudes_measured_in_16_bits_would_change_the_model(monkeypatch):
     before = logits(model)
     DoRA()(model)
     assert not torch.equal(logits(model), before)
+
+
+def test_freezing_what_an_adapter_has_frozen_is_told(caplog):
+    model = network("gpt2")
+    freeze(model, ["transformer.wte.*", "*.wte.weight"])
+    assert "changes nothing" not in caplog.text
+    LoRA()(model)
+    freeze(model, ["*.wpe.*", "*.h.0.*"])
+    assert "freeze: *.wpe.* changes nothing" in caplog.text and "h.0.* changes" not in caplog.text
 
 
 def test_it_says_what_is_adapted_and_what_is_not(caplog):

@@ -47,7 +47,7 @@ def test_rows_of_csv_come_back_as_they_were_written(tmp_path, rows, delimiter, b
     if bom:
         file.write_bytes("\ufeff".encode() + file.read_bytes())
     typed = "tab" if delimiter == "\t" else delimiter
-    assert list(csv_rows(file, typed, "utf-8")) == [{"text": one, "b c": other} for one, other in rows]
+    assert [row for _, row in csv_rows(file, typed, "utf-8")] == [{"text": one, "b c": other} for one, other in rows]
 
 
 @CASES
@@ -55,7 +55,7 @@ def test_rows_of_csv_come_back_as_they_were_written(tmp_path, rows, delimiter, b
 def test_rows_of_parquet_come_back_as_they_were_written(tmp_path, rows, group):
     table = pa.table({"text": pa.array(rows, pa.string()), "other": list(range(len(rows)))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
-    assert list(parquet_rows(tmp_path / "a.parquet", ["text"])) == [{"text": text} for text in rows]
+    assert list(parquet_rows(tmp_path / "a.parquet", ["text"])) == [*enumerate(({"text": text} for text in rows), 1)]
 
 
 @CASES
@@ -74,19 +74,20 @@ def test_any_bytes_are_rows_or_a_sentence(tmp_path, raw):
 
 
 BAD = {
-    "x\n1,2\n": "a.csv, row 1: it has 2 cells and the first line names 1",
-    "text,y\n1,2\n3\n": "a.csv, row 2: it has 1 cells and the first line names 2",
-    'x,text\n1,"2" 3\n': "a.csv, row 1: ',' expected after '\"', which ends at line 2",
-    "x,y\n1,2\n": 'a.csv, row 1: there is no field "text"; its fields are "x", "y"',
-    "text,y\na,b\n ,2\n": 'a.csv, row 2: field "text" is empty',
-    'text,y\na,b\n"c,d\ne,f\ng"h\n': "row 2: ',' expected after '\"', which takes lines 3 to 5: a quotation mark may",
+    "x\n1,2\n": "a.csv, line 2: it has 2 cells and the first line names 1",
+    "text,y\n1,2\n3\n": "a.csv, line 3: it has 1 cells and the first line names 2",
+    'x,text\n1,"2" 3\n': "a.csv, line 2: ',' expected after '\"', which ends at line 2",
+    "\n\ntext,y\n\na,b\n1\n": "a.csv, line 6: it has 1 cells and the first line names 2",
+    "x,y\n1,2\n": 'a.csv, line 2: there is no field "text"; its fields are "x", "y"',
+    "text,y\na,b\n ,2\n": 'a.csv, line 3: field "text" is empty',
+    'text,y\na,b\n"c,d\ne,f\ng"h\n': "line 3: ',' expected after '\"', which takes lines 3 to 5: a quotation mark may",
     "x,x\n1,2\n": "a.csv names the column 'x' twice",
-    'text\n"a\n': "a.csv, row 1: unexpected end of data",
+    'text\n"a\n': "a.csv, line 2: unexpected end of data",
 }
 
 
 @pytest.mark.parametrize("content", BAD)
-def test_a_bad_row_is_named_by_its_file_and_row(tmp_path, content, alphabet):
+def test_a_bad_row_is_named_by_its_file_and_line(tmp_path, content, alphabet):
     (tmp_path / "a.csv").write_text(content)
     (tmp_path / "b.csv").write_text("text,x\nabc,1\n")
     source = table_csv(str(tmp_path / "a.csv"), val_path=str(tmp_path / "b.csv"), **HOW)
@@ -162,7 +163,7 @@ def test_one_file_is_split_by_its_rows_which_keep_their_sides(tmp_path):
 def test_conversations_are_a_column_of_structs(tmp_path):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
-    assert list(parquet_rows(tmp_path / "a.parquet", ["messages"])) == [{"messages": chat}]
+    assert list(parquet_rows(tmp_path / "a.parquet", ["messages"])) == [(1, {"messages": chat})]
 
 
 def test_tools_of_conversations_are_read_where_there_are_any(tmp_path):

@@ -47,6 +47,25 @@ def test_the_example_is_in_the_curves_the_summary_and_the_table(fit):
     assert [row["accuracy"] for row in again] == [row["accuracy"] for row in rows] and before.startswith("step,")
 
 
+def freezes(model, tokenizer):
+    model.requires_grad_(False)
+    return {"one": 1}
+
+
+def two_lines(model, tokenizer):
+    return {"a\nb": 1}
+
+
+def test_what_it_freezes_is_trained_all_the_same(fit):
+    plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
+    assert same(last(fit(*LINES, f"metric={__name__}.freezes", folder="own")[1])["state_dict"], plain)
+
+
+def test_what_cannot_be_imported_is_told_once(command):
+    code, said = command("metric=foo.accuracy")
+    assert code == 1 and "metric=foo.accuracy: No module named 'foo'. Type" in said and "Error" not in said
+
+
 def test_training_does_not_notice_it(fit):
     plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
     assert same(last(fit(*LINES, f"metric={__name__}.draws", folder="own")[1])["state_dict"], plain)
@@ -55,7 +74,12 @@ def test_training_does_not_notice_it(fit):
 
 @pytest.mark.parametrize(
     ("function", "says"),
-    [("raises", r"it raised KeyError \('my own'\)"), ("a_list", "it gave '\\[1\\]'"), ("taken", "val_loss")],
+    [
+        ("raises", r"it raised KeyError \('my own'\)"),
+        ("a_list", "it gave '\\[1\\]'"),
+        ("taken", "val_loss"),
+        ("two_lines", "names with a number"),
+    ],
 )
 def test_what_it_does_wrong_is_a_sentence_before_the_first_step(fit, function, says):
     with pytest.raises(Refused, match=says):

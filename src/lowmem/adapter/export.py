@@ -42,6 +42,8 @@ def export(
         card: README.md.
     """
     if not is_adapted(network):
+        if merged:
+            log.info("merge=true: no adapter is here, so there is nothing to merge: this is the model itself.")
         model.export(network, tokenizer, folder, dtype, card)
     elif merged or base is None:
         if not merged:

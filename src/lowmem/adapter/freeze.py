@@ -27,6 +27,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         Refused: a pattern of no parameter; nothing left to train.
     """
     every = list(model.named_parameters(remove_duplicate=False))
+    before = {p for p in model.parameters() if not p.requires_grad}
     for pattern in patterns:
         named = [p for name, p in every if fnmatchcase(name, pattern)]
         if not named:
@@ -34,6 +35,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
                 f"freeze: no parameter of {type(model).__name__} has a name like {pattern}. They are called "
                 f"{every[0][0]}, ..., {every[-1][0]}; type a pattern such as '{every[0][0].rpartition('.')[0]}.*'."
             )
+        if before.issuperset(named):
+            log.warning(f"freeze: {pattern} changes nothing: what it names is frozen by adapter= already.")
         for p in named:
             p.requires_grad_(False)
     left, whole = sum(p.numel() for _, p in trained(model)), sum(p.numel() for p in model.parameters())

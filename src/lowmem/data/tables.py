@@ -43,7 +43,7 @@ def table_csv(
     if len(DELIMITERS.get(delimiter, delimiter)) != 1 or delimiter in ('"', "\n", "\r"):
         raise Refused(f"data.delimiter={delimiter}: it is one character, such as ';', or the word tab.")
     files, how = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
-    rows = Table(files, val_fraction, how, lambda file: csv_rows(file, delimiter, encoding))
+    rows = Table(files, val_fraction, how, "line", lambda file: csv_rows(file, delimiter, encoding))
     return Records(rows, encoder(field, prompt, completion, messages, **chat), "csv", packing, too_long, skip_bad)
 
 
@@ -65,7 +65,7 @@ def table_parquet(
     read. Args: chat: what `Chat` takes."""
     of_each, columns = encoder(field, prompt, completion, messages, **chat), used(field, prompt, completion, messages)
     files, also = found(path, pattern, val_fraction, val_path), [TOOLS] if messages else []
-    rows = Table(files, val_fraction, [columns + also], lambda file: parquet_rows(file, columns, also))
+    rows = Table(files, val_fraction, [columns + also], "row", lambda file: parquet_rows(file, columns, also))
     return Records(rows, of_each, "parquet", packing, too_long, skip_bad)
 
 
@@ -75,16 +75,18 @@ def used(*names: str | None) -> list[str]:
 
 
 class Table(OfFiles):
-    """Reader of the rows of files. Args: rows: those of a file, from its first on."""
+    """Reader of the rows of files. Args: unit: what is numbered; numbered: the rows of a file with their numbers."""
 
-    unit = "row"
-
-    def __init__(self, files: Files, val_fraction: float, how: list, rows: Callable[[Path], Iterator]) -> None:
+    def __init__(
+        self,
+        files: Files,
+        val_fraction: float,
+        how: list,
+        unit: str,
+        numbered: Callable[[Path], Iterator[tuple[int, dict | Bad]]],
+    ) -> None:
         super().__init__(files, val_fraction, how)
-        self.rows = rows
-
-    def numbered(self, file: Path) -> Iterator[tuple[int, dict | Bad]]:
-        return enumerate(self.rows(file), 1)
+        self.unit, self.numbered = unit, numbered
 
     def identity(self, raw: dict | Bad) -> bytes:
         return str(raw).encode(errors="surrogatepass")
@@ -93,8 +95,9 @@ class Table(OfFiles):
         return raw
 
 
-def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[dict[str, str] | Bad]:
-    """A text for each name in the first line; lines without anything are no rows.
+def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[tuple[int, dict[str, str] | Bad]]:
+    """(the line that a row begins in, as an editor counts them, and a text for each name in the first line); lines
+    without anything are no rows.
 
     Raises:
         Refused: no names, or one that stands twice; a row that does not end; what is no text.
@@ -111,14 +114,14 @@ def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[dict[str, st
         except csv.Error as error:  # the reader goes on behind the line
             if names is None or "field larger" in str(error):
                 raise Refused(f"data: {shown(file)} is no table in csv: line {table.line_num}: {error}.") from None
-            yield Bad(f"{error}, which {_from_to(start, table.line_num)}")
+            yield start, Bad(f"{error}, which {_from_to(start, table.line_num)}")
             continue
         if names is None:
             names = _checked(cells, file) if cells else None
         elif len(cells) == len(names):
-            yield dict(zip(names, cells, strict=True))
+            yield start, dict(zip(names, cells, strict=True))
         elif cells:
-            yield Bad(f"it has {len(cells)} cells and the first line names {len(names)}")
+            yield start, Bad(f"it has {len(cells)} cells and the first line names {len(names)}")
 
 
 def _from_to(start: int, stop: int) -> str:
@@ -149,8 +152,10 @@ def _lines(file: Path, encoding: str) -> Iterator[str]:
         yield "".join(parts)
 
 
-def parquet_rows(file: Path, columns: Sequence[str], also: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The values of these columns. Args: also: of more columns, where the file has them.
+def parquet_rows(
+    file: Path, columns: Sequence[str], also: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
+    """(number from 1 on, the values of these columns). Args: also: of more columns, where the file has them.
 
     Raises:
         Refused: a file that is no parquet, or damaged, or has no such column.
@@ -164,8 +169,8 @@ def parquet_rows(file: Path, columns: Sequence[str], also: Sequence[str] = ()) -
             there = table.schema_arrow.names
             _check_columns(there, columns, file)
             read = [*columns, *(name for name in also if name in there)]
-            for batch in table.iter_batches(AT_ONCE, columns=read, use_threads=False):
-                yield from _values(batch)
+            batches = table.iter_batches(AT_ONCE, columns=read, use_threads=False)
+            yield from enumerate((row for batch in batches for row in _values(batch)), 1)
         except pyarrow.ArrowException as error:
             said = str(error).partition("\n")[0].rstrip(".")
             raise Refused(

@@ -43,6 +43,7 @@ class OwnMetric(Callback):
             self.values = values
 
     def _called(self, model: torch.nn.Module) -> dict[str, float]:
+        trained = {p: p.requires_grad for p in model.parameters()}
         try:
             given = self.function(model, self.tokenizer)
         except (MemoryError, torch.OutOfMemoryError):
@@ -52,6 +53,9 @@ class OwnMetric(Callback):
                 f"metric={self.name}: it raised {type(error).__name__} ({error}). Mend it, or type metric=null; "
                 "debug=true shows where it was."
             ) from error
+        finally:
+            for p, is_trained in trained.items():  # a metric may have frozen all of them
+                p.requires_grad_(is_trained)
         if not isinstance(given, Mapping) or not all(map(_is_figure, given.items())):
             raise Refused(
                 f"metric={self.name}: it gave {str(given)[:80]!r}, and not names with a number each, such as "
@@ -63,4 +67,5 @@ class OwnMetric(Callback):
 def _is_figure(item: tuple[object, object]) -> bool:
     name, value = item
     scalar = isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return isinstance(name, str) and name not in ("", *COLUMNS) and "," not in name and scalar
+    fits = isinstance(name, str) and name not in ("", *COLUMNS) and "," not in name and name.isprintable()
+    return fits and scalar

@@ -36,12 +36,13 @@ OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has mad
 
 @dataclass
 class Claimed:
-    """lock: open as long as it is held; made: whether this command made the folder; before: what Hydra will write over;
-    rest: everything else with its time, None: of a sweep's job, whose folder tells in any case what came of it."""
+    """lock: open as long as it is held; made: the folders that this command made, the innermost first; before: what
+    Hydra will write over; rest: everything else with its time, None: of a sweep's job, whose folder tells in any case
+    what came of it."""
 
     folder: Path
     lock: int
-    made: bool
+    made: list[Path]
     before: dict[Path, bytes]
     rest: dict[str, int] | None
 
@@ -56,9 +57,9 @@ class Claimed:
             for file, content in self.before.items():
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(content)
-            if self.made:
-                with suppress(OSError):  # somebody has put something there
-                    self.folder.rmdir()
+            with suppress(OSError):  # somebody has put something there
+                for folder in self.made:
+                    folder.rmdir()
         os.close(self.lock)
 
 
@@ -112,12 +113,12 @@ def _claimed(config: DictConfig, key: str, folder: Path, goes_on: Callable[[], b
 
 def _new(folder: Path) -> Claimed:
     """A folder that nobody has: this one, or the first of its name with -2, -3, ... behind it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    above = _not_there(folder.parent)
     for number in count(1):
         own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         with suppress(FileExistsError):
-            own.mkdir()
-            if (claimed := _locked(own, made=True)) is not None:  # None: someone was faster who typed this name
+            own.mkdir(parents=True)
+            if (claimed := _locked(own, [own, *above])) is not None:  # None: someone was faster who typed this name
                 return claimed
 
 
@@ -125,7 +126,7 @@ def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
     """Raises:
     Refused: it holds another run, or one that still runs.
     """
-    made = not folder.exists()
+    made = _not_there(folder)
     folder.mkdir(parents=True, exist_ok=True)
     claimed = _locked(folder, made)
     if claimed is None:
@@ -153,7 +154,12 @@ def _instead(folder: Path) -> str:
     return f"{line} to go on with it, or "
 
 
-def _locked(folder: Path, made: bool) -> Claimed | None:
+def _not_there(folder: Path) -> list[Path]:
+    """Of a folder and those around it, the innermost first."""
+    return [one for one in (folder, *folder.parents) if not one.exists()]
+
+
+def _locked(folder: Path, made: list[Path]) -> Claimed | None:
     """None: another process has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:

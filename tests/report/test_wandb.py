@@ -115,6 +115,8 @@ def records(run):
             at += left_in_block
             continue
         length, kind = struct.unpack("<HB", raw[at + 4 : at + 7])
+        if at + 7 + length > len(raw):  # still on its way into the file
+            break
         parts += raw[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):

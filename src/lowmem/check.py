@@ -72,13 +72,7 @@ def check_values(cfg: DictConfig) -> None:
 def _check_data(cfg: DictConfig) -> None:
     """What a source would refuse when it is opened, and its keys tell."""
     if (parts := cfg.data.get("parts")) is not None:
-        shares = cfg.data.get("shares")
-        if not parts:
-            raise Refused(
-                "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
-            )
-        if shares is not None and {*shares} != {*parts}:
-            raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(parts)}, or null.")
+        reading.checked_shares(parts, cfg.data.get("shares"))
     trained = cfg.tokenizer is None and not cfg.model.pretrained and cfg.model.architecture is not None
     if cfg.data.get("streaming") is True and trained and cfg.evaluate is None and cfg.generate is None:
         raise Refused(

@@ -95,7 +95,6 @@ def trained(cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool
     saved = asked.saved
     try:
         data = build.data(cfg, saved)
-        instantiate(cfg.adapter)  # whose libraries are none of the model's bytes
         before = process.rss_bytes()
         seed_everything(cfg.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
         if cfg.evaluate is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem.data.reading import digests, shown
-from lowmem.data.records import Record, Records, encoder, held_out, place
+from lowmem.data.records import Record, Records, held_out, place, records
 from lowmem.data.source import SplitName
 from lowmem.data.stream import Stream
 from lowmem.errors import Refused
@@ -32,24 +32,17 @@ def hub(
     streaming: bool = False,
     block: int = 4096,
     val_rows: int = 512,
-    field: str | None = None,
-    prompt: str | None = None,
-    completion: str | None = None,
-    messages: str | None = None,
-    packing: str = "documents",
-    too_long: str = "cut",
-    skip_bad: bool = False,
-    **chat: str | None,
+    **how: str | bool | None,
 ) -> Records | Stream:
-    """Args: chat: what `Chat` takes."""
+    """Args: how: what `records` takes."""
     if val_split == split:
         raise Refused(
             f"data.val_split={val_split}: this is data.split too, and validation would be of what was trained on. "
             "Type data.val_split=<another>, or null for some of its rows."
         )
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
-    records = Records(table, encoder(field, prompt, completion, messages, **chat), "hub", packing, too_long, skip_bad)
-    return Stream(records, block, val_rows) if streaming else records
+    rows = records(table, "hub", **how)
+    return Stream(rows, block, val_rows) if streaming else rows
 
 
 class Table:

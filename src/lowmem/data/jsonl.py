@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from lowmem.data.corpus import Files, found
 from lowmem.data.reading import checked_encoding, readable
-from lowmem.data.records import Bad, OfFiles, Records, encoder
+from lowmem.data.records import Bad, OfFiles, Records, records
 from lowmem.errors import Refused
 
 LONGEST = 1 << 24  # bytes of a line
@@ -24,20 +24,12 @@ def jsonl(
     val_fraction: float,
     val_path: str | None = None,
     encoding: str = "utf-8",
-    field: str | None = None,
-    prompt: str | None = None,
-    completion: str | None = None,
-    messages: str | None = None,
-    packing: str = "documents",
-    too_long: str = "cut",
-    skip_bad: bool = False,
-    **chat: str | None,
+    **how: str | bool | None,
 ) -> Records:
     """Each line of a file, or of the files of a folder that match `pattern`. Of several files some are validation; of
-    one, some of its lines. Args: chat: what `Chat` takes."""
+    one, some of its lines. Args: how: what `records` takes."""
     lines = Lines(found(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
-    of_each = encoder(field, prompt, completion, messages, **chat)
-    return Records(lines, of_each, "chat" if messages else "jsonl", packing, too_long, skip_bad)
+    return records(lines, "chat" if how.get("messages") else "jsonl", **how)
 
 
 def _of_lines(encoding: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from lowmem.data.chat import Chat
 from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opened import Opened, Wanted, opened
+from lowmem.data.reading import checked_shares
 from lowmem.data.source import Source, SplitName
 from lowmem.data.tokens import trained
 from lowmem.errors import Refused
@@ -31,12 +32,7 @@ class Mix:
     name = "mix"
 
     def __init__(self, parts: Mapping[str, Source], shares: Mapping[str, float] | None = None) -> None:
-        if not parts:
-            raise Refused(
-                "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
-            )
-        if shares is not None and {*shares} != {*parts}:
-            raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(parts)}, or null.")
+        checked_shares(parts, shares)
         for name, part in parts.items():
             if getattr(part, "streams", False):
                 raise Refused(

@@ -3,7 +3,7 @@
 import codecs
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +54,16 @@ def checked_fields(field: str | None, prompt: str | None, completion: str | None
     if bool(prompt) != bool(completion):
         one, other = ("prompt", "completion") if prompt else ("completion", "prompt")
         raise Refused(f"data.{one}={prompt or completion}: there is no data.{other}. Type data.{other}=<a field>.")
+
+
+def checked_shares(parts: Collection[str], shares: Mapping[str, float] | None) -> None:
+    """Raises: Refused: a mixture of nothing, or shares of other parts."""
+    if not parts:
+        raise Refused(
+            "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
+        )
+    if shares is not None and {*shares} != {*parts}:
+        raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(parts)}, or null.")
 
 
 def no_such(key: str, path: str) -> Refused:

@@ -25,6 +25,7 @@ from lowmem.errors import Refused
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FIELDS = ("field", "prompt", "completion", "messages")  # the keys that say what a record is made of
 NAMED = 3  # of the records that are left out the log names so many
 SMALLEST = 512  # bytes that a record counts at least, so that not too many are encoded together
 
@@ -201,6 +202,23 @@ class Records:
         self._counts[split][0] += 1
         if len(self._bad[split]) < NAMED:
             self._bad[split].append(f"{shown(where)}: {shown(bad)}")
+
+
+def records(
+    reader: Reader,
+    name: str,
+    field: str | None = None,
+    prompt: str | None = None,
+    completion: str | None = None,
+    messages: str | None = None,
+    packing: str = "documents",
+    too_long: str = "cut",
+    skip_bad: bool = False,
+    **chat: str | None,
+) -> Records:
+    """The source of a reader, with the keys that the yamls of all records have. Args: chat: what `Chat` takes."""
+    of_each = encoder(field, prompt, completion, messages, **chat)
+    return Records(reader, of_each, name, packing, too_long, skip_bad)
 
 
 class _Fields:

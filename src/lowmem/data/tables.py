@@ -12,7 +12,7 @@ from typing import Any
 
 from lowmem.data.corpus import Files, found
 from lowmem.data.reading import blocks, checked_encoding, readable, shown
-from lowmem.data.records import Bad, OfFiles, Records, encoder
+from lowmem.data.records import FIELDS, Bad, OfFiles, Records, records
 from lowmem.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # as it can be typed
@@ -29,22 +29,15 @@ def table_csv(
     val_path: str | None = None,
     encoding: str = "utf-8",
     delimiter: str = ",",
-    field: str | None = None,
-    prompt: str | None = None,
-    completion: str | None = None,
-    messages: str | None = None,
-    packing: str = "documents",
-    too_long: str = "cut",
-    skip_bad: bool = False,
-    **chat: str | None,
+    **how: str | bool | None,
 ) -> Records:
     """Each row of a csv file, or of the files of a folder that match `pattern`; its columns are its fields.
-    Args: chat: what `Chat` takes."""
+    Args: how: what `records` takes."""
     if len(DELIMITERS.get(delimiter, delimiter)) != 1 or delimiter in ('"', "\n", "\r"):
         raise Refused(f"data.delimiter={delimiter}: it is one character, such as ';', or the word tab.")
-    files, how = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
-    rows = Table(files, val_fraction, how, "line", lambda file: csv_rows(file, delimiter, encoding))
-    return Records(rows, encoder(field, prompt, completion, messages, **chat), "csv", packing, too_long, skip_bad)
+    files, settings = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
+    rows = Table(files, val_fraction, settings, "line", lambda file: csv_rows(file, delimiter, encoding))
+    return records(rows, "csv", **how)
 
 
 def table_parquet(
@@ -52,21 +45,14 @@ def table_parquet(
     pattern: str,
     val_fraction: float,
     val_path: str | None = None,
-    field: str | None = None,
-    prompt: str | None = None,
-    completion: str | None = None,
-    messages: str | None = None,
-    packing: str = "documents",
-    too_long: str = "cut",
-    skip_bad: bool = False,
-    **chat: str | None,
+    **how: str | bool | None,
 ) -> Records:
     """Each row of a parquet file, or of the files of a folder that match `pattern`; only columns that are used are
-    read. Args: chat: what `Chat` takes."""
-    of_each, columns = encoder(field, prompt, completion, messages, **chat), used(field, prompt, completion, messages)
-    files, also = found(path, pattern, val_fraction, val_path), [TOOLS] if messages else []
+    read. Args: how: what `records` takes."""
+    columns, also = used(*(how.get(name) for name in FIELDS)), [TOOLS] if how.get("messages") else []
+    files = found(path, pattern, val_fraction, val_path)
     rows = Table(files, val_fraction, [columns + also], "row", lambda file: parquet_rows(file, columns, also))
-    return Records(rows, of_each, "parquet", packing, too_long, skip_bad)
+    return records(rows, "parquet", **how)
 
 
 def used(*names: str | None) -> list[str]:

@@ -47,6 +47,7 @@ STOREYS = (
         "precision",
         "kept_results",
         "gradient_checkpointing",
+        "streamed",
         "stable_embedding",
         "refusals",
         "check",

@@ -166,8 +166,10 @@ def causal_lm(
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)
+    weights = instantiate(cfg.weights)(network)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
-    return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips)
+    loss = instantiate(cfg.loss)
+    return CausalLM(network, loss, optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips, weights)
 
 
 def choose_trained(cfg: DictConfig, network: PreTrainedModel) -> None:

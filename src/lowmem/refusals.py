@@ -79,8 +79,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.streams and run.checkpointing.compiles_blocks,
-        "weights=streamed: compiled blocks remember where their weights were when they were compiled, and that is where "
-        "another block's are now. Type gradient_checkpointing=every_layer.",
+        "weights=streamed: compiled blocks remember where their weights were when they were compiled, where another "
+        "block's are now. Type gradient_checkpointing=every_layer.",
         "compiled_blocks_read_weights_that_have_left",
     ),
     Refusal(

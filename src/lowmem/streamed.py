@@ -44,18 +44,18 @@ class Streamed(Resident):
 
     streams = True
 
-    def __init__(
-        self, network: nn.Module, resident_blocks: int = 0, slots: int = 2, steps_in: str = "on_host"
-    ) -> None:
+    def __init__(self, network: nn.Module, resident_blocks: int = 0, slots: int = 2, steps_in: str = "on_host") -> None:
         super().__init__(network, steps_in)
         stack = blocks(network)
         if not 0 <= resident_blocks < len(stack):
             raise Refused(
-                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and one must be left to "
-                f"stream. Type weights.resident_blocks={len(stack) // 2}, or weights=resident for all."
+                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and one must be left "
+                f"to stream. Type weights.resident_blocks={len(stack) // 2}, or weights=resident for all."
             )
         if slots < 2:
-            raise Refused(f"weights.slots={slots}: one block computes while the next one travels. Type weights.slots=2.")
+            raise Refused(
+                f"weights.slots={slots}: one block computes while the next one travels. Type weights.slots=2."
+            )
         self.count = slots
         owned = _of_one_block_alone(network, stack)
         self.blocks = [block for block in spread(stack, len(stack) - resident_blocks) if owned[block]]
@@ -210,9 +210,7 @@ def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.M
     blocks_with = Counter(p for block in stack for p in block.parameters())
     inside = {part for block in stack for part in block.modules()}
     outside = {p for part in network.modules() if part not in inside for p in part.parameters(recurse=False)}
-    return {
-        block: [p for p in block.parameters() if blocks_with[p] == 1 and p not in outside] for block in stack
-    }
+    return {block: [p for p in block.parameters() if blocks_with[p] == 1 and p not in outside] for block in stack}
 
 
 def _nowhere(p: nn.Parameter, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Where weights are that wait for their turn: host memory, one flat buffer per block, in the order of its parameters.
 
-One buffer of exact size is one copy to the device, and one piece of memory to register for it. What the host steps and
-what travels is the same memory, so the two wait for each other: a copy for the last update, an update for the last copy.
+One buffer of exact size is one copy to the device, and one piece of memory to register for it. What the host steps is
+what travels, so the two wait for each other: a copy for the last update, an update for the last copy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

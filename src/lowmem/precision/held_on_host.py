@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lowmem.gradients import Reading
 from lowmem.memory.tracker import host_side
 from lowmem.offload.home import Home
+from lowmem.precision import split
 from lowmem.precision.base import step_one
 from lowmem.precision.sixteen import stochastically
-from lowmem.precision.split import halves, joined, rounded, split_into
 
 
 class Master:
@@ -98,7 +98,7 @@ class Master:
             optimizer.step_from(gradient, group, self.wide, reading, narrow)
         else:
             self._stepped(optimizer, group, reading(gradient))
-            round_into(self.wide.data, narrow)
+            split.narrow(self.wide.data, narrow)
 
     def _stepped(self, optimizer: Optimizer, group: dict, gradient: Tensor) -> None:
         self.wide.grad = gradient
@@ -111,12 +111,12 @@ class Halves(Master):
 
     def _narrow(self, dtype: torch.dtype) -> None:
         with host_side():
-            self.weight.data, self.rest = halves(self.wide.data)
+            self.weight.data, self.rest = split.halves(self.wide.data)
             self.wide.data = nowhere(self.wide)
 
     @property
     def whole(self) -> Tensor:
-        return joined(self.narrow, self.rest)
+        return split.joined(self.narrow, self.rest)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()
@@ -126,9 +126,9 @@ class Halves(Master):
         if hasattr(optimizer, "step_from"):
             optimizer.step_from(gradient, group, self.wide, reading, narrow, self.rest)
             return
-        self.wide.data = joined(narrow, self.rest)
+        self.wide.data = split.joined(narrow, self.rest)
         self._stepped(optimizer, group, reading(gradient))
-        split_into(self.wide.data, narrow, self.rest)
+        split.split_into(self.wide.data, narrow, self.rest)
         self.wide.data = nowhere(self.wide)
 
 
@@ -180,18 +180,10 @@ class AtRandom(Master):
             narrow.copy_(held)
 
 
-def round_into(wide: Tensor, narrow: Tensor) -> None:
-    """narrow <- wide (fp32): bf16 half up, as `Halves` are; fp16 half to even."""
-    if narrow.dtype == torch.bfloat16:
-        rounded(wide, narrow)
-    else:
-        narrow.copy_(wide)
-
-
 def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    narrow = torch.empty_like(wide, dtype=dtype)
-    round_into(wide, narrow)
-    return narrow
+    out = torch.empty_like(wide, dtype=dtype)
+    split.narrow(wide, out)
+    return out
 
 
 def nowhere(p: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class MasterWeights(Callback):
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         if self.on_host:
-            self.plugin.link.close()  # Lightning now walks through the optimizer's state, which the host may be changing
+            self.plugin.link.close()  # Lightning now walks through the optimizer's state, which the host may change
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for hook in self._hooks:

@@ -52,6 +52,7 @@ STOREYS = (
         "check",
         "vocabulary",
         "model",
+        "export",
         "generation",
         "adapter",
     ),

@@ -54,6 +54,7 @@ STOREYS = (
         "check",
         "vocabulary",
         "model",
+        "export",
         "generation",
         "adapter",
     ),

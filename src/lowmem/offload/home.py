@@ -92,6 +92,11 @@ class Resident:
         """Where a weight waits; None: it is on the device."""
         return None
 
+    def of(self, p: nn.Parameter) -> Tensor:
+        """A weight, wherever it is."""
+        home = self.home(p)
+        return p.data if home is None else home.tensors[p]
+
     def device_tensors(self) -> Iterable[Tensor]:
         """Of the device, beside what the parameters hold."""
         return ()

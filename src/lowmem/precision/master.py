@@ -12,7 +12,6 @@ Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -71,12 +70,8 @@ class HostMasters(BasePrecision):
             yield from master.tensors()
         yield from self.weights.host_tensors()
 
-    def whole(self, p: nn.Parameter) -> Tensor:
-        """One that is trained, in all the bits that the host has of it."""
-        return self.masters[id(p)].whole
-
     def stored(self, p: nn.Parameter) -> Tensor:
-        return self.masters[id(p)].narrow if p.requires_grad else super().stored(p)
+        return self.masters[id(p)].narrow if id(p) in self.masters else self.weights.of(p)
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -178,17 +173,8 @@ class HostMasters(BasePrecision):
         for master in self.masters.values():
             self.link.wait(master.weight)
 
-    @contextmanager
-    def widest(self, module: nn.Module) -> Iterator[None]:
-        self.arrived()
-        narrow = {master: master.weight.data for master in self.masters.values()}
-        for master in narrow:
-            master.weight.data = master.whole
-        try:
-            yield
-        finally:
-            for master, data in narrow.items():
-                master.weight.data = data
+    def whole(self, p: nn.Parameter) -> Tensor:
+        return self.masters[id(p)].whole if id(p) in self.masters else p.data
 
     def teardown(self) -> None:
         super().teardown()

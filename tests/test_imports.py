@@ -53,6 +53,7 @@ STOREYS = (
         "check",
         "vocabulary",
         "model",
+        "export",
         "generation",
         "adapter",
     ),

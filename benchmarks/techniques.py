@@ -27,7 +27,14 @@ WITH = {
     "loss=chunked": ["loss.rows=128"],
     "optim.in_backward=true": ["clip=null"],
 }
-SHIPPED = ("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "weights=resident", "loss=full")
+SHIPPED = (
+    "precision=32",
+    "optim=adamw",
+    "accumulation=none",
+    "gradient_checkpointing=none",
+    "weights=resident",
+    "loss=full",
+)
 CHOICES = [f"{group}={name}" for group in GROUPS for name in techniques(group)]
 CHOICES = [choice for choice in CHOICES if choice not in SHIPPED] + ["optim.in_backward=true"]
 ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOICES}

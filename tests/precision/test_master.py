@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conftest import ROOT
-from lowmem.precision import master as masters
+from lowmem.precision import split
 from lowmem.precision.master import BFloat16Master, Float16Master, HostMasters
 from two_models import CLIPS, OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
@@ -116,7 +116,7 @@ def tied():
 
 def test_a_master_between_two_bf16_is_rounded_up_at_the_start_and_after_a_step(monkeypatch):
     assert tied() == (1 + 2**-7, 1 + 2**-6 + 2**-7)
-    monkeypatch.setattr(masters, "narrow", lambda wide, out: out.copy_(wide))
+    monkeypatch.setattr(split, "narrow", lambda wide, out: out.copy_(wide))
     assert tied() == (1.0, 1 + 2**-6)  # wrong: to the nearest even one
 
 

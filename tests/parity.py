@@ -59,6 +59,7 @@ WITH = {
     "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4, 2: 2}"],
     "gradient_checkpointing=budget": ["gradient_checkpointing.backend=aot_eager_decomp_partition"],
     "loss=chunked": ["loss.rows=7"],
+    "loss=tiled": ["loss.columns=64"],
     "optim.in_backward=true": ["clip=null"],
     # so that a step is as large as AdamW's, or 16-bit weights would not move
     "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],

@@ -12,7 +12,6 @@ Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -201,17 +200,8 @@ class HostMasters(BasePrecision):
         for master in self.masters.values():
             self.link.wait(master.weight)
 
-    @contextmanager
-    def widest(self, module: nn.Module) -> Iterator[None]:
-        self.arrived()
-        narrow = {master: master.weight.data for master in self.masters.values()}
-        for master in narrow:
-            master.weight.data = master.wide.data
-        try:
-            yield
-        finally:
-            for master, data in narrow.items():
-                master.weight.data = data
+    def whole(self, p: nn.Parameter) -> Tensor:
+        return self.masters[id(p)].wide.data if id(p) in self.masters else p.data
 
     def teardown(self) -> None:
         super().teardown()

@@ -24,7 +24,7 @@ WITH = {
     "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4}"],
     "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4}"],
     "loss=chunked": ["loss.rows=128"],
-    "loss=tiled": ["loss.columns=512"],
+    "loss=tiled": ["loss.columns=128"],
     "optim.in_backward=true": ["clip=null"],
 }
 SHIPPED = ("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full")

@@ -25,6 +25,7 @@ from lowmem.memory.tracker import belongs, host_side
 from lowmem.offload.link import Link, Take, link_to
 from lowmem.precision.base import BasePrecision, step_one, with_step
 from lowmem.precision.loss_scale import ScaledLoss
+from lowmem.precision.split import narrow
 
 
 class Master:
@@ -33,7 +34,8 @@ class Master:
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
-        weight.data = weight.data.to(dtype)
+        weight.data = torch.empty_like(weight.data, dtype=dtype)
+        narrow(self.wide.data, weight.data)
         self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
         self.complete = False  # whether `sum` is of this window
 
@@ -239,7 +241,7 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, e
             master.wide.grad = reading(gradient)
             step_one(optimizer, group, master.wide)
             master.wide.grad = None
-            rounded.copy_(master.wide)
+            narrow(master.wide, rounded)
     master.used(early)
 
 

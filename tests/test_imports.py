@@ -36,6 +36,7 @@ STOREYS = (
         "stop",
         "optim",
         "loss",
+        "tiled_loss",
         "attention",
         "head",
         "auxiliary_loss",

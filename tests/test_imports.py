@@ -47,6 +47,7 @@ STOREYS = (
         "precision",
         "kept_results",
         "gradient_checkpointing",
+        "tiled_tokens",
         "stable_embedding",
         "refusals",
         "check",

@@ -62,7 +62,8 @@ class Chunked:
 
 class Verified(Callback):
     """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
-    model's own, and a model whose rows hold several documents that it keeps them apart.
+    model's own, a model whose rows hold several documents that it keeps them apart, and parts that are computed in
+    slices that they are the same function.
 
     Args: packed: whether they do.
     """
@@ -71,7 +72,7 @@ class Verified(Callback):
         self.packed = packed
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not (self.packed or hasattr(module.loss, "verify")):
+        if not (self.packed or hasattr(module.loss, "verify") or module.tiles):
             return
         first = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
         few = first.each(lambda part: part[:, :VERIFIED])
@@ -82,6 +83,9 @@ class Verified(Callback):
             if hasattr(module.loss, "verify"):
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
+            if module.tiles:
+                with torch.no_grad():
+                    module.tiles.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if self.packed and trainer.validating:  # alone, without training

@@ -18,6 +18,7 @@ from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
 from lowmem.optim.build import MakeOptimizer
+from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
 
@@ -31,6 +32,7 @@ class CausalLM(LightningModule):
         scheduler: optimizer -> schedule, stepped once per optimizer step.
         clip: largest global gradient norm; None: off.
         clip_value: largest absolute gradient element, applied before the norm; None: off.
+        tiles: the parts of the model that are computed in slices; None: none is.
         skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
     """
 
@@ -43,11 +45,13 @@ class CausalLM(LightningModule):
         clip: float | None = None,
         clip_value: float | None = None,
         skips_faults: bool = False,
+        tiles: Tiles | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model = model
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
+        self.tiles = tiles
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value

@@ -88,10 +88,14 @@ class Verified(Callback):
                     module.tiles.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.packed and trainer.validating:  # alone, without training
-            first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
-            with trainer.precision_plugin.forward_context():
+        if not (trainer.validating and (self.packed or module.tiles)):  # alone, without training
+            return
+        first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
+        with trainer.precision_plugin.forward_context():
+            if self.packed:
                 attention.verify(module.model, first.input_ids[:, : attention.LOOKED_AT])
+            if module.tiles:
+                module.tiles.verify(module.model, first.each(lambda part: part[:, :VERIFIED]))
 
 
 def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:

@@ -92,8 +92,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.cfg.tile.tokens is not None and run.checkpointing.compiles_blocks,
-        "tile.tokens={tokens}: torch.compile decides what is kept of the blocks of this gradient_checkpointing, and does "
-        "not see into slices. Type gradient_checkpointing=every_layer, or tile.tokens=null.",
+        "tile.tokens={tokens}: torch.compile decides what is kept of these blocks, and does not see into slices. Type "
+        "gradient_checkpointing=every_layer, or tile.tokens=null.",
         "compiled_blocks_do_not_see_into_slices",
     ),
     Refusal(

@@ -1,17 +1,18 @@
 """Block interiors in tiles: what acts on each token by itself is computed a slice of the sequence at a time.
 
-A block's MLP holds some seven tensors of (batch, tokens, 3 to 4 widths) while its gradients are made, far more than
-anything else of a block. A token's result does not depend on its neighbours there, so slices give the same numbers, and
-in backward each slice is computed again just before its own gradients: the interior of one slice is all that exists.
+A block's MLP holds some six tensors of (batch, tokens, 3 to 4 widths) while its gradients are made, far more than the
+rest of a block. A token's result does not depend on its neighbours there, so slices give the same numbers, and in
+backward each slice is computed again just before its own gradients: the interior of one slice is all that exists.
 Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
 
-Costs. Without checkpointing one more forward pass of these parts. A checkpointed block is computed again anyway, and
-that ends where its last part would begin, so the slices are in the place of the pass that is saved (but for a block
-that has a norm behind its MLP, as Gemma 2: one more there too). And bytes: the gradients of a part's weights are summed
-in fp32 over the slices, 4 bytes for each of them while its part is in backward. In bf16 a sum of 4 slices is off by 1.9
-times as much as one product over all tokens, of 16 by 3.2 and of 32 by 4.3 times (a matrix of 1376 x 512, 2048 tokens);
-in fp32, rounded once, by 1.4 times whatever their number, which is the rounding of each product. So slices save bytes
-where tokens are many beside the width of the MLP's weights, or where few of these are trained.
+It costs, without checkpointing, one more forward pass of these parts. A checkpointed block is computed again anyway,
+and now only as far as its last part, whose slices then take the place of that pass: one more of a Llama's three
+products, 5 % of a step. (All three where a norm follows, as in Gemma 2, or another block of the same segment.)
+And it costs bytes: gradients of a part's weights are summed over its slices in fp32, 4 bytes for each weight that is
+trained, while that part is in backward. Sums in bf16 are off by 1.9 times as much as one product over all tokens with 4
+slices, by 3.2 with 16, by 4.3 with 32 (a matrix of 1376 x 512, 2048 tokens); in fp32 by 1.4 times with any number,
+which is the rounding of each slice's product. So all this pays where tokens are many beside the weights of an MLP (in
+16 bits: B x T more than its width H), or where few of them are trained.
 
 Which parts: children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Not torch's
 own layers, which keep nothing but what enters them, nor mixtures of experts: the gradients of all experts at once would

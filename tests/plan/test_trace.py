@@ -92,6 +92,24 @@ def test_the_mask_of_packed_documents_is_predicted(config, fit, monkeypatch, tex
     assert blind["forward"].total < 0.95 * found["forward"]["live_peak_bytes"]
 
 
+def test_slices_of_the_sequence_are_predicted(config, fit):
+    typed = [*MODELS["llama"], "model.architecture.num_hidden_layers=2", "model.architecture.intermediate_size=512"]
+    typed += [
+        "seq_len=128",
+        "max_steps=3",
+        "val_every=3",
+        "gradient_checkpointing=every_layer",
+        "precision=bf16-master",
+    ]
+    _, folder = fit(*typed, "tile.tokens=50", "batch_size=2")
+    found = measured(folder)
+    first, second, third = (traced(config(*typed, "tile.tokens=50", f"batch_size={size}")).phases for size in (2, 4, 6))
+    for phase in PHASES:
+        assert first[phase].total == found[phase]["live_peak_bytes"], phase
+        assert first[phase].total + third[phase].total == 2 * second[phase].total, phase  # a recipe is derived so
+    assert traced(config(*typed, "batch_size=2")).phases["backward"].total > 1.1 * first["backward"].total
+
+
 def test_padded_rows_have_no_mask(config):
     """They are planned as long as a row can be. Labels are no view of the ids, and no copy in the loss either."""
     joined, padded = (traced(config("seq_len=512", f"data.packing={kind}")).phases for kind in ("joined", "padded"))

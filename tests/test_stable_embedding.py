@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem.errors import Refused
-from lowmem.model import export
+from lowmem.export import export
 from lowmem.stable_embedding import StableEmbedding, folded, stabilise
 from test_loss import network
 

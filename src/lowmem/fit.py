@@ -228,8 +228,8 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapp
         base = cfg.model.name if cfg.model.pretrained else None
         network, tokenizer = training.module.model, training.tokens.tokenizer
         network.generation_config.eos_token_id = end_tokens(tokenizer, network)
-        with training.widest():
-            export(network, tokenizer, output_dir / "model", cfg.export_dtype, cfg.merge, base, card(summary))
+        how = (cfg.export_dtype, cfg.merge, base, card(summary), training.whole)
+        export(network, tokenizer, output_dir / "model", *how)
     except OSError as error:
         raise Refused(
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "

@@ -33,7 +33,7 @@ class Card:
 
     Args: size: bytes that a run may need; says: what these are; beside: bytes of them that are not torch's to reserve;
     rates: arguments of `lowmem.plan.machine.Machine`, and those of `tensorfloat32` among its flops; None: as measured
-    on the card that is here, or else those of REFERENCE.
+    on the card that is here, or else those of REFERENCE; name: whose rates they are.
     """
 
     size: int
@@ -41,6 +41,7 @@ class Card:
     beside: int = 0
     rates: Mapping[str, object] | None = None
     capability: float | None = None
+    name: str | None = None
 
     @property
     def has_bf16(self) -> bool:
@@ -86,7 +87,8 @@ def named(name: str) -> Card:
         "link": 1e9 * said["link"],
     }
     beside = said["context_mib"] * MIB + LATER
-    return Card(round(said["total_gib"] * GIB), f"{name}, as torch reports it", beside, rates, said["capability"])
+    says = f"{name}, as torch reports it"
+    return Card(round(said["total_gib"] * GIB), says, beside, rates, said["capability"], name)
 
 
 def nearest(word: object) -> list[str]:

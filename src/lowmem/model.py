@@ -29,14 +29,11 @@ from transformers import (
 )
 
 from lowmem import vocabulary
-from lowmem.aside import aside
 from lowmem.check import POSITIONS, check_hub_id, check_positions
 from lowmem.errors import Refused
-from lowmem.stable_embedding import folded, stabilise
+from lowmem.stable_embedding import stabilise
 
 log = logging.getLogger(__name__)
-
-CARD = "README.md"  # what the hub shows of a model
 
 
 def architecture(
@@ -318,33 +315,6 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name", **_: 
         raise Refused(
             f"{key}={name}: this tokenizer cannot be read ({why}). Give a folder that holds one, or a hub id."
         ) from None
-
-
-def export(
-    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str | None = None, card: str = ""
-) -> None:
-    """Weights (safetensors), configuration and tokenizer in Hugging Face's format. Whole or not at all.
-
-    Args:
-        dtype: of the written weights, such as bfloat16; None: as they are.
-        card: README.md.
-    """
-    with aside(folder) as draft, folded(network), _held_in(network, dtype):
-        network.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        (draft / CARD).write_text(card)
-
-
-@contextmanager
-def _held_in(network: PreTrainedModel, dtype: str | None) -> Iterator[None]:
-    held = {p: p.data for p in network.parameters()} if dtype else {}
-    for p, data in held.items():
-        p.data = data.to(getattr(torch, dtype))
-    try:
-        yield
-    finally:
-        for p, data in held.items():
-            p.data = data
 
 
 def check_architecture(cfg: DictConfig) -> None:

@@ -6,7 +6,7 @@ For a random start only. It saves nothing and costs two vectors. Source: Dettmer
 bitsandbytes' own class enters itself in a table of the process and stays there; this one is its forward pass alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,14 +40,20 @@ def stabilise(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def folded(model: PreTrainedModel) -> Iterator[None]:
-    """For an export that any program can load: the norm of a row depends on the row alone, so it is applied to all."""
+def folded(model: PreTrainedModel, whole: Callable[[nn.Parameter], Tensor] = lambda p: p.data) -> Iterator[None]:
+    """For an export that any program can load: the norm of a row depends on the row alone, so it is applied to all.
+
+    Args:
+        whole: what a parameter is at full precision.
+    """
     stable = model.get_input_embeddings()
     if not isinstance(stable, StableEmbedding):
         yield
         return
     with torch.no_grad():
-        plain = nn.Embedding.from_pretrained(stable.norm(stable.weight))
+        rows, norm = whole(stable.weight), stable.norm
+        shape, weight, bias = norm.normalized_shape, whole(norm.weight), whole(norm.bias)
+        plain = nn.Embedding.from_pretrained(nn.functional.layer_norm(rows, shape, weight, bias, norm.eps))
     tied = model.config.tie_word_embeddings
     model.set_input_embeddings(plain)
     model.config.tie_word_embeddings = False  # the head keeps the matrix before the norm

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 from lowmem import build, checkpoint
 from lowmem.asked import TRAIN, Asked
@@ -68,10 +69,9 @@ class Training:
         trainer = self.trainer
         return trainer.should_stop and trainer.global_step < trainer.max_steps and not self.stop.interrupted
 
-    def widest(self) -> AbstractContextManager:
-        """Within it the module's parameters hold the weights at their full precision."""
-        converted = self.trainer.state.finished  # else they are as they were loaded
-        return self.trainer.precision_plugin.widest(self.module) if converted else nullcontext()
+    def whole(self, p: nn.Parameter) -> Tensor:
+        """A weight at its full precision."""
+        return self.trainer.precision_plugin.whole(p)
 
     def close(self) -> None:
         self.meter.close()

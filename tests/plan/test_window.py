@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lowmem import gpus
 from lowmem.overrides import composed
 from lowmem.plan import update, window
 from lowmem.plan.job import resolved
@@ -29,7 +30,7 @@ def card(link, bandwidth=1.0, updates=1.0):
 def shapes(**said):
     """Of 10 parameters, 4 of them in the largest."""
     sizes = {"parameters": 10, "largest": 4, "trained": 10, "largest_trained": 4}
-    return Trace(**sizes, weights=20, gradients=20, **({"steps_on_host": True} | said))
+    return Trace(**(sizes | {"weights": 20, "gradients": 20, "steps_on_host": True} | said))
 
 
 def test_on_a_processor_everything_is_one_after_the_other():
@@ -124,3 +125,72 @@ def test_an_update_is_timed_over_what_is_counted(monkeypatch, precision, optim):
     alone = {"adamw": 28, "adam8bit": 12 + 2 * 2 * (1 + 4 / 256)}[optim]
     assert bytes_each == pytest.approx(alone, rel=0.01) if precision == "32" else bytes_each > alone
     assert update.pace_of_update(here, typed) == pytest.approx(1 / bytes_each) and len(here.updates) == 1
+
+
+# --- weights that come from the host ----------------------------------------------------------------------------------
+
+FROZEN = {"trained": 2, "largest_trained": 1}  # most weights are: hardly a gradient leaves
+
+
+def streamed(link, *typed, micro_batches=1, **said):
+    """Of 10 parameters 8 wait on the host, in 4 blocks: 16 bytes come in forward, and 12 in backward."""
+    asked = cfg("precision=bf16-master", *typed)
+    found = shapes(**({"streamed": 16, "blocks": (4, 4)} | said))
+    return window.window(card(link, 1e9), asked, found, TAKEN, micro_batches)
+
+
+@pytest.mark.parametrize(("link", "waits"), [(8.0, 0.0), (4.0, 2 + 1), (2.0, 6 + 6)])
+def test_weights_come_for_each_pass_against_the_gradients(link, waits):
+    """Beside 2 and 4 seconds, in which 20 bytes of gradients leave meanwhile."""
+    for micro_batches in (1, 3):
+        found = streamed(link, "clip=1.0", micro_batches=micro_batches)
+        assert found.passes == micro_batches * 6 and found.transfers == pytest.approx(micro_batches * waits)
+
+
+def test_the_last_block_is_there_when_backward_begins():
+    """6 seconds up instead of 4. Wrong: as if it came once more."""
+    assert streamed(2.0, "clip=1.0", **FROZEN).transfers == pytest.approx(6 + 2)
+    assert streamed(2.0, "clip=1.0", **FROZEN, blocks=(4, 0)).transfers == pytest.approx(6 + 4)
+
+
+def test_boundaries_come_back_beside_the_weights_and_leave_against_them():
+    """6 bytes: 2 seconds that are hidden in forward, and 2 that are not in backward, where weights take 4 of 4."""
+    alone, both = streamed(3.0, "clip=1.0", **FROZEN), streamed(3.0, "clip=1.0", **FROZEN, pinned=[4, 2])
+    assert alone.transfers == pytest.approx(16 / 3 - 2) and both.transfers == pytest.approx(16 / 3 - 2 + 2)
+
+
+def test_weights_are_stepped_where_they_wait():
+    """Of the updated ones only the other 2 come to the device: after 8 seconds of the next forward pass 1 second each
+    for 2 bytes, or after 10 of backward, in which 12 of the link's 20 bytes were weights. Wrong: all of them."""
+    assert streamed(2.0, "clip=1.0").step == pytest.approx(0.5 + 2)
+    assert streamed(2.0, "clip=1.0", trained=18).step == pytest.approx(0.5 + 10)
+    early = streamed(2.0, "clip=null", **(FROZEN | {"trained": 9}))
+    assert early == (6.0, pytest.approx(6 + 5), pytest.approx(1 / 3))  # an embedding's update of 3 seconds / 9
+
+
+def test_on_a_processor_each_copy_takes_its_time():
+    here = card(1.0).host
+    found = window.window(here, cfg("precision=bf16-master"), shapes(), TAKEN | {"travel": 0.5, "sum": 0.25}, 3)
+    assert found.transfers == 3 * 0.75
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("rtx3060", 663), ("rtx4060ti-16gb", 2235), ("rtx4090", 4337), ("rtx5090", 2078), ("h100", 9787)],
+)
+def test_streaming_is_free_from_as_many_tokens_as_a_card_computes_per_byte_of_its_link(name, tokens):
+    """0.65 x FLOP/s over bytes/s: 0.65 x 25.5e12 / 25e9."""
+    there = Machine(name, **gpus.named(name).rates)
+    assert window.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
+
+
+def test_that_is_where_a_forward_pass_takes_as_long_as_its_weights():
+    """Of 1000 weights and as many operations and bytes a second as make it 50 tokens."""
+    there = card(4.0)
+    there.flops = {"bfloat16": 50 * 4.0 / window.REACHED}
+    for tokens, waits in ((50, 0.0), (25, 250.0)):
+        forward = 2 * 1000 * tokens / (window.REACHED * there.flops["bfloat16"])
+        taken = TAKEN | {"forward": forward, "backward": 3 * forward}
+        found = window.window(there, cfg("precision=bf16-master"), shapes(streamed=2000), taken, 1)
+        assert found.transfers == pytest.approx(waits + max(0.0, 500 - 3 * forward))
+    assert window.free_from(there, "bfloat16") == pytest.approx(50)

@@ -7,19 +7,21 @@ from it. So it is merged into what 4 bits have left, one layer after the other, 
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import yaml
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from lowmem import model
+from lowmem import export as plain
 from lowmem.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
 from lowmem.aside import aside
 from lowmem.overrides import CONF
+from lowmem.trained import trained
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ def export(
     merged: bool,
     base: str | None,
     card: str = "",
+    whole: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
 ) -> None:
     """Whole or not at all. A model whose adapter is merged is a plain one from then on.
 
@@ -40,22 +43,26 @@ def export(
             is held: rounded to a base's 16 bits it would compute something else than was trained.
         base: the published model, or its folder, that the network was loaded from; None: it started at random.
         card: README.md.
+        whole: what a parameter is at full precision. One with an adapter beside it is that from then on.
     """
     if not is_adapted(network):
         if merged:
             log.info("merge=true: no adapter is here, so there is nothing to merge: this is the model itself.")
-        model.export(network, tokenizer, folder, dtype, card)
-    elif merged or base is None:
+        plain.export(network, tokenizer, folder, dtype, card, whole)
+        return
+    for _, p in trained(network):
+        p.data = whole(p)
+    if merged or base is None:
         if not merged:
             log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
         merge(network, getattr(torch, dtype or "float32"))
-        model.export(network, tokenizer, folder, None, card)
+        plain.export(network, tokenizer, folder, None, card)
     else:
         with aside(folder) as draft:
             draft.mkdir(exist_ok=True)
             _write(network, draft, dtype, base)
             tokenizer.save_pretrained(draft)
-            (draft / model.CARD).write_text(card)
+            (draft / plain.CARD).write_text(card)
 
 
 def is_adapted(network: nn.Module) -> bool:

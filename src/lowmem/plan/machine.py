@@ -105,10 +105,11 @@ def machine(on_card: bool, card: gpus.Card | None = None, products: str = "float
     """
     host = machine(on_card=False) if on_card else None
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
-        rates = (card and card.rates) or gpus.named(gpus.REFERENCE).rates
+        known = card if card and card.rates else gpus.named(gpus.REFERENCE)
+        rates = known.rates
         if products == "tensorfloat32":
             rates = rates | {"flops": rates["flops"] | {"float32": rates["flops"][products]}}
-        return Machine("an assumed card", host=host, **rates)
+        return Machine(known.name, host=host, **rates)
     this = kept(on_card)
     if this is None:
         device, name = ("cuda" if on_card else "cpu"), _name(on_card)

@@ -97,6 +97,7 @@ class Trace:
     generated: bool = False  # whether torch.compile generates the step
     paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
+    streamed: int = 0  # bytes of weights that come from the host for each pass
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
     events: list[tuple[int, int]] = field(default_factory=list)

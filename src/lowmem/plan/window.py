@@ -3,8 +3,9 @@
 What overlaps in a run overlaps here. Offloaded boundaries leave during a forward pass and come back during a backward
 pass (`offload/boundary.py`). Gradients of masters leave during backward, which waits for a slot where the link or the
 host that sums them is slower (`offload/link.py`). With an early step the host updates during the last backward pass;
-else it waits for all gradients and their norm, and updates during the next window's first forward pass. On a CPU all of
-it is done one after the other.
+else it waits for all gradients and their norm, and updates during the next window's first forward pass. Weights that
+wait on the host (`offload/streamed.py`) come for every pass, beside what leaves: a link has two directions. They are
+stepped where they wait, and do not travel once more after the step. On a CPU all of it is done one after the other.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,10 @@ from lowmem.plan.update import knows_update, pace_of_update
 from lowmem.settings import Settings
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
+TRAVEL = "travel"  # another: copies of weights that come for a pass, where there are any
 LONG = 0.1  # seconds of a step: in a shorter one the training loop itself takes its part
 HALF = 2  # bytes of a gradient, and of a weight, that travels
+REACHED = 0.65  # of a card's rate of matrix products, in a pass of a transformer: what people see is from 0.5 to 0.9
 
 
 class Window(NamedTuple):
@@ -39,7 +42,7 @@ def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
     host = machine.host if shapes.steps_on_host and machine.host else machine
     taken = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in shapes.work.items():
-        taken[phase] += times * (machine if phase in PASSES else host).operator(work)
+        taken[phase] = taken.get(phase, 0.0) + times * (host if phase in STEP else machine).operator(work)
     return taken
 
 
@@ -56,7 +59,7 @@ def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
     passes = micro_batches * (forward + backward)
     if machine.link is None:
         update *= pace_of_update(machine, cfg)
-        return Window(passes, micro_batches * taken["sum"], taken["step"] + update)
+        return Window(passes, micro_batches * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
     offloaded = sum(shapes.pinned) / machine.link
     if not shapes.steps_on_host:
         waits = _beyond(forward, offloaded) + _beyond(backward, offloaded)
@@ -64,18 +67,29 @@ def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
     host, travel = machine.host or machine, HALF * shapes.trained / machine.link
+    kept = max(0, shapes.trained - shapes.streamed // HALF)  # weights that are brought to the device after a step
     update *= pace_of_update(host, cfg)
-    update += 2 * HALF * shapes.trained / host.bandwidth  # read and written again: into the link's slots
-    waits = _beyond(forward, offloaded) + _beyond(backward, max(offloaded, travel, taken["sum"]))
+    update += 2 * HALF * kept / host.bandwidth  # read and written again: into the link's slots
+    # The last block is where the forward pass has left it when backward begins.
+    comes, again = (size / machine.link for size in (shapes.streamed, max(0, shapes.streamed - shapes.blocks[1])))
+    forward_takes = max(forward, offloaded, comes)
+    backward_takes = max(backward, offloaded + again, travel, taken["sum"])
+    waits = (forward_takes - forward) + (backward_takes - backward)
     # The embeddings, first in a model and last in backward, are most often its largest: nothing hides their update.
     first = update * shapes.largest_trained / shapes.trained
     if run.early:
-        hidden = max(backward, offloaded, travel, taken["sum"])
-        step = max(first, _beyond(hidden, taken["sum"] + taken["step"] + update), _beyond(hidden, offloaded + travel))
+        taken_by_host, up = taken["sum"] + taken["step"] + update, offloaded + again + HALF * kept / machine.link
+        step = max(first, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, up))
     else:
-        hidden = max(forward, offloaded)
-        step = taken["step"] + max(first, _beyond(hidden, update), _beyond(hidden, travel))
+        up = comes + HALF * kept / machine.link
+        step = taken["step"] + max(first, _beyond(forward_takes, update), _beyond(forward_takes, up))
     return Window(passes, micro_batches * waits, step)
+
+
+def free_from(machine: Machine, products: str) -> float:
+    """Tokens of a micro-batch from which weights come from the host while nobody waits: each takes two operations per
+    token of the forward pass, and two bytes of the link, whatever the model."""
+    return REACHED * machine.flops[products] / machine.link
 
 
 def refine(machine: Machine, cfg: DictConfig, shapes: Trace, measured: float) -> float | None:

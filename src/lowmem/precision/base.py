@@ -173,9 +173,10 @@ class BasePrecision(Precision):
         and plain numbers without which a resumed run would have other bits."""
         return {}
 
-    def widest(self, module: nn.Module) -> AbstractContextManager:
-        """Entered around the export: within it the module's parameters hold the weights at their full precision."""
-        return nullcontext()
+    def whole(self, p: nn.Parameter) -> Tensor:
+        """Asked by the export and by checkpoints, after `arrived`. Returns: a weight at its full precision; of one that
+        the host holds in another form, a copy that is made now."""
+        return p.data
 
     def teardown(self) -> None:
         """Lightning calls this in the end: take back whatever was changed in the process."""

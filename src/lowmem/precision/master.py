@@ -12,7 +12,6 @@ Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -26,6 +25,7 @@ from lowmem.memory.tracker import belongs, host_side
 from lowmem.offload.link import Link, Take, link_to
 from lowmem.precision.base import BasePrecision, step_one, with_step
 from lowmem.precision.loss_scale import ScaledLoss
+from lowmem.precision.split import narrow
 
 
 class Master:
@@ -34,7 +34,8 @@ class Master:
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
-        weight.data = weight.data.to(dtype)
+        weight.data = torch.empty_like(weight.data, dtype=dtype)
+        narrow(self.wide.data, weight.data)
         self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
         self.complete = False  # whether `sum` is of this window
 
@@ -201,17 +202,8 @@ class HostMasters(BasePrecision):
         for master in self.masters.values():
             self.link.wait(master.weight)
 
-    @contextmanager
-    def widest(self, module: nn.Module) -> Iterator[None]:
-        self.arrived()
-        narrow = {master: master.weight.data for master in self.masters.values()}
-        for master in narrow:
-            master.weight.data = master.wide.data
-        try:
-            yield
-        finally:
-            for master, data in narrow.items():
-                master.weight.data = data
+    def whole(self, p: nn.Parameter) -> Tensor:
+        return self.masters[id(p)].wide.data if id(p) in self.masters else p.data
 
     def teardown(self) -> None:
         super().teardown()
@@ -249,7 +241,7 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, e
             master.wide.grad = reading(gradient)
             step_one(optimizer, group, master.wide)
             master.wide.grad = None
-            rounded.copy_(master.wide)
+            narrow(master.wide, rounded)
     master.used(early)
 
 

@@ -1,0 +1,67 @@
+"""An fp32 number in two halves of 16 bits: the upper is the number in bf16, the lower is what bf16 has lost of it.
+
+A weight in bf16 and its fp32 master share their upper 16 bits, nearly: so whoever holds both in host memory can hold
+the master in two bytes beside the weight's two, instead of four. Rounded half up (to the next bf16 if the lower 16 bits
+are 0x8000 or more; a tie goes away from zero, for the sign is a bit of its own), the upper half is
+u = (bits + 0x8000) >> 16 and the rest r = bits - (u << 16), which always fits a signed 16-bit integer: it is the lower
+half itself, read with a sign. Then bits = (u << 16) + r, modulo 2^32, for each of the 2^32 patterns. Rounded to nearest
+even it would not be: 65,537 fp32 numbers share one even bf16. fp16 has other exponents, and cannot be split exactly.
+The cost: one more addition per weight and step. Source: github.com/tascj/offload_adam.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20  # elements: 4 MiB of scratch, which stay in a CPU's cache
+HALF = 1 << 15
+
+
+def rounded(wide: Tensor, out: Tensor) -> None:
+    """out (bf16) <- wide (fp32), half up. Both of one shape; where one is not contiguous the scratch is as large as it.
+
+    A NaN's bits are rounded like any others: the one that arithmetic makes stays NaN; one with nothing but ones in the
+    16 bits behind its sign becomes 0, one with nothing but zeros there may become infinite.
+    """
+    for bits, upper in _chunks(_bits(wide, torch.int32), _bits(out, torch.int16)):
+        upper.copy_(bits.add(HALF).bitwise_right_shift_(16))
+
+
+def narrow(wide: Tensor, out: Tensor) -> None:
+    """out <- wide (fp32) as masters are rounded: bf16 half up, whether or not it is split; fp16 to nearest even."""
+    if out.dtype == torch.bfloat16:
+        rounded(wide, out)
+    else:
+        out.copy_(wide)
+
+
+def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """wide: fp32. Returns: (upper, bf16; rest, int16), of its shape. A NaN's upper half: see `rounded`."""
+    upper, rest = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide, dtype=torch.int16)
+    split_into(wide, upper, rest)
+    return upper, rest
+
+
+def split_into(wide: Tensor, upper: Tensor, rest: Tensor) -> None:
+    """upper (bf16), rest (int16) <- the halves of wide (fp32)."""
+    rounded(wide, upper)
+    rest.copy_(_bits(wide, torch.int32))  # an integer that is too long loses its upper bits
+
+
+def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
+    """The fp32 numbers of these halves, to the bit. Args: out: fp32, of their shape."""
+    out = torch.empty_like(upper, dtype=torch.float32) if out is None else out
+    for bits, high, low in _chunks(_bits(out, torch.int32), _bits(upper, torch.int16), rest):
+        bits.copy_(high).bitwise_left_shift_(16).add_(low)
+    return out
+
+
+def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().view(dtype)
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return iter([tensors])
+    return zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True)

@@ -168,8 +168,10 @@ def causal_lm(
         vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)
     tiles = Tiles(network, cfg.tile.tokens) if cfg.tile.tokens else None
+    weights = instantiate(cfg.weights)(network)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
-    return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips, tiles)
+    loss = instantiate(cfg.loss)
+    return CausalLM(network, loss, optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips, weights, tiles)
 
 
 def choose_trained(cfg: DictConfig, network: PreTrainedModel) -> None:

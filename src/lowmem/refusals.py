@@ -66,6 +66,24 @@ REFUSALS = (
         "each_process_would_step_masters_of_its_own",
     ),
     Refusal(
+        lambda run: run.streams and not run.masters,
+        "weights=streamed: this precision steps on the device, where the weights are only for their turn. Type "
+        "precision=bf16-master, 16-master or bf16-sr, which step on the host, or weights=resident.",
+        "weights_that_stream_are_not_there_to_be_stepped",
+    ),
+    Refusal(
+        lambda run: run.streams and run.checkpointing.keeps_all,
+        "weights=streamed: without gradient checkpointing autograd keeps every block's weights from forward until "
+        "backward, when others lie in their place. Type gradient_checkpointing=every_layer.",
+        "autograd_reads_weights_that_have_left",
+    ),
+    Refusal(
+        lambda run: run.streams and run.checkpointing.compiles_blocks,
+        "weights=streamed: compiled blocks remember where their weights were when they were compiled, where another "
+        "block's are now. Type gradient_checkpointing=every_layer.",
+        "compiled_blocks_read_weights_that_have_left",
+    ),
+    Refusal(
         lambda run: run.cfg.model.get("stable_embedding", False) and run.cfg.model.pretrained,
         "model.stable_embedding=true: a published model was not trained with a norm after its embedding, which would "
         "change what all its weights mean. Type model.pretrained=false for a random start, or optim.embedding_bits=32.",

@@ -202,6 +202,7 @@ class Run(Section):
     scheduler: Node
     accumulation: Node
     gradient_checkpointing: Node
+    weights: Node
     loss: Node
     logger: Parts
     lr: Lr
@@ -310,6 +311,7 @@ ARGUMENTS: dict[str, Any] = {
     "clip_value": Clip,
     "enabled": Switch,
     "early_step": Switch,
+    "resident_blocks": Whole,
     "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),
     **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),

@@ -41,6 +41,9 @@ RECIPES = [
     ("32", "adamw", "selective", "chunked", 4),
     ("16", "adamw", "every_layer", "full", 8),
     ("16-master", "adamw8bit", "none", "chunked", 2),
+    ("bf16-master", "adamw8bit", "every_layer", "tiled", 4),
+    ("bf16", "adamw", "none", "tiled", 8),
+    ("16-true", "adafactor", "offload", "tiled", 2),
 ]
 
 
@@ -62,9 +65,9 @@ def as_override(precision, optim, checkpointing, loss, batch_size):
 @pytest.fixture
 def composed(config):
     def make(recipe):
-        rows = ["loss.rows=256"] if recipe.get("loss") == "chunked" else []
+        part = {"chunked": ["loss.rows=256"], "tiled": ["loss.columns=256"]}.get(recipe.get("loss"), [])
         lines = [line for line in SHAPE if line.split("=")[0] not in recipe]
-        cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()), *rows)
+        cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()), *part)
         return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
 
     return make

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import parity
 from lowmem import gradient_checkpointing as checkpointing
 from lowmem import loss as losses
 from lowmem import tiled_tokens
@@ -256,6 +257,26 @@ def test_a_resumed_run_has_the_same_bits(fit):
     fit(*RUN, "max_steps=2", "scheduler.total_steps=4", folder="half")
     _, other = fit(*RUN, f"resume={whole.parent / 'half'}", folder="other")
     assert same(last(whole), last(other))
+
+
+def test_what_is_evaluated_alone_is_asked_too(fit, caplog):
+    caplog.set_level("INFO", logger="lowmem")
+    _, run = fit(*RUN, folder="trained")
+    whole, _ = fit(f"evaluate={run}", folder="whole")
+    caplog.clear()
+    found, _ = fit(f"evaluate={run}", "tile.tokens=5", folder="slices")
+    assert "GPT2MLP are computed in slices" in caplog.text
+    assert found["val_loss"] == pytest.approx(whole["val_loss"], rel=FP32_REORDERED)
+
+
+@pytest.mark.parametrize("name", ["every_layer", "sqrt"])
+def test_slices_of_streamed_weights_are_those_of_resident_ones(config, name):
+    def weights(*more):
+        lines = parity.overrides("precision=bf16-master", f"gradient_checkpointing={name}", "tile.tokens=5", *more)
+        return parity.run(config(*lines, "max_steps=2", base=()), wide=True)[1]
+
+    resident, streamed = weights(), weights("weights=streamed", "weights.slots=3")
+    assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
 @pytest.mark.parametrize("value", ["0", "abc", "true"])

@@ -132,8 +132,8 @@ class Part(nn.Module):
 
     def _is_same(self, x: Tensor) -> bool:
         """Whether slices give the same rows, from weights that are the module's own."""
-        entering = x.detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in the one, without the other
+            entering = x.detach().clone().requires_grad_()
             whole = self.whole(entering)
         if any(leaf is not entering for leaf in _leaves(whole) - {*self.parameters()}):
             return False  # the gradient of a weight of somebody else's would be lost

@@ -49,6 +49,7 @@ STOREYS = (
         "precision",
         "kept_results",
         "gradient_checkpointing",
+        "tiled_tokens",
         "streamed",
         "stable_embedding",
         "refusals",

@@ -59,7 +59,8 @@ class Chunked:
 
 class Verified(Callback):
     """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
-    model's own, and a model whose rows hold several documents that it keeps them apart.
+    model's own, a model whose rows hold several documents that it keeps them apart, and parts that are computed in
+    slices that they are the same function.
 
     Args: packed: whether they do.
     """
@@ -68,7 +69,7 @@ class Verified(Callback):
         self.packed = packed
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not (self.packed or hasattr(module.loss, "verify")):
+        if not (self.packed or hasattr(module.loss, "verify") or module.tiles):
             return
         first = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
         few = first.each(lambda part: part[:, :VERIFIED])
@@ -79,12 +80,19 @@ class Verified(Callback):
             if hasattr(module.loss, "verify"):
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
+            if module.tiles:
+                with torch.no_grad():
+                    module.tiles.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.packed and trainer.validating:  # alone, without training
-            first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
-            with trainer.precision_plugin.forward_context():
+        if not (trainer.validating and (self.packed or module.tiles)):  # alone, without training
+            return
+        first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
+        with trainer.precision_plugin.forward_context():
+            if self.packed:
                 attention.verify(module.model, first.input_ids[:, : attention.LOOKED_AT])
+            if module.tiles:
+                module.tiles.verify(module.model, first.each(lambda part: part[:, :VERIFIED]))
 
 
 def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:

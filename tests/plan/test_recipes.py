@@ -94,6 +94,18 @@ def test_derived_recipes_are_those_that_are_traced(composed, ways):
         assert derived.device_peak == pytest.approx(traced.device_peak, rel=0.01), way
 
 
+@pytest.mark.slow
+def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, monkeypatch):
+    """And in the depth: they are of the sequence, so that all of them grow with the batch."""
+    monkeypatch.setattr("test_recipes.SHAPE", [*SHAPE, "tile.tokens=50"])
+    recipe = as_override("bf16-master", "adamw8bit", "every_layer", "chunked", 4)
+    cfg = composed(recipe)
+    shapes, _ = Derivation(composed, DEPTH, (1, 8), True, machine()).trace(recipe, cfg)
+    derived, itself = (needs(found, cfg, True, 0) for found in (shapes, trace(cfg, on_card=True)))
+    for phase in ("forward", "backward", "step"):
+        assert derived.phases[phase].device == pytest.approx(itself.phases[phase].device, rel=0.01), phase
+
+
 def test_a_derivation_from_another_depth_is_not(composed):
     recipe = as_override(*RECIPES[0])
     cfg = composed(recipe)

@@ -5,10 +5,13 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lowmem import model
 from lowmem.errors import Refused
+from lowmem.memory.process import trim
+from test_checkpoint import Highest, linux
 from test_loss import network
 
 
@@ -85,6 +88,7 @@ def test_loading_never_holds_two_copies(tmp_path):
     code = """
 import sys, torch, threading, time
 from pathlib import Path
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem import model
 how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
@@ -111,6 +115,28 @@ print((max(peak, anonymous()) - before) / weights)
     )
     # once, and the allocations around it: importing the model's class, buffers, one tensor in flight
     assert 0.9 < ratio < 1.5
+
+
+@linux
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_loaded_from_shards_adds_its_weights_to_memory_and_at_most_one_tensor(tmp_path, dtype, wrong):
+    """In fp32 they are new tensors, one after the other; in the dtype of the files they are the files' pages. Wrong:
+    each file is read before it is copied."""
+    shape = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    config = model._of_type("llama", **shape, num_attention_heads=4)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    network.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="10MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    trim()
+    with Highest() as highest:
+        read = [load_file(file) for file in tmp_path.glob("*.safetensors")] if wrong else []
+        read = [{name: tensor.clone() for name, tensor in one.items()} for one in read]
+        weights = sum(p.nbytes for p in built(spec(tmp_path), dtype).parameters())
+    largest = 8000 * 512 * dtype.itemsize
+    held = weights if dtype == torch.float32 else 0
+    assert (highest.rise < held + largest + 4e6) != wrong
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The naive loop with two whole models, and the same training by lowmem: what both must agree on to the bit."""
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 
@@ -51,7 +52,7 @@ def naive(cfg):
 def _naive(cfg, dtype):
     wide, narrow = build(cfg), build(cfg).model.to(cfg.device)
     for p in narrow.parameters():
-        p.data = p.data.to(dtype)
+        p.data = rounded(p.data.cpu(), dtype).to(cfg.device)
     stepping = optimizer(cfg)(wide.model)
     schedule = instantiate(cfg.scheduler)(stepping)
     pairs = list(zip(wide.model.parameters(), narrow.parameters(), strict=True))
@@ -75,13 +76,21 @@ def _naive(cfg, dtype):
             schedule.step()
             with torch.no_grad():
                 for w, p in pairs:
-                    p.copy_(w)
+                    p.copy_(rounded(w, dtype))
             steps += 1
         else:
             scale, skipped = scale / 2, skipped + 1
         stepping.zero_grad()
         if steps == cfg.max_steps:
             return [w.detach() for w, _ in pairs], [p.detach().cpu() for _, p in pairs], skipped
+
+
+def rounded(wide, dtype):
+    """As masters are: fp16 to nearest even; bf16 half up, so that its fp32 fits 16 more bits."""
+    if dtype == torch.float16:
+        return wide.half()
+    upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
+    return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
 
 
 def ours(cfg, lane=None):

@@ -105,7 +105,8 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        page_out(checkpoint["state_dict"].values())  # the model has its copies by now
+        for held in (checkpoint["state_dict"], checkpoint.get("rests", {})):
+            page_out(held.values())  # the model has its copies by now
         self.saved_step = checkpoint["global_step"]
 
     def state_dict(self) -> dict:

@@ -6,7 +6,7 @@ every checkpoint stand between windows by construction.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
@@ -20,6 +20,7 @@ from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
 from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
+from lowmem.precision.split import joined
 from lowmem.trained import is_whole, saved
 
 
@@ -63,6 +64,7 @@ class CausalLM(LightningModule):
         self.identity: dict[str, str] = {}  # of what belongs to these weights, by name: into every checkpoint
         self.last_micro_batch = False  # whether the one under way is its window's last
         self._random_states: dict[str, Tensor] | None = None
+        self._rests: dict[str, Tensor] = {}  # of weights that are loaded next, see `precision/split.py`
 
     def setup(self, stage: str) -> None:
         """On a resume leave the optimizer's state where `optim/build.py` has put it. Lightning would move all of it to
@@ -195,6 +197,16 @@ class CausalLM(LightningModule):
         self.position = Position(**saved["position"])
         self.tokens, self.skipped_steps = saved["tokens"], saved["skipped_steps"]
         self._random_states = saved["random_states"]
+        self._rests = checkpoint.get("rests", {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
+        """One weight after the other is put together where the checkpoint holds it in halves."""
+        loaded = super().load_state_dict(state_dict, *args, **kwargs)
+        held = dict(self.named_parameters())  # a tied one once
+        for name, rest in self._rests.items():
+            held[name].data.copy_(joined(state_dict[name], rest))
+        self._rests = {}
+        return loaded
 
     def on_train_start(self) -> None:
         """The last thing before the first window, so that it does not matter who drew random numbers until here."""

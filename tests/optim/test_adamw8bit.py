@@ -3,9 +3,10 @@
 import logging
 
 import bitsandbytes
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem.gradients import AS_STORED, Reading
 from lowmem.optim import adamw8bit, compiled
@@ -140,23 +141,39 @@ def test_the_fused_pass_has_the_bits_of_its_parts(n, dtype, way):
         p.grad *= 0.37
         optimizer.step()
     assert same(fused, (p.detach(), optimizer.state[p]))
-    assert torch.equal(fused[2], p.detach().to(dtype))
+    assert torch.equal(fused[2], AS_MASTERS[dtype](p.detach()))
 
 
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_rounded_as_torch_rounds_them(dtype):
-    """Every magnitude: subnormals, halves between neighbours, overflow, what is not finite."""
+def every_magnitude(dtype):
+    """Subnormals, halves between neighbours, overflow, what is not finite."""
     torch.manual_seed(0)
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    wide = torch.cat([every, torch.randn(1 << 16) * torch.exp(8 * torch.randn(1 << 16)), every * (1 + 2.0**-9)])
-    wide = torch.cat([wide, torch.tensor([65519.0, 65520.0, 2.0**-25, 2.0**-25 * 1.0001, -0.0, 3e38])])
+    ties = torch.cat([every[:-1] / 2 + every[1:] / 2, every * (1 + 2.0**-9)])
+    wide = torch.cat([every, ties, torch.randn(1 << 16) * torch.exp(8 * torch.randn(1 << 16))])
+    return torch.cat([wide, torch.tensor([65519.0, 65520.0, 2.0**-25, 2.0**-25 * 1.0001, -0.0, 3e38])])
+
+
+def half_up(wide):
+    """bf16 of fp32, as masters are rounded."""
+    upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
+    return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+AS_MASTERS = {torch.bfloat16: half_up, torch.float16: Tensor.half}
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("dtype", AS_MASTERS)
+def test_weights_are_rounded_as_masters_are(dtype, way):
+    wide = every_magnitude(dtype)
     p, out = nn.Parameter(wide.clone()), torch.empty(wide.numel(), dtype=dtype)
     optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
     optimizer.step_from(torch.zeros(wide.numel(), dtype=dtype), optimizer.param_groups[0], p, rounded=out)
-    finite = ~wide.isnan()
-    assert torch.equal(out.view(torch.int16)[finite], wide.to(dtype).view(torch.int16)[finite])
+    finite, expected = ~wide.isnan(), AS_MASTERS[dtype](wide)
+    assert torch.equal(out.view(torch.int16)[finite], expected.view(torch.int16)[finite])
     assert out[~finite].isnan().all()
+    even = torch.equal(expected[finite], wide.to(dtype)[finite])
+    assert even == (dtype == torch.float16)  # rounded the other way, bf16 would be seen here
 
 
 @needs_compiler

@@ -3,10 +3,12 @@
 from itertools import product
 
 import pytest
+import torch
+from torch import nn
 
 from conftest import ROOT
 from lowmem.precision import master as masters
-from lowmem.precision.master import Float16Master, HostMasters
+from lowmem.precision.master import BFloat16Master, Float16Master, HostMasters
 from two_models import CLIPS, OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
 SCHEDULERS, ACCUMULATIONS, CHECKPOINTINGS, LOSSES = (
@@ -94,6 +96,28 @@ def test_tied_weights_stay_tied(config):
 
     (tied, theirs), (untied, _) = both("true"), both("false")
     assert len(tied[0]) == len(untied[0]) - 1 and equal(tied, theirs)
+
+
+def tied():
+    """(start, stepped): weights in bf16 whose masters lie halfway to the next; of six steps none would."""
+    layer, plugin = nn.Linear(1, 1, bias=False), BFloat16Master()
+    layer.weight.data.fill_(1 + 2**-8)
+    plugin.convert_module(layer)
+    start = layer.weight.item()
+    optimizer = plugin.prepare_optimizer(torch.optim.SGD([plugin.master(layer.weight)], lr=1.0))
+    layer.weight.grad = torch.full_like(layer.weight, -(2**-6))
+    plugin.collect(layer.weight)
+    optimizer.step()
+    plugin.arrived()
+    plugin.teardown()
+    assert plugin.master(layer.weight).item() == 1 + 2**-6 + 2**-8
+    return start, layer.weight.item()
+
+
+def test_a_master_between_two_bf16_is_rounded_up_at_the_start_and_after_a_step(monkeypatch):
+    assert tied() == (1 + 2**-7, 1 + 2**-6 + 2**-7)
+    monkeypatch.setattr(masters, "narrow", lambda wide, out: out.copy_(wide))
+    assert tied() == (1.0, 1 + 2**-6)  # wrong: to the nearest even one
 
 
 # --- deliberately wrong variants --------------------------------------------------------------------------------------

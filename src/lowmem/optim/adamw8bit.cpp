@@ -23,8 +23,35 @@ struct State {
     float *m_top, *u_top;  // of each block
 };
 
-template <class G, class W>
-void block(float *p, const G *g, const State s, W *out, int n, const Rule &r) {
+// fp32 weights, and where the new ones go in 16 bits; null where nobody wants them.
+template <class W>
+struct Whole {
+    float *p;
+    W *rounded;
+
+    float *read(long at, float *, int) const { return p + at; }
+    void write(long at, const float *from, int n) const {
+        if (rounded) narrow(from, rounded + at, n);
+    }
+};
+
+// The same weights in two halves of 16 bits.
+struct Halves {
+    Upper *upper;
+    int16_t *rest;
+
+    float *read(long at, float *to, int n) const {
+        for (int i = 0; i < n; i++) to[i] = upper[at + i].with(rest[at + i]);
+        return to;
+    }
+    void write(long at, const float *from, int n) const {
+        narrow(from, upper + at, n);
+        for (int i = 0; i < n; i++) rest[at + i] = int16_t(bits(from[i]));
+    }
+};
+
+template <class G>
+void block(float *p, const G *g, const State s, int n, const Rule &r) {
     float m[BLOCK], u[BLOCK], t[BLOCK];
     const float m_unit = *s.m_top / (127 * 127), u_unit = *s.u_top / (255 * 255);
     uint32_t m_top = 0, u_top = 0;  // of positive numbers: their bits have their order
@@ -52,46 +79,56 @@ void block(float *p, const G *g, const State s, W *out, int n, const Rule &r) {
         s.m[i] = int8_t(m[i] < 0 ? -a : a);
         s.u[i] = uint8_t(b > LEAST ? b : LEAST);
     }
-    if (out) narrow(p, out, n);
 }
 
 template <class G, class W>
-void step(float *p, const void *gradient, const State s, void *rounded, long n, const Rule &r, int threads) {
+void block(const W &weights, const G *g, const State s, long at, int n, const Rule &r) {
+    float scratch[BLOCK];
+    float *p = weights.read(at, scratch, n);
+    block(p, g + at, s, n, r);
+    weights.write(at, p, n);
+}
+
+template <class G, class W>
+void step(const W &weights, const void *gradient, const State s, long n, const Rule &r, int threads) {
     const G *g = static_cast<const G *>(gradient);
-    W *out = static_cast<W *>(rounded);
     const long blocks = (n + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long b = 0; b < blocks; b++) {
         const long at = b * BLOCK;
         const State here = {s.m + at, s.u + at, s.m_top + b, s.u_top + b};
-        W *to = out ? out + at : nullptr;
         if (n - at >= BLOCK)
-            block<G, W>(p + at, g + at, here, to, BLOCK, r);  // a constant: the loops have no tails
+            block(weights, g, here, at, BLOCK, r);  // a constant: the loops have no tails
         else
-            block<G, W>(p + at, g + at, here, to, int(n - at), r);
+            block(weights, g, here, at, int(n - at), r);
     }
 }
 
-template <class G>
-void step(int out, float *p, const void *g, const State s, void *rounded, long n, const Rule &r, int threads) {
-    if (out == 2)
-        step<G, Float16>(p, g, s, rounded, n, r, threads);
+template <class W>
+void step(const W &weights, const void *g, int dtype, const State s, long n, const Rule &r, int threads) {
+    if (dtype == 0)
+        step<Float32>(weights, g, s, n, r, threads);
+    else if (dtype == 1)
+        step<BFloat16>(weights, g, s, n, r, threads);
     else
-        step<G, BFloat16>(p, g, s, rounded, n, r, threads);
+        step<Float16>(weights, g, s, n, r, threads);
 }
 
 }  // namespace
 
-// dtypes: 0 fp32, 1 bf16, 2 fp16; `rounded` is null where nobody wants the new weights in 16 bits.
+// dtypes: 0 fp32, 1 bf16, 2 fp16. The weights are `p`, and `rounded` receives them in 16 bits unless it is null; or `rest`
+// is not null, and they are the halves `rounded` and `rest`.
 extern "C" void adamw8bit(float *p, const void *gradient, int gradient_dtype, int8_t *m, uint8_t *u, float *m_top,
-                          float *u_top, void *rounded, int rounded_dtype, long n, const float *rule, int threads) {
+                          float *u_top, void *rounded, int rounded_dtype, int16_t *rest, long n, const float *rule,
+                          int threads) {
     const State s = {m, u, m_top, u_top};
     Rule r;
     std::memcpy(&r, rule, sizeof r);
-    if (gradient_dtype == 0)
-        step<Float32>(rounded_dtype, p, gradient, s, rounded, n, r, threads);
-    else if (gradient_dtype == 1)
-        step<BFloat16>(rounded_dtype, p, gradient, s, rounded, n, r, threads);
+    Upper *upper = static_cast<Upper *>(rounded);
+    if (rest)
+        step(Halves{upper, rest}, gradient, gradient_dtype, s, n, r, threads);
+    else if (rounded_dtype == 2)
+        step(Whole<Float16>{p, static_cast<Float16 *>(rounded)}, gradient, gradient_dtype, s, n, r, threads);
     else
-        step<Float16>(rounded_dtype, p, gradient, s, rounded, n, r, threads);
+        step(Whole<Upper>{p, upper}, gradient, gradient_dtype, s, n, r, threads);
 }

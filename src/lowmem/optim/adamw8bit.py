@@ -6,7 +6,8 @@ alone (no table of 256 values to search), so a processor's vector units do it. A
 a second moment would turn the next small gradient into a huge step.
 
 On a CPU the step is one C++ function, compiled once; it reads the gradient in 16 or 32 bits, scales and clips it, and
-writes the new weights in 16 bits besides. Without a compiler, and on CUDA, the same arithmetic runs as torch operators.
+writes the new weights in 16 bits besides, or reads and writes them in two halves of 16 bits and never in 32. Without a
+compiler, and on CUDA, the same arithmetic runs as torch operators.
 Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
 """
 
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from lowmem.gradients import AS_STORED, Reading
 from lowmem.optim.compiled import DTYPES, address, library
+from lowmem.precision.split import joined, narrow, split_into
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
@@ -62,31 +64,35 @@ class HostAdamW8bit(Optimizer):
         p: nn.Parameter,
         reading: Reading = AS_STORED,
         rounded: Tensor | None = None,
+        rest: Tensor | None = None,
     ) -> None:
         """Step one parameter.
 
         Args:
             gradient: of p's shape, in fp32, bf16 or fp16.
             reading: what the gradient is multiplied with and limited to first.
-            rounded: of p's shape, in bf16 or fp16: receives the new weights.
+            rounded: of p's shape, in bf16 (rounded half up) or fp16 (to nearest even): receives the new weights.
+            rest: int16, of p's shape: the weights are not in p but in the halves `rounded` (bf16) and this, both
+                contiguous; p's data may be anything. A parameter whose state has 32 bits, and any where there is no
+                compiler, is joined for its step.
         """
-        state = self.state[p]
+        state, lies = self.state[p], p if rest is None else rest
         if not state:
-            state |= _zeros(p, group.get("state_bits", 8))
+            state |= _zeros(lies, group.get("state_bits", 8))
         state["step"] += 1
         rule = _rule(group, state["step"])
-        if "m_top" not in state:
-            _full_step(p, reading(gradient), state, rule)
-        elif p.device.type == "cpu" and (native := library(SOURCE)) is not None:
-            _native_step(native, p, gradient, state, rule, reading, rounded)
+        if "m_top" in state and lies.device.type == "cpu" and (native := library(SOURCE)) is not None:
+            _native_step(native, p, gradient, state, rule, reading, rounded, rest)
             return
+        wide = p if rest is None else joined(rounded, rest)
+        if "m_top" in state:
+            _blocks_step(wide, gradient, state, rule, reading)
         else:
-            chunks = list(_chunks(p, gradient, state))
-            scratch = torch.empty(3, max(part[0].numel() for part in chunks), device=p.device)
-            for part in chunks:
-                _block_step(*part, scratch, rule, reading)
-        if rounded is not None:
-            rounded.copy_(p)
+            _full_step(wide, reading(gradient), state, rule)
+        if rest is not None:
+            split_into(wide, rounded, rest)
+        elif rounded is not None:
+            narrow(wide, rounded)
 
     def runs_as(self) -> str:
         """For the summary: which of the two ways."""
@@ -114,8 +120,9 @@ def _rule(group: dict, step: int) -> Rule:
 
 
 def _zeros(p: Tensor, bits: int) -> dict:
+    """The state of fp32 weights of p's shape, on its device."""
     if bits == 32 or p.numel() < SMALL:
-        return {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+        return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
     blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
     return {
         "step": 0,
@@ -132,18 +139,33 @@ def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
 
 
 def _native_step(
-    native: ctypes.CDLL, p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading, rounded: Tensor | None
+    native: ctypes.CDLL,
+    p: Tensor,
+    g: Tensor,
+    state: dict,
+    rule: Rule,
+    reading: Reading,
+    rounded: Tensor | None,
+    rest: Tensor | None,
 ) -> None:
-    contiguous = p.is_contiguous() and (rounded is None or rounded.is_contiguous())
-    if p.dtype != torch.float32 or not contiguous:
+    whole = p if rest is None else None
+    given = [tensor for tensor in (whole, rounded, rest) if tensor is not None]
+    if (whole is not None and p.dtype != torch.float32) or not all(tensor.is_contiguous() for tensor in given):
         raise ValueError("HostAdamW8bit steps contiguous fp32 parameters: call .float().contiguous() on them first.")
     g = g.contiguous()
     native.adamw8bit(
-        *(address(p), address(g), DTYPES[g.dtype]),
+        *(address(whole), address(g), DTYPES[g.dtype]),
         *(address(state[key]) for key in ("m", "u", "m_top", "u_top")),
-        *(address(rounded), DTYPES[rounded.dtype if rounded is not None else torch.bfloat16]),
+        *(address(rounded), DTYPES[rounded.dtype if rounded is not None else torch.bfloat16], address(rest)),
         *(ctypes.c_long(p.numel()), (ctypes.c_float * 11)(*rule, *reading), torch.get_num_threads()),
     )
+
+
+def _blocks_step(p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading) -> None:
+    chunks = list(_chunks(p, g, state))
+    scratch = torch.empty(3, max(part[0].numel() for part in chunks), device=p.device)
+    for part in chunks:
+        _block_step(*part, scratch, rule, reading)
 
 
 def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[tuple[Tensor, ...]]:

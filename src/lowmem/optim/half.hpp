@@ -1,4 +1,5 @@
-// The three dtypes of weights and gradients, and how many of them become fp32 and back: rounded to nearest even.
+// The three dtypes of weights and gradients, and how many of them become fp32 and back: rounded to nearest even, but for
+// the upper half of a number that 16 more bits restore.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -34,6 +35,13 @@ struct BFloat16 {
         const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
         upper = uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
     }
+};
+
+// A number in bf16, rounded half up: what an fp32 number has beside it fits 16 bits (precision/split.py).
+struct Upper {
+    uint16_t upper;
+    explicit Upper(float x) : upper(uint16_t((bits(x) + 0x8000u) >> 16)) {}
+    float with(int16_t rest) const { return real((uint32_t(upper) << 16) + uint32_t(int32_t(rest))); }
 };
 
 struct Float16 {

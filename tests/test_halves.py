@@ -1,0 +1,75 @@
+"""Checkpoints that hold a weight in two halves of 16 bits: to the bit the fp32 that it is, whoever reads them."""
+
+import mmap
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowmem.memory.process import page_out
+from lowmem.precision.split import halves
+from same import last, same
+from test_checkpoint import EACH, linux
+
+RUN = ("precision=bf16-master", "lr=1e-2", "max_steps=4")
+
+
+def in_halves(run, folder):
+    """A copy of a run whose last checkpoint holds its weights so."""
+    shutil.copytree(run, folder)
+    (path,) = (folder / "checkpoints").glob("*")
+    content = torch.load(path, weights_only=True)
+    state, once = content["state_dict"], {}
+    for name, wide in state.items():
+        if wide.dtype == torch.float32 and wide.data_ptr() not in once:  # a tied one is held once
+            once[wide.data_ptr()], content.setdefault("rests", {})[name] = halves(wide)
+    content["state_dict"] = {name: once.get(wide.data_ptr(), wide) for name, wide in state.items()}
+    torch.save(content, path)
+    return folder
+
+
+@pytest.fixture
+def stopped(fit, tmp_path):
+    """(a run that stopped half-way, the same with halves in its checkpoint)."""
+    _, run = fit(*RUN, "max_steps=3", "scheduler.total_steps=4", folder="part")
+    return run, in_halves(run, tmp_path / "halves")
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("precision", "forgets"),
+    [("bf16-master", False), ("32", True), *(pytest.param(p, False, marks=slow) for p in ("32", "bf16-sr"))],
+)
+def test_a_run_goes_on_from_halves_as_from_the_whole(fit, stopped, monkeypatch, precision, forgets):
+    """Forgets, the wrong variant: what the upper halves have lost stays behind."""
+    if forgets:
+        monkeypatch.setattr("lowmem.module.joined", lambda upper, rest: upper)
+    one, other = (fit(*RUN, f"precision={precision}", f"resume={run}", folder=f"{run.name} on")[1] for run in stopped)
+    assert same(last(one)["state_dict"], last(other)["state_dict"]) != forgets
+
+
+def test_an_evaluation_and_an_export_read_both_halves(fit, stopped):
+    """Both in fp32: in 16 bits nothing would show."""
+    losses, files = [], []
+    for run in stopped:
+        losses.append(fit("precision=32", f"evaluate={run}", folder=f"{run.name} evaluated")[0]["val_loss"])
+        _, folder = fit("precision=32", f"export={run}", folder=f"{run.name} exported")
+        files.append((folder / "model" / "model.safetensors").read_bytes())
+    assert losses[0] == losses[1] and files[0] == files[1]
+
+
+@linux
+def test_only_the_pages_of_the_file_are_let_go_where_tensors_share_a_storage(tmp_path, monkeypatch):
+    flat = torch.arange(4 * EACH, dtype=torch.int16)
+    torch.save({str(i): flat[i * EACH : (i + 1) * EACH] for i in range(4)}, tmp_path / "x.ckpt")
+    mapped = torch.load(tmp_path / "x.ckpt", mmap=True, weights_only=True)
+    asked = []
+    let_go = SimpleNamespace(madvise=lambda start, size, _: asked.append((start.value, size.value)))
+    monkeypatch.setattr("lowmem.memory.process.ctypes.CDLL", lambda _: let_go)
+    page_out(mapped.values())
+    ((start, size),) = asked
+    first = mapped["0"].data_ptr()
+    assert first <= start and start + size <= first + flat.nbytes and size > flat.nbytes - 2 * mmap.PAGESIZE

@@ -68,6 +68,7 @@ class Derivation:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
         self._counted: dict[int, Mapping[str, float]] = {}  # by id of a trace
         self._errors: dict[str, float] = {}  # at the third depth, by checkpointing
+        self._streaming: dict[str, str] = {}  # precision that others compute as -> the first whose weights stream
         self._staying: dict[tuple, Trace] = {}  # with one block that stays, at the smaller depth
 
     def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
@@ -141,11 +142,11 @@ class Derivation:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
         parameters, with hardly an activation."""
         passes = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
-        streams = Settings(cfg).streams
-        same = not streams and not Settings(cfg).adapter.stays_wide and Settings(cfg).precision.computes_as
+        same = not Settings(cfg).adapter.stays_wide and Settings(cfg).precision.computes_as
         passes["precision"] = same or recipe["precision"]
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
-        if streams:
+        if Settings(cfg).streams:  # which the one that is computed as does not: the first of them stands for all
+            passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
             passes |= {"weights": recipe["weights"], STAY: "0"}
             parameters |= {"weights": recipe["weights"], STAY: "0"}
         parameters |= {"loss": "full", "seq_len": str(SHORT)}

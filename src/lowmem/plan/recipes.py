@@ -23,7 +23,6 @@ from lowmem.refusals import refused
 from lowmem.settings import Settings
 from lowmem.trained import trained
 
-TO_STREAM = 2  # blocks, at least: one travels while another computes
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 NO_BF16 = (
     "This precision multiplies in bf16, and the card has no units for it: torch emulates them, at half the pace of "
@@ -137,6 +136,8 @@ class _Search:
         """Those of a rank that fit, best first, and those that do not. Weights stream where nothing else fits: the same
         is computed, never faster."""
         found = [candidate for training in self.by_rank[rank] for candidate in candidates(self.typed, training)]
+        if self.devices > 1:  # what streams is one whole model's
+            found = [candidate for candidate in found if not candidate.streams]
         tried = []
         for streams in (False, True):
             tried += self._recipes([candidate for candidate in found if candidate.streams == streams])
@@ -162,7 +163,8 @@ class _Search:
             if candidate.streams and recipe.fits(self.gpu, self.ram):
                 block = SMALLEST * recipe.prediction.shapes.streamed / self.derivation.depth
                 room = int((self.gpu - recipe.prediction.device_need) / block)
-                if count := min(room, self.derivation.depth - TO_STREAM):
+                most = self.derivation.depth - candidate.cfg.weights.slots - 1  # with more, all would be there
+                if (count := min(room, most)) > 0:
                     yield replace(candidate, option={**candidate.option, STAY: str(count)})
 
     def _confirmed(self, ranked: list[Recipe]) -> list[Recipe]:

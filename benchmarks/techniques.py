@@ -25,6 +25,7 @@ WITH = {
     "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4}"],
     "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=128"],
+    "loss=tiled": ["loss.columns=128"],
     "optim.in_backward=true": ["clip=null"],
 }
 SHIPPED = (

@@ -21,6 +21,7 @@ from lowmem.faults import Faults
 from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
+from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
 
@@ -36,6 +37,7 @@ class CausalLM(LightningModule):
         clip_value: largest absolute gradient element, applied before the norm; None: off.
         skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
         weights: where they are while no block needs them.
+        tiles: the parts of the model that are computed in slices; None: none is.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class CausalLM(LightningModule):
         clip_value: float | None = None,
         skips_faults: bool = False,
         weights: Resident | None = None,
+        tiles: Tiles | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model, self.weights = model, weights or Resident()
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
+        self.tiles = tiles
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value

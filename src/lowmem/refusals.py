@@ -109,6 +109,12 @@ REFUSALS = (
         "a_limit_does_not_see_into_compiled_blocks",
     ),
     Refusal(
+        lambda run: run.cfg.tile.tokens is not None and run.checkpointing.compiles_blocks,
+        "tile.tokens={tokens}: torch.compile decides what is kept of these blocks, and does not see into slices. Type "
+        "gradient_checkpointing=every_layer, or tile.tokens=null.",
+        "compiled_blocks_do_not_see_into_slices",
+    ),
+    Refusal(
         lambda run: run.needs_compiler and not any(map(shutil.which, ("c++", "g++", "clang++"))),
         "This optim or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install one, or type "
         "optim=adamw8bit gradient_checkpointing=every_layer.",
@@ -119,7 +125,8 @@ REFUSALS = (
 
 def refused(cfg: DictConfig) -> Iterator[str]:
     run = Settings(cfg)
-    return (refusal.says.format(clip=cfg.clip, limit=cfg.memory.limit) for refusal in REFUSALS if refusal.applies(run))
+    typed = {"clip": cfg.clip, "limit": cfg.memory.limit, "tokens": cfg.tile.tokens}
+    return (refusal.says.format(**typed) for refusal in REFUSALS if refusal.applies(run))
 
 
 def _one(trainer: DictConfig) -> bool:

@@ -132,6 +132,10 @@ class Memory(Section):
     snapshot: Switch
 
 
+class Tile(Section):
+    tokens: _words("a whole number of tokens of at least 1, or null: off", Count | None)
+
+
 class Checkpoint(Section):
     keep: _words("last, best, or how many of the newest are kept", Literal["last", "best"] | Count)
 
@@ -222,6 +226,7 @@ class Run(Section):
     temperature: NotNegative
     device: Device
     memory: Memory
+    tile: Tile
     plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)
     may_change: MayChange
     val_every: Count

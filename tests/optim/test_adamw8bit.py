@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowmem.gradients import AS_STORED, Reading
 from lowmem.optim import adamw8bit, compiled
 from lowmem.optim.adamw8bit import BLOCK, HostAdamW8bit
+from lowmem.precision import split
 
 KINDS = ("gaussian", "heavy tails", "scales", "sparse", "sparse rows", "constant", "constant in time")
 RULE = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -97,12 +98,12 @@ def test_codes_of_zero_are_caught(monkeypatch):
     assert longest_step(20) > 100
 
 
-def stepped(n, dtype=torch.float32, rounded=None, reading=AS_STORED, steps=3, threads=2, scale=1.0):
+def stepped(n, dtype=torch.float32, rounded=None, reading=AS_STORED, steps=3, threads=2, scale=1.0, bits=8):
     """(weights, state, rounded weights) after some steps from gradients that are stored in `dtype`, times `scale`."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(n))
     out = None if rounded is None else torch.empty(n, dtype=rounded)
-    optimizer, before = HostAdamW8bit([p], lr=1e-2), torch.get_num_threads()
+    optimizer, before = HostAdamW8bit([{"params": [p], "state_bits": bits}], lr=1e-2), torch.get_num_threads()
     torch.set_num_threads(threads)
     for _ in range(steps):
         optimizer.step_from((torch.randn(n) * 1e-3 * scale).to(dtype), optimizer.param_groups[0], p, reading, out)
@@ -240,3 +241,70 @@ def test_what_the_native_step_cannot_read_is_refused():
         if compiled.library(adamw8bit.SOURCE) is not None:
             with pytest.raises(ValueError, match="contiguous fp32"):
                 HostAdamW8bit([p], lr=1e-3).step()
+
+
+# --- weights in two halves -------------------------------------------------------------------------------------------
+
+
+def in_halves(n, dtype, reading=AS_STORED, bits=8, scale=1.0, between=lambda rest: None):
+    """What `stepped` returns, of weights that are never whole: the parameter is one number expanded."""
+    torch.manual_seed(0)
+    upper, rest = split.halves(torch.randn(n))
+    p = nn.Parameter(torch.full((1,), torch.nan, dtype=torch.bfloat16).expand(n))
+    optimizer = HostAdamW8bit([{"params": [p], "state_bits": bits}], lr=1e-2)
+    for _ in range(3):
+        gradient = (torch.randn(n) * 1e-3 * scale).to(dtype)
+        optimizer.step_from(gradient, optimizer.param_groups[0], p, reading, upper, rest)
+        between(rest)
+    assert p.isnan().all() and p.untyped_storage().nbytes() == 2
+    return split.joined(upper, rest), optimizer.state[p], upper
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("n", [100, *SIZES])
+@pytest.mark.parametrize("dtype", compiled.DTYPES)
+def test_halves_are_stepped_with_the_bits_of_whole_weights(n, dtype, way):
+    reading = Reading(2.0**-10, 2e-3, 0.37)
+    for bits in (8, 32):
+        whole = stepped(n, dtype, torch.bfloat16, reading, scale=1024, bits=bits)
+        found = in_halves(n, dtype, reading, bits, scale=1024)
+        assert same(found, whole) and torch.equal(found[2], whole[2])
+        assert [v.dtype for v in found[1].values() if torch.is_tensor(v)] == [
+            v.dtype for v in whole[1].values() if torch.is_tensor(v)
+        ]
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_a_lower_half_that_is_lost_between_two_steps_is_seen(way):
+    """The deliberately wrong variant: as if the 16-bit weights were stepped themselves."""
+    whole = stepped(5000, torch.bfloat16, torch.bfloat16)
+    assert not same(in_halves(5000, torch.bfloat16, between=Tensor.zero_), whole)
+
+
+def unmoved(wide):
+    """Whether a step of no length leaves the bits of all these weights, in halves, as they are."""
+    upper, rest = split.halves(wide)
+    p = nn.Parameter(wide)
+    optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
+    optimizer.step_from(torch.zeros(wide.shape), optimizer.param_groups[0], p, rounded=upper, rest=rest)
+    return torch.equal(upper.view(torch.int16), half_up(wide).view(torch.int16)) and torch.equal(
+        split.joined(upper, rest).view(torch.int32), wide.view(torch.int32)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_a_step_of_no_length_leaves_every_bit_of_both_halves(way):
+    wide = every_magnitude(torch.bfloat16)
+    assert unmoved(wide[wide.isfinite()])
+
+
+@needs_compiler
+def test_halves_rounded_to_nearest_even_in_the_pass_are_seen(monkeypatch, tmp_path):
+    """The deliberately wrong variant, compiled."""
+    for name in ("adamw8bit.cpp", "half.hpp"):
+        text = adamw8bit.SOURCE.with_name(name).read_text()
+        (tmp_path / name).write_text(text.replace("(bits(x) + 0x8000u) >> 16", "BFloat16(x).upper"))
+    monkeypatch.setattr(adamw8bit, "SOURCE", tmp_path / "adamw8bit.cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wide = every_magnitude(torch.bfloat16)
+    assert compiled.library(adamw8bit.SOURCE) is not None and not unmoved(wide[wide.isfinite()])

@@ -132,7 +132,7 @@ def stochastically(wide: Tensor, narrow: Tensor, generator: torch.Generator | No
     """narrow (bf16) <- wide (fp32), up or down with the probability of how near each neighbour is.
 
     bf16 is the upper half of fp32: a random number added to the lower half carries over just that often. It is done a
-    few rows at a time, for it takes 21 bytes per element.
+    few rows at a time, for it takes 15 bytes per element.
 
     Args: generator: of the random numbers, on wide's device; None: torch's own.
     """

@@ -23,10 +23,19 @@ WITH = {
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
     "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4}"],
     "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4}"],
+    "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=128"],
+    "loss=tiled": ["loss.columns=128"],
     "optim.in_backward=true": ["clip=null"],
 }
-SHIPPED = ("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full")
+SHIPPED = (
+    "precision=32",
+    "optim=adamw",
+    "accumulation=none",
+    "gradient_checkpointing=none",
+    "weights=resident",
+    "loss=full",
+)
 CHOICES = [f"{group}={name}" for group in GROUPS for name in techniques(group)]
 CHOICES = [choice for choice in CHOICES if choice not in SHIPPED] + ["optim.in_backward=true"]
 ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOICES}

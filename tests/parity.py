@@ -58,7 +58,9 @@ WITH = {
     "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4, 1: 2}"],
     "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4, 2: 2}"],
     "gradient_checkpointing=budget": ["gradient_checkpointing.backend=aot_eager_decomp_partition"],
+    "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=7"],
+    "loss=tiled": ["loss.columns=64"],
     "optim.in_backward=true": ["clip=null"],
     # so that a step is as large as AdamW's, or 16-bit weights would not move
     "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],

@@ -17,7 +17,7 @@ from lowmem.units import GIB
 
 CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
-TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss", "adapter")
+TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "weights", "loss", "adapter")
 README = (ROOT / "README.md").read_text()
 # What the first cell of each row of its tables names; choices that do the same share a row.
 NAMED = [
@@ -35,6 +35,7 @@ GIVEN = {
     "data=csv": ["data.path=x"],
     "data=parquet": ["data.path=x"],
     "model=hf": ["model.name=x"],
+    "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
     "accumulation=by_step": ["accumulation.sizes={0: 1, 1: 2}"],
 }

@@ -217,6 +217,13 @@ def test_torch_tells_which_operators_a_cards_autocast_has():
     assert found == [True, True, False], breaks("plans of precision=16 and bf16 for a card")
 
 
+def test_a_backward_pass_is_told_from_what_is_not():
+    x, seen = torch.ones(1, requires_grad=True), []
+    x.register_hook(lambda _: seen.append(internals.in_backward()))
+    x.sum().backward()
+    assert seen == [True] and not internals.in_backward(), breaks("weights=streamed: weights come when they are needed")
+
+
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_torch_tells_whether_this_cpu_has_units(name):
     asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)

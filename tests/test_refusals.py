@@ -24,6 +24,7 @@ TYPED = (
     ["batch_size=auto", "memory.limit=1GiB"],
     ["batch_size=auto", "accumulation=effective_batch"],
     ["memory.limit=1GiB", "gradient_checkpointing=budget"],
+    ["tile.tokens=4", "gradient_checkpointing=budget"],
     ["optim=adamw4bit"],
 )
 
@@ -199,6 +200,21 @@ def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatc
         fit("memory.limit=200KiB")
     compiled = ["gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition"]
     assert fit("memory.limit=200KiB", *compiled, folder="compiled")[0]["steps"] == 4
+
+
+def test_proof_compiled_blocks_do_not_see_into_slices():
+    from lowmem.data.loader import MicroBatch
+    from lowmem.gradient_checkpointing import budget
+    from lowmem.loss import full
+    from lowmem.tiled_tokens import Tiles
+    from test_loss import network
+
+    model = network("llama", num_hidden_layers=1)
+    budget(model, 0.5, "aot_eager_decomp_partition")
+    Tiles(model, 4)
+    ids = torch.randint(0, 300, (1, 16))
+    with pytest.raises(ValueError, match="expected 1, got 0"):  # what was kept of a slice is not there
+        full(model, MicroBatch(ids, ids)).backward()
 
 
 @pytest.mark.slow

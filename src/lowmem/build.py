@@ -27,6 +27,7 @@ from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.report import sample
 from lowmem.settings import Settings
+from lowmem.tiled_tokens import Tiles
 from lowmem.trained import digest_of_base
 
 log = logging.getLogger(__name__)
@@ -166,8 +167,11 @@ def causal_lm(
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)
+    tiles = Tiles(network, cfg.tile.tokens) if cfg.tile.tokens else None
+    weights = instantiate(cfg.weights)(network)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
-    return CausalLM(network, instantiate(cfg.loss), optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips)
+    loss = instantiate(cfg.loss)
+    return CausalLM(network, loss, optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips, weights, tiles)
 
 
 def choose_trained(cfg: DictConfig, network: PreTrainedModel) -> None:

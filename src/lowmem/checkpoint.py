@@ -122,7 +122,7 @@ class Checkpoints(Callback):
         Refused: this file and the one before could not be written.
         """
         trainer.precision_plugin.arrived()
-        if not _all_finite(trainer.lightning_module):
+        if not _all_finite(trainer):
             raise NotFinite(f"A weight is no longer finite at step {trainer.global_step}; nothing was saved.")
         self._since = time.monotonic()
         try:
@@ -154,8 +154,9 @@ class Checkpoints(Callback):
                 old.unlink()
 
 
-def _all_finite(module: torch.nn.Module) -> bool:
-    return all(finite(p.detach()) for p in module.parameters())
+def _all_finite(trainer: Trainer) -> bool:
+    stored = trainer.precision_plugin.stored
+    return all(finite(stored(p)) for p in trainer.lightning_module.parameters())
 
 
 def going_on(folder: Path) -> str:

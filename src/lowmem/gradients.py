@@ -15,9 +15,10 @@ class Reading(NamedTuple):
     limit: float = math.inf
     clip: float = 1.0
 
-    def __call__(self, gradient: Tensor) -> Tensor:
-        """A copy in fp32. Factors of 1 change no bit."""
-        wide = gradient.to(torch.float32, copy=True).mul_(self.unscale)
+    def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
+        """A copy in fp32, in `out` if there is one. Factors of 1 change no bit."""
+        wide = gradient.to(torch.float32, copy=True) if out is None else out.copy_(gradient)
+        wide = wide.mul_(self.unscale)
         if self.limit < math.inf:
             wide = wide.clamp_(-self.limit, self.limit)
         return wide.mul_(self.clip)

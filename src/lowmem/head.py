@@ -14,7 +14,6 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,7 +21,7 @@ from lowmem.errors import Refused
 from lowmem.internals import storage_key
 
 ROUNDINGS = 8  # of the largest product: the same in another order differ by one or two, other functions by more
-UNEVEN = 5  # tokens of the first of two chunks
+UNEVEN = 5  # tokens of the first of two chunks, and of two tiles of the vocabulary
 
 
 class Head(NamedTuple):
@@ -34,7 +33,7 @@ class Head(NamedTuple):
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
-    """A forward pass in which the head sees the first token alone.
+    """A forward pass in which the head sees the first token alone, and answers with zeros: no weight of it is read.
 
     Args:
         inputs: those of `MicroBatch`, each (B, T).
@@ -53,6 +52,9 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         entered.append(args[0])
         return (args[0][:, :1], *args[1:])
 
+    def nothing(hidden: Tensor) -> Tensor:
+        return hidden.new_zeros(*hidden.shape[:-1], len(head.weight), dtype=multiplied_in(hidden))
+
     def after(_, __, product: Tensor) -> None:
         products.append((product, _version(product)))
 
@@ -62,7 +64,8 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         body.register_forward_hook(lambda *called: outputs.append(called[-1])),
     ]
     try:
-        logits = model(**inputs, use_cache=False).logits
+        with patch.object(head, "forward", nothing):
+            logits = model(**inputs, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
@@ -78,6 +81,30 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
             return model.forward(**inputs, use_cache=False).logits[0]
 
     return Head(head, entered[0], finish)
+
+
+def multiplied_in(hidden: Tensor) -> torch.dtype:
+    """In which the head multiplies it: autocast acts on modules alone."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def finished(
+    product: Tensor, finish: Callable[[Tensor], Tensor] | None, copy: bool = False
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """(fp32 logits of a product with the head, their gradient -> that of the product).
+
+    Args: finish: that of `Head`; copy: the logits will be overwritten, and what is behind them must stay.
+    """
+    if finish is None:
+        return product.float(), lambda d_logits: d_logits
+    with torch.enable_grad():
+        logits = finish(product.requires_grad_())
+
+    def back(d_logits: Tensor) -> Tensor:
+        return torch.autograd.grad(logits, product, d_logits.to(logits.dtype))[0]
+
+    return logits.detach().to(torch.float32, copy=copy), back
 
 
 def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
@@ -98,21 +125,20 @@ def _answering(module: nn.Module, answer: object) -> Iterator[None]:
 
 
 def _refused(model: nn.Module, why: str) -> Refused:
-    return Refused(f"loss=chunked: {type(model).__name__} {why}. Type loss=full.")
+    return Refused(f"loss=chunked, loss=tiled: {type(model).__name__} {why}. Type loss=full.")
 
 
-def agrees(model: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
+def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:
     """Whether what `enter` caught leads to the model's own logits, but for roundings, also in uneven chunks: whatever
     depends on the place of a token, or on its neighbours, is no function of its row.
 
-    Args: inputs: those of `MicroBatch`, each (B, T).
+    Args: inputs: those of `MicroBatch`, each (B, T); tiled: also in uneven tiles of the vocabulary.
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)
-    hidden, linear = head.hidden.flatten(0, 1), head.linear
-    products = F.linear(hidden, linear.weight, linear.bias)
+    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, which would be no part of a chunk
     try:
-        ours = torch.cat([_finished(head, part) for part in products.tensor_split([UNEVEN])])
+        ours = torch.cat([_finished(head, part, tiled) for part in products.tensor_split([UNEVEN])])
     except RuntimeError:  # it expects the shape of the whole
         return False
     if ours.shape != theirs.shape:
@@ -122,5 +148,6 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
     return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)  # an overflow is one in both
 
 
-def _finished(head: Head, products: Tensor) -> Tensor:
-    return (products if head.finish is None else head.finish(products)).float()
+def _finished(head: Head, products: Tensor, tiled: bool) -> Tensor:
+    tiles = products.tensor_split([UNEVEN], dim=1) if tiled else [products]
+    return torch.cat([finished(tile, head.finish)[0] for tile in tiles], dim=1)

@@ -49,6 +49,7 @@ __all__ = (
     "compiled_itself",
     "cpu_multiplies_in",
     "has_kernel",
+    "in_backward",
     "is_traceable_wrapper_subclass",
     "open_checkpoint",
     "replaced_kernels",
@@ -141,6 +142,12 @@ def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
 
     # Random states are kept by block: some models draw numbers between two blocks.
     return checkpointed(again, preserve_rng_state=False)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass now, what it computes again included. Instead: a flag that everything
+    that computes something again would have to set."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

@@ -11,6 +11,8 @@ with a count of its own.
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,18 @@ EXPENSIVE = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *ATTENTION,
 )
+
+_paused = ContextVar("paused", default=False)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Around what keeps nothing of a pass, for it is computed again by itself."""
+    token = _paused.set(True)
+    try:
+        yield
+    finally:
+        _paused.reset(token)
 
 
 class Kept:
@@ -87,7 +101,7 @@ class Keep(Mode):
             if (kept := self._by_storage.get(storage_key(tensor))) is not None:
                 kept.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if func in EXPENSIVE:
+        if func in EXPENSIVE and not _paused.get():
             self.kept.append(Kept(func, args, kwargs or {}, out))
             self._by_storage |= dict.fromkeys(map(storage_key, tensors), self.kept[-1])
         for tensor in tensors:
@@ -105,7 +119,7 @@ class HandBack(Mode):
     """Of its repetition: empties `kept`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in EXPENSIVE:
+        if func in EXPENSIVE and not _paused.get():
             if not self.kept or self.kept[0].func is not func:
                 raise RuntimeError(
                     f"A block under gradient_checkpointing=selective was computed again and called {func} where it had "

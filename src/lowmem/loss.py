@@ -10,8 +10,6 @@ while the chunk's logits still exist, so nothing is computed twice. Same idea: H
 stands before and behind the product with the head is left to the model (`head.py`).
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel
 from lowmem import attention
 from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.errors import Refused
-from lowmem.head import agrees, enter
+from lowmem.head import agrees, enter, finished, multiplied_in
 
 VERIFIED = 16  # tokens of a sequence
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
@@ -43,8 +41,7 @@ class Chunked:
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
-        if torch.is_autocast_enabled(hidden.device.type):  # inside the function autocast no longer acts
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        hidden = hidden.to(multiplied_in(hidden))  # inside the function autocast no longer acts
         return _ChunkedCrossEntropy.apply(hidden, head.linear.weight, head.linear.bias, labels, self.rows, head.finish)
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
@@ -62,7 +59,8 @@ class Chunked:
 
 class Verified(Callback):
     """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
-    model's own, and a model whose rows hold several documents that it keeps them apart.
+    model's own, a model whose rows hold several documents that it keeps them apart, and parts that are computed in
+    slices that they are the same function.
 
     Args: packed: whether they do.
     """
@@ -71,7 +69,7 @@ class Verified(Callback):
         self.packed = packed
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not (self.packed or hasattr(module.loss, "verify")):
+        if not (self.packed or hasattr(module.loss, "verify") or module.tiles):
             return
         first = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
         few = first.each(lambda part: part[:, :VERIFIED])
@@ -82,12 +80,19 @@ class Verified(Callback):
             if hasattr(module.loss, "verify"):
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
+            if module.tiles:
+                with torch.no_grad():
+                    module.tiles.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.packed and trainer.validating:  # alone, without training
-            first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
-            with trainer.precision_plugin.forward_context():
+        if not (trainer.validating and (self.packed or module.tiles)):  # alone, without training
+            return
+        first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
+        with trainer.precision_plugin.forward_context():
+            if self.packed:
                 attention.verify(module.model, first.input_ids[:, : attention.LOOKED_AT])
+            if module.tiles:
+                module.tiles.verify(module.model, first.each(lambda part: part[:, :VERIFIED]))
 
 
 def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:
@@ -119,7 +124,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # depend on how many there are: a prediction knows no numbers.
         for part in counted(labels).split(rows):
             rows_hidden, rows_labels = hidden.index_select(0, part), labels[part]
-            logits, back = _logits(rows_hidden, matrix, bias, finish)  # (rows, V), fp32
+            product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))
+            logits, back = finished(product, finish)  # (rows, V), fp32
+            del product
             logp = torch.log_softmax(logits, dim=-1)
             total += F.nll_loss(logp, rows_labels, reduction="sum")
             if any(ctx.needs_input_grad):
@@ -147,22 +154,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         each = (d_hidden, None if d_hidden is None else d_hidden.dtype), (d_weight, ctx.dtype), (d_bias, ctx.dtype)
         return *(scaled(*gradient) for gradient in each), None, None, None
-
-
-def _logits(
-    hidden: Tensor, matrix: Tensor, bias: Tensor | None, finish: Callable[[Tensor], Tensor] | None
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(fp32 logits (N, V) of hidden states (N, H), their gradient -> that of the product with the head)."""
-    product = F.linear(hidden, matrix, None if bias is None else bias.to(hidden.dtype))
-    if finish is None:
-        return product.float(), lambda d_logits: d_logits
-    with torch.enable_grad():
-        logits = finish(product.requires_grad_())
-
-    def back(d_logits: Tensor) -> Tensor:
-        return torch.autograd.grad(logits, product, d_logits.to(logits.dtype))[0]
-
-    return logits.detach().float(), back
 
 
 def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:

@@ -7,6 +7,7 @@ every checkpoint stand between windows by construction.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,8 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
+from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
+from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
 
@@ -33,6 +36,8 @@ class CausalLM(LightningModule):
         clip: largest global gradient norm; None: off.
         clip_value: largest absolute gradient element, applied before the norm; None: off.
         skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
+        weights: where they are while no block needs them.
+        tiles: the parts of the model that are computed in slices; None: none is.
     """
 
     def __init__(
@@ -44,11 +49,14 @@ class CausalLM(LightningModule):
         clip: float | None = None,
         clip_value: float | None = None,
         skips_faults: bool = False,
+        weights: Resident | None = None,
+        tiles: Tiles | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.model = model
+        self.model, self.weights = model, weights or Resident()
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
+        self.tiles = tiles
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value
@@ -76,6 +84,11 @@ class CausalLM(LightningModule):
                 optimizer.load_state_dict(state)
 
         strategy.load_optimizer_state_dict = restore
+
+    def cpu(self) -> Self:
+        """Lightning calls this when a run ends, however it ends."""
+        self.weights.stop()
+        return super().cpu()
 
     # --- training ------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,24 @@ REFUSALS = (
         "each_process_would_step_masters_of_its_own",
     ),
     Refusal(
+        lambda run: run.streams and not run.masters,
+        "weights=streamed: this precision steps on the device, where the weights are only for their turn. Type "
+        "precision=bf16-master, 16-master or bf16-sr, which step on the host, or weights=resident.",
+        "weights_that_stream_are_not_there_to_be_stepped",
+    ),
+    Refusal(
+        lambda run: run.streams and run.checkpointing.keeps_all,
+        "weights=streamed: without gradient checkpointing autograd keeps every block's weights from forward until "
+        "backward, when others lie in their place. Type gradient_checkpointing=every_layer.",
+        "autograd_reads_weights_that_have_left",
+    ),
+    Refusal(
+        lambda run: run.streams and run.checkpointing.compiles_blocks,
+        "weights=streamed: compiled blocks remember where their weights were when they were compiled, where another "
+        "block's are now. Type gradient_checkpointing=every_layer.",
+        "compiled_blocks_read_weights_that_have_left",
+    ),
+    Refusal(
         lambda run: run.cfg.model.get("stable_embedding", False) and run.cfg.model.pretrained,
         "model.stable_embedding=true: a published model was not trained with a norm after its embedding, which would "
         "change what all its weights mean. Type model.pretrained=false for a random start, or optim.embedding_bits=32.",
@@ -91,6 +109,12 @@ REFUSALS = (
         "a_limit_does_not_see_into_compiled_blocks",
     ),
     Refusal(
+        lambda run: run.cfg.tile.tokens is not None and run.checkpointing.compiles_blocks,
+        "tile.tokens={tokens}: torch.compile decides what is kept of these blocks, and does not see into slices. Type "
+        "gradient_checkpointing=every_layer, or tile.tokens=null.",
+        "compiled_blocks_do_not_see_into_slices",
+    ),
+    Refusal(
         lambda run: run.needs_compiler and not any(map(shutil.which, ("c++", "g++", "clang++"))),
         "This optim or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install one, or type "
         "optim=adamw8bit gradient_checkpointing=every_layer.",
@@ -101,7 +125,8 @@ REFUSALS = (
 
 def refused(cfg: DictConfig) -> Iterator[str]:
     run = Settings(cfg)
-    return (refusal.says.format(clip=cfg.clip, limit=cfg.memory.limit) for refusal in REFUSALS if refusal.applies(run))
+    typed = {"clip": cfg.clip, "limit": cfg.memory.limit, "tokens": cfg.tile.tokens}
+    return (refusal.says.format(**typed) for refusal in REFUSALS if refusal.applies(run))
 
 
 def _one(trainer: DictConfig) -> bool:

@@ -132,6 +132,10 @@ class Memory(Section):
     snapshot: Switch
 
 
+class Tile(Section):
+    tokens: _words("a whole number of tokens of at least 1, or null: off", Count | None)
+
+
 class Checkpoint(Section):
     keep: _words("last, best, or how many of the newest are kept", Literal["last", "best"] | Count)
 
@@ -198,6 +202,7 @@ class Run(Section):
     scheduler: Node
     accumulation: Node
     gradient_checkpointing: Node
+    weights: Node
     loss: Node
     logger: Parts
     lr: Lr
@@ -221,6 +226,7 @@ class Run(Section):
     temperature: NotNegative
     device: Device
     memory: Memory
+    tile: Tile
     plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)
     may_change: MayChange
     val_every: Count
@@ -305,6 +311,7 @@ ARGUMENTS: dict[str, Any] = {
     "clip_value": Clip,
     "enabled": Switch,
     "early_step": Switch,
+    "resident_blocks": Whole,
     "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),
     **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),

@@ -82,6 +82,11 @@ class Settings:
         """Whether the optimizer steps on the host."""
         return self._precision_class.optimizer_side == "host"
 
+    @cached_property
+    def streams(self) -> bool:
+        """Whether weights wait in host memory for the turn of their block."""
+        return get_object(self.cfg.weights._target_).streams
+
     @property
     def early(self) -> bool:
         """Whether masters step as their gradients arrive."""

@@ -14,7 +14,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import CONF
 
 CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
-GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "loss", "adapter")
+GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "weights", "loss", "adapter")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Technique:
     pages: of an optimizer: its state moves to host memory by itself.
     steps_on_shapes: of an optimizer: its step is torch operators alone, which know what they do to a shape.
     generates_code: while it runs: with a C++ compiler on a CPU, by Triton on a card.
+    keeps_all: of a gradient_checkpointing: nothing is computed again.
     compiles_blocks: so that what they allocate is seen by nobody.
     computes_as: of a precision: one that computes in the same dtypes, with its gradients on the device.
     counts_sequences: of an accumulation: it makes up for a smaller micro-batch by itself.
@@ -47,6 +48,7 @@ class Technique:
     pages: bool = False
     steps_on_shapes: bool = False
     generates_code: bool = False
+    keeps_all: bool = False
     compiles_blocks: bool = False
     computes_as: str | None = None
     counts_sequences: bool = False

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import strategy
 
 from lowmem.module import CausalLM
 from lowmem.offload.link import CudaLane, StagedLink
+from lowmem.precision import held_on_host
 from lowmem.precision import master as masters
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights
@@ -35,7 +36,7 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.patch, self.there, self.open = monkeypatch, threading.Event(), threading.Event()
-        step = masters.step_one
+        step = held_on_host.step_one
 
         def held(optimizer, group, p):
             self.there.set()
@@ -43,7 +44,7 @@ class Gate:
             if p.grad is not None:  # without one an optimizer says nothing and steps nothing
                 step(optimizer, group, p)
 
-        monkeypatch.setattr(masters, "step_one", held)
+        monkeypatch.setattr(held_on_host, "step_one", held)
         self._around(BFloat16Master, "optimizer_step", before=lambda: (self.there.clear(), self.open.clear()))
 
     def until(self, owner, name, before=lambda: None):

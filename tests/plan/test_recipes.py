@@ -41,6 +41,9 @@ RECIPES = [
     ("32", "adamw", "selective", "chunked", 4),
     ("16", "adamw", "every_layer", "full", 8),
     ("16-master", "adamw8bit", "none", "chunked", 2),
+    ("bf16-master", "adamw8bit", "every_layer", "tiled", 4),
+    ("bf16", "adamw", "none", "tiled", 8),
+    ("16-true", "adafactor", "offload", "tiled", 2),
 ]
 
 
@@ -62,9 +65,9 @@ def as_override(precision, optim, checkpointing, loss, batch_size):
 @pytest.fixture
 def composed(config):
     def make(recipe):
-        rows = ["loss.rows=256"] if recipe.get("loss") == "chunked" else []
+        part = {"chunked": ["loss.rows=256"], "tiled": ["loss.columns=256"]}.get(recipe.get("loss"), [])
         lines = [line for line in SHAPE if line.split("=")[0] not in recipe]
-        cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()), *rows)
+        cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()), *part)
         return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
 
     return make
@@ -89,6 +92,18 @@ def test_derived_recipes_are_those_that_are_traced(composed, ways):
             else:
                 assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), (way, phase)
         assert derived.device_peak == pytest.approx(traced.device_peak, rel=0.01), way
+
+
+@pytest.mark.slow
+def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, monkeypatch):
+    """And in the depth: they are of the sequence, so that all of them grow with the batch."""
+    monkeypatch.setattr("test_recipes.SHAPE", [*SHAPE, "tile.tokens=50"])
+    recipe = as_override("bf16-master", "adamw8bit", "every_layer", "chunked", 4)
+    cfg = composed(recipe)
+    shapes, _ = Derivation(composed, DEPTH, (1, 8), True, machine()).trace(recipe, cfg)
+    derived, itself = (needs(found, cfg, True, 0) for found in (shapes, trace(cfg, on_card=True)))
+    for phase in ("forward", "backward", "step"):
+        assert derived.phases[phase].device == pytest.approx(itself.phases[phase].device, rel=0.01), phase
 
 
 def test_a_derivation_from_another_depth_is_not(composed):

@@ -92,6 +92,25 @@ def test_the_mask_of_packed_documents_is_predicted(config, fit, monkeypatch, tex
     assert blind["forward"].total < 0.95 * found["forward"]["live_peak_bytes"]
 
 
+def test_slices_of_the_sequence_are_predicted(config, fit):
+    typed = [*MODELS["llama"], "model.architecture.num_hidden_layers=2", "model.architecture.intermediate_size=512"]
+    typed += ["seq_len=128", "batch_size=2", "max_steps=3", "val_every=3", "precision=bf16-master"]
+    typed += ["gradient_checkpointing=every_layer"]
+    _, folder = fit(*typed, "tile.tokens=50")
+    found, phases = measured(folder), traced(config(*typed, "tile.tokens=50")).phases
+    for phase in PHASES:
+        assert phases[phase].total == found[phase]["live_peak_bytes"], phase
+    assert traced(config(*typed)).phases["backward"].total > 1.1 * phases["backward"].total
+
+
+def test_slices_leave_bytes_linear_in_the_batch(config):
+    """From where on the sums of a part's gradients are no longer most of it; recipes are derived so."""
+    typed = [*MODELS["gpt2"], "model.architecture.n_positions=128", "seq_len=128", "gradient_checkpointing=every_layer"]
+    sizes = (traced(config(*typed, "tile.tokens=50", f"batch_size={size}")).phases for size in (8, 12, 16))
+    first, second, third = (phases["backward"].total for phases in sizes)
+    assert first + third == 2 * second
+
+
 def test_padded_rows_have_no_mask(config):
     """They are planned as long as a row can be. Labels are no view of the ids, and no copy in the loss either."""
     joined, padded = (traced(config("seq_len=512", f"data.packing={kind}")).phases for kind in ("joined", "padded"))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conftest import ROOT
-from lowmem.precision import master as masters
+from lowmem.precision import held_on_host, split
 from lowmem.precision.master import BFloat16Master, Float16Master, HostMasters
 from two_models import CLIPS, OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
@@ -116,7 +116,7 @@ def tied():
 
 def test_a_master_between_two_bf16_is_rounded_up_at_the_start_and_after_a_step(monkeypatch):
     assert tied() == (1 + 2**-7, 1 + 2**-6 + 2**-7)
-    monkeypatch.setattr(masters, "narrow", lambda wide, out: out.copy_(wide))
+    monkeypatch.setattr(split, "narrow", lambda wide, out: out.copy_(wide))
     assert tied() == (1.0, 1 + 2**-6)  # wrong: to the nearest even one
 
 
@@ -146,17 +146,17 @@ def clipped_before_unscaling(monkeypatch):
 
 
 def one_gradient_dropped(monkeypatch):
-    right = masters.Master.add
+    right = held_on_host.Master.add
 
     def wrong(self, start, piece):
         if not (self.complete and "layers.1.mlp.up" in self.name):  # all but the first of each window
             right(self, start, piece)
 
-    monkeypatch.setattr(masters.Master, "add", wrong)
+    monkeypatch.setattr(held_on_host.Master, "add", wrong)
 
 
 def summed_in_16_bits(monkeypatch):
-    right = masters.Master.add
+    right = held_on_host.Master.add
 
     def wrong(self, start, piece):
         if self.complete:
@@ -165,7 +165,7 @@ def summed_in_16_bits(monkeypatch):
         else:
             right(self, start, piece)
 
-    monkeypatch.setattr(masters.Master, "add", wrong)
+    monkeypatch.setattr(held_on_host.Master, "add", wrong)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from lowmem import build
 from lowmem import model as models
 from lowmem.errors import Refused
 from lowmem.gradients import norm
+from lowmem.memory.ledger import Ledger
+from lowmem.memory.tracker import StorageTracker
 from lowmem.module import CausalLM
-from lowmem.precision import plugin
+from lowmem.precision import plugin, sixteen
 from lowmem.precision.loss_scale import LossScale
 from lowmem.precision.sixteen import (
     BFloat16Stochastic,
@@ -140,6 +142,46 @@ def test_stochastic_rounding_keeps_what_is_not_finite():
     narrow = torch.empty(4, dtype=torch.bfloat16)
     stochastically(wide, narrow)
     assert narrow[0] == float("inf") and narrow[1] == -float("inf") and narrow[2].isnan() and narrow[3] == 0
+
+
+def at_once(wide):
+    """As it was before it came in pieces."""
+    noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32)
+    rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)
+    return torch.where(wide.isfinite(), rounded, wide).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1000,), (50, 40), (3, 300), (7, 3, 20), (0, 3)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, monkeypatch):
+    monkeypatch.setattr(sixteen, "CHUNK", 128)
+    wide = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    wide = wide.mT.contiguous().mT if transposed and len(shape) > 1 else wide
+    torch.manual_seed(1)
+    right, after = at_once(wide), torch.get_rng_state()
+    torch.manual_seed(1)
+    narrow = torch.empty_like(wide, dtype=torch.bfloat16)
+    stochastically(wide, narrow)
+    assert torch.equal(narrow, right) and torch.equal(torch.get_rng_state(), after)
+    before, own = torch.get_rng_state(), torch.Generator().manual_seed(1)
+    stochastically(wide, narrow, own)
+    assert torch.equal(narrow, right) and torch.equal(torch.get_rng_state(), before)
+    stochastically(wide, narrow, own)  # wrong: other numbers
+    assert wide.numel() < 100 or not torch.equal(narrow, right)
+
+
+def test_rounding_at_random_takes_scratch_of_a_piece(monkeypatch):
+    """15 bytes per element of it, as plan/test_by_hand.py counts them: noise, their sum, what isfinite is made of."""
+    wide, narrow = torch.randn(256, 128), torch.empty(256, 128, dtype=torch.bfloat16)
+    ledger = Ledger()
+    ledger.own("weights", lambda: [wide, narrow])
+    taken = {}
+    for some in (1024, 256 * 128):
+        monkeypatch.setattr(sixteen, "CHUNK", some)
+        with StorageTracker(ledger.storages()) as tracker:
+            stochastically(wide, narrow)
+        taken[some] = max(point.total for point in tracker.timeline()) - wide.nbytes - narrow.nbytes
+    assert all(15 * some == most for some, most in taken.items())
 
 
 def test_the_norm_of_scaled_fp16_gradients_does_not_overflow():

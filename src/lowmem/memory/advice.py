@@ -22,7 +22,9 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
     tries = []
     for group in GROUPS:
         known = techniques(group)
-        used, first = known.get(choices.get(group)), next(name for name, one in known.items() if one.advised)
+        used, first = known.get(choices.get(group)), next((name for name, one in known.items() if one.advised), None)
+        if first is None:  # it needs other choices beside it, which a plan makes
+            continue
         if group != "accumulation":
             tries += [f"{group}={first}"] if used is None or not used.saves else []
         elif batch_size > 1:  # a smaller micro-batch, the same update

@@ -65,6 +65,7 @@ class MemoryMeter(Callback):
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self._weights = ledger.weights(module)
         self.ledger.own("weights", lambda: self._weights)
+        self.ledger.own("weights", module.weights.device_tensors)
         self.ledger.own("gradients", lambda: ledger.gradients(self._weights))
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:

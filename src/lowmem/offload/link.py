@@ -36,6 +36,11 @@ class Link:
         """After all that was asked before: compute the new weight on the host, and bring it to the device."""
         compute(weight.detach())
 
+    def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
+        """After all that was asked before: compute on the host what stays there until its turn."""
+        home.steps += 1
+        compute()
+
     def wait(self, weight: Tensor) -> None:
         """Before the device reads a weight: it is that of the last update."""
 
@@ -65,6 +70,14 @@ class Lane(Protocol):
 class Mark(Protocol):
     def synchronize(self) -> None:
         """Wait, on the host, until it is reached."""
+
+
+class Home(Protocol):
+    """Host memory from which weights are copied to the device, and in which the host steps them (`home.py`)."""
+
+    updates: list[Future[None]]
+    read: "Mark | None"
+    steps: int
 
 
 class StagedLink(Link):
@@ -122,6 +135,25 @@ class StagedLink(Link):
                 coming.set_result(self._send(rounded, weight, read))
             except BaseException as error:
                 coming.set_exception(error)
+                raise
+
+        self._jobs.put(job)
+
+    def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
+        done: Future[None] = Future()
+        home.steps += 1
+        home.updates.append(done)
+
+        def job() -> None:
+            try:
+                if self._failed is not None:
+                    raise self._failed
+                if home.read is not None:
+                    home.read.synchronize()
+                compute()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
                 raise
 
         self._jobs.put(job)
@@ -203,6 +235,32 @@ class CudaLane:
 
     def hold(self, until: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(until)
+
+
+class AtOnceLane:
+    """Of a CPU, where the device is the host: a copy is complete when it was asked for."""
+
+    def staging(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self) -> "AtOnce":
+        return AtOnce()
+
+    def copy(self, to: Tensor, source: Tensor, after: Mark) -> "AtOnce":
+        to.copy_(source)
+        return AtOnce()
+
+    def hold(self, until: Mark) -> None:
+        pass
+
+
+class AtOnce:
+    def synchronize(self) -> None:
+        pass
+
+
+def lane_of(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else AtOnceLane()
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

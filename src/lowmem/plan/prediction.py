@@ -170,7 +170,8 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     held = tokens * (2 if run.multiplies_in in SIXTEEN else 4)
     boundary = held * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.checkpointing.saves else layers
-    logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * text.vocab_size
+    columns = min(text.vocab_size, cfg.loss.get("columns", text.vocab_size))
+    logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * columns
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
     gradients = 0 if on_host else sum(p.nbytes for p in own)
     host = count * (4 + (4 if run.accumulates else 2)) + state if on_host else 0

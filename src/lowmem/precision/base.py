@@ -168,6 +168,11 @@ class BasePrecision(Precision):
     def arrived(self) -> None:
         """Called before weights are read other than by a forward pass: return when each is that of the last step."""
 
+    def stored(self, p: nn.Parameter) -> Tensor:
+        """Asked after `arrived`. Returns: a weight as it was last stepped, wherever it lies: one that streams is no
+        number while its block does not compute."""
+        return p.data
+
     def state_dict(self) -> dict:
         """Lightning calls this for each checkpoint and saves the result under the name of the class. Returns: tensors
         and plain numbers without which a resumed run would have other bits."""

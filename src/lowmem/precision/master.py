@@ -22,54 +22,11 @@ from lowmem.errors import NotFinite
 from lowmem.gradients import Reading, finite, norm_of
 from lowmem.memory.ledger import Side
 from lowmem.memory.tracker import belongs, host_side
+from lowmem.offload.home import Resident
 from lowmem.offload.link import Link, Take, link_to
-from lowmem.precision.base import BasePrecision, step_one, with_step
+from lowmem.precision.base import BasePrecision, with_step
+from lowmem.precision.held_on_host import Halves, Master
 from lowmem.precision.loss_scale import ScaledLoss
-from lowmem.precision.split import narrow
-
-
-class Master:
-    """One parameter: its 16-bit weight on the device, and what the host holds of it."""
-
-    def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
-        self.name, self.weight = name, weight
-        self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
-        weight.data = torch.empty_like(weight.data, dtype=dtype)
-        narrow(self.wide.data, weight.data)
-        self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
-        self.complete = False  # whether `sum` is of this window
-
-    def add(self, start: int, piece: Tensor) -> None:
-        """A piece of a gradient, in order. The first gradient is kept in its 16 bits, the second is added in fp32."""
-        with host_side():
-            if self.sum is None:
-                self.sum = torch.empty(self.wide.numel(), dtype=piece.dtype)
-            elif self.complete and self.sum.dtype != torch.float32:
-                self.sum = self.sum.float()
-            here = self.sum[start : start + piece.numel()]
-            if self.complete:
-                here.add_(piece)
-            else:
-                here.copy_(piece)
-        self.complete = self.complete or start + piece.numel() == self.sum.numel()
-
-    def use(self, start: int, piece: Tensor) -> None:
-        """`add` for a gradient that is stepped at once: the only one of its window need not be copied."""
-        if self.sum is None:
-            self.sum, self.complete = piece, True
-        else:
-            self.add(start, piece)
-
-    def gradient(self) -> Tensor:
-        """Of the window, as it is stored: scaled, in 16 or 32 bits."""
-        return self.sum.view(self.wide.shape)
-
-    def used(self, early: bool) -> None:
-        """After a step. The buffer stays for the next window's gradients, except one in 16 bits that was stepped inside
-        backward: it was the window's only gradient, and no buffer is needed for the next."""
-        self.complete = False
-        if early and self.sum.dtype != torch.float32:
-            self.sum = None
 
 
 class HostMasters(BasePrecision):
@@ -83,6 +40,7 @@ class HostMasters(BasePrecision):
         super().__init__(device)
         self.masters: dict[int, Master] = {}  # by id of the weight
         self.link: Link = link_to(torch.device(device))
+        self.weights = Resident()  # where they are while no block needs them; the callback brings the run's own
         self._groups: dict[int, int] = {}  # id of a master -> index of its group
         self.reading = Reading()  # of this window's gradients
         self.not_finite: str | None = None  # the first parameter whose gradient made the last step impossible
@@ -94,17 +52,26 @@ class HostMasters(BasePrecision):
             if not p.requires_grad:
                 p.data = p.data.to(self.dtype)
             elif id(p) not in self.masters:
-                self.masters[id(p)] = Master(name, p, self.dtype)
+                self.masters[id(p)] = self.held(name, p)
+        self.weights.move_in(torch.device(self.device))
+        for master in self.masters.values():
+            master.moved(self.weights.home(master.weight))
         return module
+
+    def held(self, name: str, p: nn.Parameter) -> Master:
+        """How the host holds a parameter, whose weight becomes one of 16 bits."""
+        return Master(name, p, self.dtype)
 
     def master(self, p: nn.Parameter) -> nn.Parameter:
         return self.masters[id(p)].wide if p.requires_grad else p
 
     def host_tensors(self) -> Iterator[Tensor]:
         for master in self.masters.values():
-            yield master.wide
-            if master.sum is not None:
-                yield master.sum
+            yield from master.tensors()
+        yield from self.weights.host_tensors()
+
+    def stored(self, p: nn.Parameter) -> Tensor:
+        return self.masters[id(p)].narrow if id(p) in self.masters else self.weights.of(p)
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -195,7 +162,11 @@ class HostMasters(BasePrecision):
             self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # a copy of the group as it is now: the schedule goes on while the host still steps
         group = {**optimizer.param_groups[self._groups[id(master.wide)]]}
-        self.link.update(master.weight, partial(_step, optimizer, group, master, reading, early))
+        step = partial(_step, optimizer, group, master, reading, early)
+        if master.home is None:
+            self.link.update(master.weight, step)
+        else:
+            self.link.at_home(master.home, partial(step, master.narrow))
 
     def arrived(self) -> None:
         self.link.finish()
@@ -203,7 +174,7 @@ class HostMasters(BasePrecision):
             self.link.wait(master.weight)
 
     def whole(self, p: nn.Parameter) -> Tensor:
-        return self.masters[id(p)].wide.data if id(p) in self.masters else p.data
+        return self.masters[id(p)].whole if id(p) in self.masters else p.data
 
     def teardown(self) -> None:
         super().teardown()
@@ -215,6 +186,10 @@ class BFloat16Master(HostMasters):
 
     dtype = torch.bfloat16
 
+    def held(self, name: str, p: nn.Parameter) -> Master:
+        kind = Halves if self.weights.takes(p) else Master
+        return kind(name, p, self.dtype)
+
 
 class Float16Master(ScaledLoss, HostMasters):
     """fp16 weights on the device, with a loss scale. Args, Raises: those of `ScaledLoss`."""
@@ -225,8 +200,8 @@ class Float16Master(ScaledLoss, HostMasters):
         return self.loss_scale.update(finite)
 
 
-def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, early: bool, rounded: Tensor) -> None:
-    """On the host: step a master and write its weight, in 16 bits, into `rounded`."""
+def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, early: bool, narrow: Tensor) -> None:
+    """On the host: step a weight and write its 16 bits into `narrow`."""
     gradient = master.gradient()
     if early and not finite(gradient):
         raise NotFinite(
@@ -235,13 +210,7 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, e
             "on_nonfinite=skip works."
         )
     with host_side(), torch.no_grad():
-        if hasattr(optimizer, "step_from"):  # reads 16 bits and writes 16 bits in its own pass
-            optimizer.step_from(gradient, group, master.wide, reading, rounded)
-        else:
-            master.wide.grad = reading(gradient)
-            step_one(optimizer, group, master.wide)
-            master.wide.grad = None
-            narrow(master.wide, rounded)
+        master.step(optimizer, group, gradient, reading, narrow)
     master.used(early)
 
 

@@ -33,11 +33,18 @@ class MasterWeights(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self.plugin = trainer.precision_plugin
+        self.on_host = self.plugin.optimizer_side == "host"  # bf16-sr steps there only where weights stream
+        if self.on_host:
+            self.plugin.weights = module.weights
         self.early = steps_early(self.early_step, self.clip, self.plugin.scales_loss)
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self.on_host:
+            return
+        module.weights.start()
+
         def left(p: nn.Parameter) -> None:
             if self.early and module.last_micro_batch:
                 self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
@@ -56,15 +63,19 @@ class MasterWeights(Callback):
             if own := list(part.parameters(recurse=False)):
                 self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
 
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        module.weights.start()  # of an evaluation without training
+
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        if self.early and not bool(loss.isfinite()):
+        if self.on_host and self.early and not bool(loss.isfinite()):
             raise NotFinite(
                 f"The loss became {loss.item():g} in step {trainer.global_step + 1}; nothing of it was used. With "
                 "clip=1.0 every gradient is looked at before any is used, and on_nonfinite=skip works."
             )
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-        self.plugin.link.close()  # Lightning now walks through the optimizer's state, which the host may be changing
+        if self.on_host:
+            self.plugin.link.close()  # Lightning now walks through the optimizer's state, which the host may change
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for hook in self._hooks:
@@ -74,11 +85,15 @@ class MasterWeights(Callback):
     # --- steps that were skipped ----------------------------------------------------------------------------------
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
+        if not self.on_host:
+            return
         self.skips = 0 if outputs["stepped"] else self.skips + 1
         if self.skips == self.skips_in_a_row:
             trainer.should_stop = True  # a checkpoint follows, and then `on_train_end`
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self.on_host:
+            return
         self.plugin.arrived()  # Lightning brings the weights to the host next, and asks nobody
         if self.skips >= self.skips_in_a_row:
             instead = ", or precision=bf16-master, which has fp32's range" if self.plugin.scales_loss else ""
@@ -91,8 +106,14 @@ class MasterWeights(Callback):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        """The masters under the names of the weights: any other precision can go on with them."""
+        """The masters under the names of the weights: any other precision can go on with them. Of those in halves the
+        upper ones, and the rests beside them (`CausalLM.load_state_dict`): never a copy of them all."""
+        if not self.on_host:
+            return
         self.plugin.arrived()
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
-                checkpoint["state_dict"][name] = self.plugin.master(p).data
+                checkpoint["state_dict"][name] = self.plugin.masters[id(p)].kept
+        rests = {master.name: master.rest for master in self.plugin.masters.values() if master.rest is not None}
+        if rests:
+            checkpoint["rests"] = rests

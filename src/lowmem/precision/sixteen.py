@@ -11,6 +11,7 @@ that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from lowmem.precision.base import BasePrecision, gradients, step_one, with_gradi
 from lowmem.precision.loss_scale import ScaledLoss
 
 Held = dict[str, Tensor]
+
+CHUNK = 1 << 22  # elements that are rounded at random at once
 
 
 class SixteenBitWeights(BasePrecision):
@@ -125,12 +128,24 @@ class Float16Weights(ScaledLoss, SixteenBitWeights):
         return self.loss_scale.update(bool(norm(gradients(optimizer)).isfinite()))
 
 
-def stochastically(wide: Tensor, narrow: Tensor) -> None:
+def stochastically(wide: Tensor, narrow: Tensor, generator: torch.Generator | None = None) -> None:
     """narrow (bf16) <- wide (fp32), up or down with the probability of how near each neighbour is.
 
-    bf16 is the upper half of fp32: a random number added to the lower half carries over just that often.
+    bf16 is the upper half of fp32: a random number added to the lower half carries over just that often. It is done a
+    few rows at a time, for it takes 15 bytes per element.
+
+    Args: generator: of the random numbers, on wide's device; None: torch's own.
     """
-    bits = wide.view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
-    rounded = bits.add(noise).bitwise_and_(-1 << 16).view(torch.float32)  # the lower half is 0: exact in bf16
+    draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
+    wide, narrow = torch.atleast_1d(wide, narrow)
+    some = max(1, CHUNK * len(wide) // max(1, wide.numel()))
+    pieces = wide.split(some)
+    # a CPU draws the same numbers in pieces as at once; a card would not
+    noises = draw(wide.shape).split(some) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
+    for piece, noise, rounded in zip(pieces, noises, narrow.split(some), strict=True):
+        _add_and_cut(piece, noise, rounded)
+
+
+def _add_and_cut(wide: Tensor, noise: Tensor, narrow: Tensor) -> None:
+    rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)  # exact in bf16
     narrow.copy_(torch.where(wide.isfinite(), rounded, wide))

@@ -1,0 +1,38 @@
+"""Where tiles of a head's matrix come from, some tokens of the vocabulary at a time, and where their gradient goes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class Whole:
+    """The matrix (V, H) lies on the device: its tiles are views, and its gradient is one tensor of its dtype."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.weight = linear.weight.detach()
+
+    def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
+        """(first token of the vocabulary, tile (C, H)), in order; the last may be smaller."""
+        yield from zip(range(0, len(self.weight), columns), self.weight.split(columns), strict=True)
+
+    def start_gradient(self) -> None:
+        """Before the first tile of a backward pass."""
+        self.gradient = torch.empty_like(self.weight)
+
+    def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
+        """A tile's gradient (C, H) is d_logits (N, C) transposed x rows (N, H), both in the computation's dtype."""
+        here = self.gradient[first : first + d_logits.shape[1]]
+        if here.dtype == rows.dtype:
+            torch.mm(d_logits.T, rows, out=here)
+        else:
+            here.copy_(d_logits.T @ rows)
+
+    def whole_gradient(self) -> Tensor:
+        """(V, H), after the last tile. Nothing here holds it any longer: autograd would copy it."""
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+def tiles_of(linear: nn.Linear) -> Whole:
+    return Whole(linear)

@@ -1,0 +1,202 @@
+"""How the host holds one weight between two steps: what `master.py` steps is one of these.
+
+    Master      fp32, and its 16 bits on the device, or in host memory where weights stream
+    Halves      fp32 as two halves: the upper is the bf16 weight that streams, the lower waits beside it
+    AtRandom    the bf16 weight alone: a step is rounded up or down at random
+
+The optimizer knows a parameter by `wide`, an fp32 one; of the last two it holds nothing but the shape between steps.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.gradients import Reading
+from lowmem.memory.tracker import host_side
+from lowmem.offload.home import Home
+from lowmem.precision import split
+from lowmem.precision.base import step_one
+from lowmem.precision.sixteen import stochastically
+
+
+class Master:
+    """One parameter: its 16-bit weight, and what the host holds of it."""
+
+    rest: Tensor | None = None  # int16: what `kept` has lost
+
+    def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        self.name, self.weight = name, weight
+        self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
+        self.home: Home | None = None  # where its 16 bits are, if they stream
+        self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
+        self.complete = False  # whether `sum` is of this window
+        self._narrow(dtype)
+
+    def _narrow(self, dtype: torch.dtype) -> None:
+        """The weight becomes one of 16 bits."""
+        self.weight.data = narrowed(self.wide.data, dtype)
+
+    def moved(self, home: Home | None) -> None:
+        """Args: home: where its 16-bit weight is now; None: on the device."""
+        self.home = home
+
+    @property
+    def narrow(self) -> Tensor:
+        """The 16-bit weight of the last step, in host memory where it streams."""
+        return self.weight.data if self.home is None else self.home.tensors[self.weight]
+
+    @property
+    def whole(self) -> Tensor:
+        """The weight of the last step, in all the bits that it has. Of `Halves` it is made when it is asked for."""
+        return self.wide.data
+
+    @property
+    def kept(self) -> Tensor:
+        """What a checkpoint holds of it, beside `rest`: no copy."""
+        return self.whole
+
+    def tensors(self) -> Iterator[Tensor]:
+        """In host memory, but for `home`."""
+        yield self.wide
+        if self.sum is not None:
+            yield self.sum
+
+    # --- its gradient ---------------------------------------------------------------------------------------------
+
+    def add(self, start: int, piece: Tensor) -> None:
+        """A piece of a gradient, in order. The first gradient is kept in its 16 bits, the second is added in fp32."""
+        with host_side():
+            if self.sum is None:
+                self.sum = torch.empty(self.wide.numel(), dtype=piece.dtype)
+            elif self.complete and self.sum.dtype != torch.float32:
+                self.sum = self.sum.float()
+            here = self.sum[start : start + piece.numel()]
+            if self.complete:
+                here.add_(piece)
+            else:
+                here.copy_(piece)
+        self.complete = self.complete or start + piece.numel() == self.sum.numel()
+
+    def use(self, start: int, piece: Tensor) -> None:
+        """`add` for a gradient that is stepped at once: the only one of its window need not be copied."""
+        if self.sum is None:
+            self.sum, self.complete = piece, True
+        else:
+            self.add(start, piece)
+
+    def gradient(self) -> Tensor:
+        """Of the window, as it is stored: scaled, in 16 or 32 bits."""
+        return self.sum.view(self.wide.shape)
+
+    def used(self, early: bool) -> None:
+        """After a step. The buffer stays for the next window's gradients, except one in 16 bits that was stepped inside
+        backward: it was the window's only gradient, and no buffer is needed for the next."""
+        self.complete = False
+        if early and self.sum.dtype != torch.float32:
+            self.sum = None
+
+    # --- its step -------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
+        """Args: narrow: receives the new weight, in 16 bits."""
+        if hasattr(optimizer, "step_from"):  # reads 16 bits and writes 16 bits in its own pass
+            optimizer.step_from(gradient, group, self.wide, reading, narrow)
+        else:
+            self._stepped(optimizer, group, reading(gradient))
+            split.narrow(self.wide.data, narrow)
+
+    def _stepped(self, optimizer: Optimizer, group: dict, gradient: Tensor) -> None:
+        self.wide.grad = gradient
+        step_one(optimizer, group, self.wide)
+        self.wide.grad = None
+
+
+class Halves(Master):
+    """fp32 in 4 bytes, of which the upper two are the bf16 weight that streams: exact, and no copy of it."""
+
+    def _narrow(self, dtype: torch.dtype) -> None:
+        with host_side():
+            self.weight.data, self.rest = split.halves(self.wide.data)
+            self.wide.data = nowhere(self.wide)
+
+    @property
+    def whole(self) -> Tensor:
+        return split.joined(self.narrow, self.rest)
+
+    @property
+    def kept(self) -> Tensor:
+        return self.narrow
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield self.rest
+
+    def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
+        if hasattr(optimizer, "step_from"):
+            optimizer.step_from(gradient, group, self.wide, reading, narrow, self.rest)
+            return
+        self.wide.data = split.joined(narrow, self.rest)
+        self._stepped(optimizer, group, reading(gradient))
+        split.split_into(self.wide.data, narrow, self.rest)
+        self.wide.data = nowhere(self.wide)
+
+
+class AtRandom(Master):
+    """The bf16 weight alone: a step is rounded up or down, right in the mean.
+
+    Random numbers are those of the parameter and the step, whenever it is made: nothing else that draws changes them.
+    """
+
+    def _narrow(self, dtype: torch.dtype) -> None:
+        self.wide.data = nowhere(self.wide)
+        self.steps, self.seed = 0, 0  # seed: of its random numbers
+        self.own: Tensor | None = None  # its 16 bits in host memory, where the weight itself is on the device
+
+    def moved(self, home: Home | None) -> None:
+        super().moved(home)
+        if home is None:
+            with host_side():
+                self.own = self.weight.data.clone()
+
+    @property
+    def narrow(self) -> Tensor:
+        return super().narrow if self.own is None else self.own
+
+    @property
+    def whole(self) -> Tensor:
+        return self.narrow
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        if self.own is not None:
+            yield self.own
+
+    def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
+        held = self.narrow
+        random = torch.Generator().manual_seed(self.seed + self.steps)
+        self.steps += 1
+        if hasattr(optimizer, "step_narrow"):  # in parts, none of which is large
+            optimizer.step_narrow(
+                *(gradient, group, self.wide, reading, held),
+                lambda wide, here, _: stochastically(wide, here, random),
+            )
+        else:
+            self.wide.data = held.float()
+            self._stepped(optimizer, group, reading(gradient))
+            stochastically(self.wide.data, held, random)
+            self.wide.data = nowhere(self.wide)
+        if narrow is not held:
+            narrow.copy_(held)
+
+
+def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(wide, dtype=dtype)
+    split.narrow(wide, out)
+    return out
+
+
+def nowhere(p: Tensor) -> Tensor:
+    """One fp32 NaN, expanded to a parameter's shape: between steps the optimizer has nothing else of it."""
+    return torch.full((1,), torch.nan).expand(p.shape)

@@ -15,8 +15,8 @@ which is the rounding of each slice's product. So all this pays where tokens are
 16 bits: B x T more than its width H), or where few of them are trained.
 
 Which parts: children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Not torch's
-own layers and activations, which keep little but what enters them, nor mixtures of experts: the gradients of all experts at once would
-be more than their tokens. Before the first step each part shows that it is the same in slices.
+own layers and activations, which keep little but what enters them, nor mixtures of experts: the gradients of all
+experts at once would be more than their tokens. Before the first step each part shows that it is the same in slices.
 """
 
 import logging

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from lowmem.checkpoint import complete
+from lowmem.generate import generate
 from lowmem.memory.process import page_out
 from lowmem.precision.split import halves
 from same import last, same
@@ -73,3 +76,46 @@ def test_only_the_pages_of_the_file_are_let_go_where_tensors_share_a_storage(tmp
     ((start, size),) = asked
     first = mapped["0"].data_ptr()
     assert first <= start and start + size <= first + flat.nbytes and size > flat.nbytes - 2 * mmap.PAGESIZE
+
+
+# --- runs whose weights stream ----------------------------------------------------------------------------------------
+
+STREAMED, RESIDENT = ("weights=streamed", "gradient_checkpointing=every_layer"), ("weights=resident",)
+LONG = ("lr=1e-2", "max_steps=6", "accumulation=fixed", "accumulation.batches=2", "batch_size=2")
+
+
+ROUNDS = [("bf16-master", STREAMED, RESIDENT), ("bf16-master", RESIDENT, STREAMED)]
+MORE = [
+    (p, there, here) for p in ("bf16-master", "16-master", "bf16-sr") for there in (STREAMED,) for here in (STREAMED,)
+]
+MORE += [("16-master", STREAMED, RESIDENT), ("16-master", RESIDENT, STREAMED)]
+
+
+@pytest.mark.parametrize(("precision", "first", "then"), [*ROUNDS, *(pytest.param(*r, marks=slow) for r in MORE)])
+def test_a_run_that_stopped_and_goes_on_is_the_unbroken_run_wherever_its_weights_are(fit, precision, first, then):
+    lines = (f"precision={precision}", *LONG)
+    _, whole = fit(*lines, *then, folder="whole")
+    _, part = fit(*lines, *first, "max_steps=3", "scheduler.total_steps=6", folder="part")
+    _, again = fit(*lines, *then, f"resume={part}", folder="again")
+    one, other = last(whole), last(again)
+    for key in ("state_dict", "optimizer_states", "lowmem", "lr_schedulers"):
+        assert same(one[key], other[key]), key
+    written = torch.load(complete(part / "checkpoints")[-1], weights_only=True)
+    assert ("rests" in written) == (precision == "bf16-master" and first is STREAMED)
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", *(pytest.param(p, marks=slow) for p in ("16-master", "bf16-sr"))])
+def test_what_a_streamed_run_has_left_is_evaluated_exported_and_written_with(fit, config, precision):
+    """In all of its bits, streamed and resident."""
+    lines = (f"precision={precision}", *STREAMED)
+    summary, run = fit(*lines, "max_steps=2")
+    model = (run / "model" / "model.safetensors").read_bytes()
+    content = last(run)["state_dict"]
+    for name, tensor in load_file(run / "model" / "model.safetensors").items():
+        assert same(tensor, content[f"model.{name}"])
+    for number, weights in enumerate((STREAMED, RESIDENT)):
+        evaluated, _ = fit(f"precision={precision}", *weights, f"evaluate={run}", folder=f"evaluated {number}")
+        assert evaluated["val_loss"] == summary["val_loss"]
+        _, folder = fit(f"precision={precision}", *weights, f"export={run}", folder=f"exported {number}")
+        assert (folder / "model" / "model.safetensors").read_bytes() == model
+    assert generate(config(*lines, f"generate={run}", "prompt=def", "max_new_tokens=4"))

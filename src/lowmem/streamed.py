@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowmem.errors import Refused
 from lowmem.gradient_checkpointing import blocks
 from lowmem.internals import in_backward
+from lowmem.memory.process import trim
 from lowmem.memory.tracker import belongs
 from lowmem.offload.home import Home, Resident
 from lowmem.offload.link import Lane, Mark, lane_of
@@ -81,6 +82,7 @@ class Streamed(Resident):
             for p in owned:
                 self._homes[p] = home
                 p.data = _nowhere(p, device)
+            trim()  # or small weights leave holes in which no home fits
 
     def takes(self, p: nn.Parameter) -> bool:
         return any(p is one for owned in self._owned for one in owned)

@@ -24,6 +24,8 @@ from lowmem.precision.sixteen import stochastically
 class Master:
     """One parameter: its 16-bit weight, and what the host holds of it."""
 
+    rest: Tensor | None = None  # int16: what `kept` has lost
+
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
@@ -49,6 +51,11 @@ class Master:
     def whole(self) -> Tensor:
         """The weight of the last step, in all the bits that it has. Of `Halves` it is made when it is asked for."""
         return self.wide.data
+
+    @property
+    def kept(self) -> Tensor:
+        """What a checkpoint holds of it, beside `rest`: no copy."""
+        return self.whole
 
     def tensors(self) -> Iterator[Tensor]:
         """In host memory, but for `home`."""
@@ -117,6 +124,10 @@ class Halves(Master):
     @property
     def whole(self) -> Tensor:
         return split.joined(self.narrow, self.rest)
+
+    @property
+    def kept(self) -> Tensor:
+        return self.narrow
 
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()

@@ -106,10 +106,14 @@ class MasterWeights(Callback):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        """The masters under the names of the weights: any other precision can go on with them."""
+        """The masters under the names of the weights: any other precision can go on with them. Of those in halves the
+        upper ones, and the rests beside them (`CausalLM.load_state_dict`): never a copy of them all."""
         if not self.on_host:
             return
         self.plugin.arrived()
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
-                checkpoint["state_dict"][name] = self.plugin.whole(p)
+                checkpoint["state_dict"][name] = self.plugin.masters[id(p)].kept
+        rests = {master.name: master.rest for master in self.plugin.masters.values() if master.rest is not None}
+        if rests:
+            checkpoint["rests"] = rests

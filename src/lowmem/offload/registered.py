@@ -26,8 +26,8 @@ class Registered:
     """A device's lane, for copies from given memory. Args: memory: registered until `close`; slot_bytes: of staging."""
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
-        self.lane, self._last = lane, lane.mark()
-        start = time.perf_counter()
+        self.lane, start = lane, time.perf_counter()
+        self._read: dict[int, Mark] = {}  # by address: reached when the last copy out of it is complete
         whys = [(one, lane.register(one)) for one in memory if lane.registers]
         self._memory = [one for one, why in whys if why is None]
         self._not = {one.data_ptr() for one, why in whys if why is not None}
@@ -47,10 +47,11 @@ class Registered:
 
     def copy(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
         if self._not:  # then all of them, so that they keep their order
-            self._last = Coming(self._thread.submit(self._send, to, source, after))
+            landed = Coming(self._thread.submit(self._send, to, source, after))
         else:
-            self._last = self.lane.copy(to, source, after)
-        return self._last
+            landed = self.lane.copy(to, source, after)
+        self._read[source.data_ptr()] = landed
+        return landed
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
         if source.data_ptr() in self._not:
@@ -61,9 +62,10 @@ class Registered:
         self.lane.hold(_asked(until))
 
     def close(self) -> None:
-        """Give everything back, when the last copy is complete."""
+        """Give everything back, when all copies are complete."""
         try:
-            self._last.synchronize()
+            for landed in self._read.values():
+                landed.synchronize()
         finally:
             if self._not:
                 self._thread.shutdown()

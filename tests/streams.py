@@ -27,13 +27,8 @@ MODELS = {
     "qwen3": OTHER | SMALL,
     "qwen3_moe": OTHER | SMALL | EXPERTS,
 }
-POLICIES = {
-    "every_layer": [],
-    "every_k": ["gradient_checkpointing.k=2"],
-    "sqrt": [],
-    "selective": [],
-    "offload": [],
-}
+POLICIES = {name: [] for name in ("every_layer", "sqrt", "selective", "offload")}
+POLICIES |= {"every_k": ["gradient_checkpointing.k=2"]}
 SCALE = {"16-master": ["trainer.plugins.precision.init_scale=3e5"]}  # so high that the first steps are skipped
 
 
@@ -68,7 +63,7 @@ class Sees(Callback):
 
 def lines(model, *more, precision="bf16-master", policy="every_layer", optim="adamw8bit", clip="norm"):
     """The arguments of `trained`, in the order of its own."""
-    chosen = (f"gradient_checkpointing={policy}", *POLICIES[policy], *SCALE.get(precision, []), *more)
+    chosen = (f"gradient_checkpointing={policy}", *POLICIES.get(policy, []), *SCALE.get(precision, []), *more)
     return (precision, optim, clip, "fixed", "linear", *chosen)
 
 

@@ -21,8 +21,10 @@ from lowmem.gradient_checkpointing import blocks
 from lowmem.internals import in_backward
 from lowmem.memory.process import trim
 from lowmem.memory.tracker import belongs
+from lowmem.offload.edges import Outlet, edges
 from lowmem.offload.home import Home, Resident
 from lowmem.offload.link import Lane, Mark, lane_of
+from lowmem.offload.registered import Registered
 
 
 class Slot:
@@ -37,7 +39,8 @@ class Slot:
 
 
 class Streamed(Resident):
-    """Args: network: its blocks stream; resident_blocks: but so many, spread evenly; slots, steps_in: see conf/weights.
+    """Args: network: its blocks stream, and its edges (`offload/edges.py`); resident_blocks: but so many blocks, spread
+    evenly; slots, steps_in: see conf/weights; head_in_tiles: whether the loss reads the head in tiles.
 
     Raises:
         Refused: a model without blocks, or of a single one; more resident blocks than there are.
@@ -45,7 +48,14 @@ class Streamed(Resident):
 
     streams = True
 
-    def __init__(self, network: nn.Module, resident_blocks: int = 0, slots: int = 2, steps_in: str = "on_host") -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        resident_blocks: int = 0,
+        slots: int = 2,
+        steps_in: str = "on_host",
+        head_in_tiles: bool = False,
+    ) -> None:
         super().__init__(network, steps_in)
         stack = blocks(network)
         if not 0 <= resident_blocks < len(stack):
@@ -66,7 +76,9 @@ class Streamed(Resident):
                 "a block travels while another one computes. Type weights=resident."
             )
         self._owned = [owned[block] for block in self.blocks]
+        self.edges = edges(network, head_in_tiles)
         self.lane: Lane | None = None
+        self._up: Registered | None = None  # that lane, from the homes to the device
         self._homes: dict[nn.Parameter, Home] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
@@ -84,20 +96,32 @@ class Streamed(Resident):
                 p.data = _nowhere(p, device)
             trim()  # or small weights leave holes in which no home fits
 
+        for edge in self.edges:
+            self._homes[edge.weight] = Home([edge.weight])
+            edge.weight.data = _nowhere(edge.weight, device)
+            trim()
+
     def takes(self, p: nn.Parameter) -> bool:
-        return any(p is one for owned in self._owned for one in owned)
+        return any(p is one for owned in (*self._owned, [edge.weight for edge in self.edges]) for one in owned)
 
     def home(self, p: nn.Parameter) -> Home | None:
         return self._homes.get(p)
 
+    def host_tensors(self) -> Iterator[Tensor]:
+        yield from super().host_tensors()
+        yield from (self._homes[edge.weight].flat for edge in self.edges if edge.weight in self._homes)
+
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
 
-    def start(self) -> None:
+    def start(self, outlet: Outlet | None = None) -> None:
         if self._hooks or not self.homes:
             return
         self.lane = self.lane or lane_of(self.device)
+        self._up = Registered(self.lane, [*self.host_tensors()])
         self._slots = [self._slot() for _ in range(self.count)]
+        for edge in self.edges:
+            edge.start(self._homes[edge.weight], self._up, outlet)
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
@@ -110,7 +134,11 @@ class Streamed(Resident):
     def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._slots = [], []
+        for edge in self.edges:
+            edge.stop()
+        if self._up is not None:
+            self._up.close()
+        self._hooks, self._slots, self._up = [], [], None
         for p, home in self._homes.items():
             home.arrived()
             p.data = home.tensors[p]
@@ -151,7 +179,7 @@ class Streamed(Resident):
         size = max(home.flat.numel() for home in self.homes)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         belongs(memory, "weights")
-        return Slot(memory, self.lane.mark())
+        return Slot(memory, self._up.mark())
 
     def _slot_of(self, number: int) -> Slot | None:
         """That has a block's weights, as they are now."""
@@ -171,7 +199,7 @@ class Streamed(Resident):
         home = self.homes[number]
         home.arrived()
         slot.home, slot.steps = home, home.steps
-        slot.landed = home.read = self.lane.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
+        slot.landed = home.read = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
         self.fetched += 1
         return True
 
@@ -181,7 +209,7 @@ class Streamed(Resident):
             self._fetch(number)
         slot = self._slot_of(number)
         if not slot.bound:
-            self.lane.hold(slot.landed)
+            self._up.hold(slot.landed)
             for p, here in slot.home.within(slot.memory).items():
                 p.data = here
             slot.bound = True
@@ -196,7 +224,7 @@ class Streamed(Resident):
         if slot.bound:
             for p in slot.home.places:
                 p.data = _nowhere(p, self.device)
-            slot.free = self.lane.mark()
+            slot.free = self._up.mark()
         else:
             slot.free = slot.landed  # what is still coming is not overtaken
         slot.home, slot.bound = None, False

@@ -8,6 +8,8 @@ Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
 It costs, without checkpointing, one more forward pass of these parts. A checkpointed block is computed again anyway,
 and now only as far as its last part, whose slices then take the place of that pass: one more of a Llama's three
 products, 5 % of a step. (All three where a norm follows, as in Gemma 2, or another block of the same segment.)
+Measured on a CPU (3 blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37 MiB of activations in the
+place of 55 and 1.17 times the time; of it norms, which are computed once more, are 4 MiB and 0.1.
 And it costs bytes: gradients of a part's weights are summed over its slices in fp32, 4 bytes for each weight that is
 trained, while that part is in backward. Sums in bf16 are off by 1.9 times as much as one product over all tokens with 4
 slices, by 3.2 with 16, by 4.3 with 32 (a matrix of 1376 x 512, 2048 tokens); in fp32 by 1.4 times with any number,
@@ -15,8 +17,8 @@ which is the rounding of each slice's product. So all this pays where tokens are
 16 bits: B x T more than its width H), or where few of them are trained.
 
 Which parts: children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Not torch's
-own layers, which keep nothing but what enters them, nor mixtures of experts: the gradients of all experts at once would
-be more than their tokens. Before the first step each part shows that it is the same in slices.
+own layers and activations, which keep little but what enters them, nor mixtures of experts: the gradients of all
+experts at once would be more than their tokens. Before the first step each part shows that it is the same in slices.
 """
 
 import logging
@@ -83,10 +85,11 @@ class Tiles:
 
 
 def _has_interior(child: nn.Module) -> bool:
-    """Also without weights; convolutions, which see neighbours, have three dimensions, as experts in one tensor do."""
+    """Convolutions, which see neighbours, have weights of three dimensions, as experts in one tensor do."""
+    weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
     several = any(isinstance(module, nn.ModuleList) for module in child.modules())
-    return not (alone or several or any(p.dim() > 2 for p in child.parameters()))
+    return bool(weights) and not (alone or several or any(p.dim() > 2 for p in weights))
 
 
 def name(part: "Part") -> str:

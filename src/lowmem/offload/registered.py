@@ -27,10 +27,10 @@ class Registered:
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
         self.lane, start = lane, time.perf_counter()
-        self._read: dict[int, Mark] = {}  # by address: reached when the last copy out of it is complete
+        self._read: dict[int, Mark] = {}  # by id of the memory: reached when the last copy out of it is complete
         whys = [(one, lane.register(one)) for one in memory if lane.registers]
         self._memory = [one for one, why in whys if why is None]
-        self._not = {one.data_ptr() for one, why in whys if why is not None}
+        self._not = {id(one) for one, why in whys if why is not None}
         if self._memory:
             size, taken = sum(one.nbytes for one in self._memory), time.perf_counter() - start
             log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {taken:.1f} s.")
@@ -50,11 +50,11 @@ class Registered:
             landed = Coming(self._thread.submit(self._send, to, source, after))
         else:
             landed = self.lane.copy(to, source, after)
-        self._read[source.data_ptr()] = landed
+        self._read[id(source)] = landed
         return landed
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if source.data_ptr() in self._not:
+        if id(source) in self._not:
             return self._staging.send(source, to, _asked(after))
         return self.lane.copy(to, source, _asked(after))
 

@@ -1,6 +1,7 @@
 """The kit for a card, where there is none: how cases end, what is kept and resumed, the page; every stage, in small."""
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.card import __main__ as command
-from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, speed, xl
+from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, speed, streamed, xl
 from benchmarks.card.case import SIZES, Case, Here, LeftOut, Stage, text
 from benchmarks.card.kit import Kit
 
@@ -355,7 +356,7 @@ def here(tmp_path):
 
 
 def test_every_stage_has_its_time_and_no_case_more_than_it():
-    for module in (*REAL.values(), auto):
+    for module in (*REAL.values(), auto, streamed):
         assert module.STAGE.seconds < 8 * 60 and module.STAGE.module == module.__name__
         for size in SIZES.values():
             assert all(isinstance(c, Case) and c.seconds <= module.STAGE.seconds for c in module.cases(size).values())
@@ -380,9 +381,12 @@ def test_all_three_sizes_are_compared_and_what_could_not_be_measured_is_left_out
 
 def test_the_link_and_the_products_are_measured(here):
     found = {
-        name: link.cases(here.size)[name].run(here) for name in ("card", "link", "products", "gradients over the link")
+        name: link.cases(here.size)[name].run(here)
+        for name in ("card", "link", "products", "gradients over the link", "weights over the link")
     }
     assert found["link"]["bytes_per_second"].keys() >= {"pinned up", "pinned down", "pageable up", "pageable down"}
+    over = {f"weights up, {way}" for way in ("registered", "unregistered", "staged")}
+    assert found["weights over the link"]["bytes_per_second"].keys() == over | {"memory registered"}
     assert found["products"]["operations_per_second"].keys() == {"fp32", "TF32", "bf16", "fp16"}
     assert all(
         rate > 0
@@ -579,6 +583,36 @@ def test_the_preset_that_takes_no_step_in_its_time_has_failed(here, monkeypatch)
         xl.preset(here, "12GiB", share=1, seconds=1)
 
 
+def test_weights_that_stream_are_told_beside_resident_ones(here):
+    name = "GPT-2 XL, 4 x 1024"
+    one = streamed.cases(here.size)[name].run(here)
+    runs = one["runs"]
+    assert runs["streamed"]["train_loss"] == runs["resident"]["train_loss"]
+    assert runs["streamed"]["copied_seconds"] > 0 == runs["resident"]["copied_seconds"]
+    assert "of the speed of resident weights" in streamed.says({name: one})
+    table = streamed.table(
+        {name: one, "large": {"runs": {"streamed": runs["streamed"], "resident": {"why": "no | room"}}}}
+    )
+    assert (
+        f"| {name} | streamed | " in table and "| <= 1.1 | " in table and "| large | resident | no   room | -" in table
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "other", "allocated", "is_right"),
+    [(3.0, 3.01, 1.0, True), (3.0, 3.2, 1.0, False), (math.nan, math.nan, 1.0, False), (3.0, 3.0, 1.2, False)],
+)
+def test_streamed_weights_are_right_where_they_train_the_same_in_what_is_asked(loss, other, allocated, is_right):
+    runs = {"streamed": {"train_loss": loss, "allocated": allocated * GIB}, "resident": {"train_loss": other}}
+    assert streamed.right(runs, asked=1.1) == is_right
+    assert not streamed.right(runs | {"resident": {"why": "no room"}}, asked=0.9)
+
+
+@pytest.mark.parametrize(("copied", "waited", "share"), [(2.0, 0.5, 0.75), (2.0, 3.0, 0.0), (0.0, 0.0, None)])
+def test_a_copy_is_hidden_that_the_device_did_not_stand_still_for(copied, waited, share):
+    assert streamed.hidden({"copied_seconds": copied, "waited_seconds": waited}) == share
+
+
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
     """Every stage as typed, in small: a minute and a half on two idle cores, most of it imports."""
@@ -592,7 +626,7 @@ def test_the_whole_kit_runs_on_stand_ins(tmp_path):
     found = json.loads(file.read_text())
     whys = [case["why"] for stage in found["stages"].values() for case in stage["cases"].values() if "why" in case]
     assert done.returncode == 0 and not whys, whys
-    assert list(found["stages"]) == list("123456")
+    assert list(found["stages"]) == list("1234567")
     assert all(stage["cases"].keys() == set(stage["planned"]) for stage in found["stages"].values())
     assert done.stdout.count("| ") > 50 and "cannot be told" not in done.stdout
     assert not Path(ROOT / "docs" / "card.md").exists() or "no card: a rehearsal" not in kit.PAGE.read_text()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import composed
 from lowmem.settings import Settings
 from lowmem.units import GIB
+from made_up import Allocator
 
 STAGES = (
     Stage(1, "made up", "card_stages", seconds=60, together=2),
@@ -583,19 +585,31 @@ def test_the_preset_that_takes_no_step_in_its_time_has_failed(here, monkeypatch)
         xl.preset(here, "12GiB", share=1, seconds=1)
 
 
-def test_weights_that_stream_are_told_beside_resident_ones(here):
-    name = "GPT-2 XL, 4 x 1024"
-    one = streamed.cases(here.size)[name].run(here)
-    runs = one["runs"]
+PLANNED = {"device_peak_bytes": GIB, "reserved_peak_bytes": 2 * GIB}
+
+
+def test_weights_stream_over_a_lane_that_looks_at_the_clock(here, monkeypatch):
+    from lowmem.plan import at_start
+
+    planned = SimpleNamespace(based_on=lambda rss: SimpleNamespace(as_dict=lambda: PLANNED))
+    monkeypatch.setattr(at_start, "checked", lambda *_: planned)
+    Allocator().install(monkeypatch)
+    run = streamed.run(here, "streamed", [*streamed.XL, *here.size.small])
+    assert run["copied_seconds"] > 0 and run["waited_seconds"] > 0 and run["tokens_per_second"] > 0
+    told = {"a": {"runs": {"streamed": run, "resident": run | {"copied_seconds": 0}}, "asked": 1.1}}
+    told["large"] = {"runs": {"streamed": run, "resident": {"why": "no | room"}}, "asked": 2.8}
+    assert "a: " in streamed.says(told) and streamed.says(told).count("1.00 of the speed of resident weights") == 1
+    lines = streamed.table(told).splitlines()
+    assert "| a | streamed | 1.000 / " in lines[2] and "| <= 1.1 | 2.000 / " in lines[2] and lines[2].endswith("% |")
+    assert lines[3].endswith("| - |") and "| large | resident | no   room | - |" in lines[5]
+
+
+@pytest.mark.slow
+def test_streamed_and_resident_weights_are_predicted_and_train_the_same(here):
+    runs = streamed.row(here, "GPT-2 XL, 4 x 1024")["runs"]
     assert runs["streamed"]["train_loss"] == runs["resident"]["train_loss"]
     assert runs["streamed"]["copied_seconds"] > 0 == runs["resident"]["copied_seconds"]
-    assert "of the speed of resident weights" in streamed.says({name: one})
-    table = streamed.table(
-        {name: one, "large": {"runs": {"streamed": runs["streamed"], "resident": {"why": "no | room"}}}}
-    )
-    assert (
-        f"| {name} | streamed | " in table and "| <= 1.1 | " in table and "| large | resident | no   room | -" in table
-    )
+    assert all(run["predicted"]["device_peak"] > 0 for run in runs.values())
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,18 @@ class OnCard(CudaLane):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.copies: Timed = []
-        self.waits: Timed = []
+        self.copied: Timed = []
+        self.waited: Timed = []
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+        if not to.is_cuda:
+            return super().copy(to, source, after)
         self._up.wait_event(after)  # before the clock starts: a copy that has to wait takes no longer
-        return _on(self._up, self.copies, lambda: super(OnCard, self).copy(to, source, after))
+        return _on(self._up, self.copied, lambda: super(OnCard, self).copy(to, source, after))
 
     def hold(self, until: torch.cuda.Event) -> None:
         now = torch.cuda.current_stream(self.device)
-        _on(now, self.waits, lambda: super(OnCard, self).hold(until))
+        _on(now, self.waited, lambda: super(OnCard, self).hold(until))
 
 
 def _on(stream: torch.cuda.Stream, into: Timed, call: Callable):
@@ -43,21 +45,21 @@ class Rehearsed(SlowLane):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies: Timed = []
-        self.waits: Timed = []
+        self.copied: Timed = []
+        self.waited: Timed = []
 
     def copy(self, to, source, after):
         start, ended = time.perf_counter(), []
         landed = super().copy(to, source, after)
         landed.future.add_done_callback(lambda _: ended.append(time.perf_counter()))
-        self.copies.append(lambda: ended[0] - start)
+        self.copied.append(lambda: ended[0] - start)
         return landed
 
     def hold(self, until):
         start = time.perf_counter()
         super().hold(until)
         taken = time.perf_counter() - start
-        self.waits.append(lambda: taken)
+        self.waited.append(lambda: taken)
 
 
 def seconds(timed: Timed) -> float:

@@ -95,8 +95,8 @@ def run(here: Here, way: str, typed: list[str]) -> dict:
             "host": training.meter.peak_bytes["host_rss"],
             "tokens_per_second": training.metrics.tokens_per_second(),
             "train_loss": training.metrics.train_loss,
-            "copied_seconds": lanes.seconds(lane.copies),
-            "waited_seconds": lanes.seconds(lane.waits),
+            "copied_seconds": lanes.seconds(lane.copied),
+            "waited_seconds": lanes.seconds(lane.waited),
         }
     return found | {"reserved": max(reserved_by_phase(here.folder / way / "memory.csv").values())}
 

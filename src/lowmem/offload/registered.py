@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from lowmem.internals import storage_key
 from lowmem.offload.link import SLOT_BYTES, Lane, Mark, Staging
 from lowmem.units import GIB, MIB
 
@@ -27,10 +28,10 @@ class Registered:
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
         self.lane, start = lane, time.perf_counter()
-        self._read: dict[int, Mark] = {}  # by address: reached when the last copy out of it is complete
+        self._read: dict[int, Mark] = {}  # by its storage: reached when the last copy out of it is complete
         whys = [(one, lane.register(one)) for one in memory if lane.registers]
         self._memory = [one for one, why in whys if why is None]
-        self._not = {_place(one) for one, why in whys if why is not None}
+        self._not = {storage_key(one) for one, why in whys if why is not None}
         if self._memory:
             size, taken = sum(one.nbytes for one in self._memory), time.perf_counter() - start
             log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {taken:.1f} s.")
@@ -53,11 +54,11 @@ class Registered:
             landed = Coming(self._thread.submit(self._send, to, source, after))
         else:
             landed = self.lane.copy(to, source, after)
-        self._read[_place(source)] = landed
+        self._read[storage_key(source)] = landed
         return landed
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if _place(source) in self._not:
+        if storage_key(source) in self._not:
             return self._staging.send(source, to, _asked(after))
         return self.lane.copy(to, source, _asked(after))
 
@@ -84,11 +85,6 @@ class Coming:
 
     def synchronize(self) -> None:
         self.asked.result().synchronize()
-
-
-def _place(memory: Tensor) -> int:
-    """Address of all of it. Args: memory: or a part."""
-    return memory.untyped_storage().data_ptr()
 
 
 def _asked(mark: Mark) -> Mark:

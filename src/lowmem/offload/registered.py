@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from lowmem.internals import storage_key
 from lowmem.offload.link import SLOT_BYTES, Lane, Mark, Staging
 from lowmem.units import GIB, MIB
 
@@ -87,8 +88,8 @@ class Coming:
 
 
 def _place(memory: Tensor) -> int:
-    """Address of all of it. Args: memory: or a part."""
-    return memory.untyped_storage().data_ptr()
+    """The same for all of it. Args: memory: or a part; in a plan it has no address."""
+    return storage_key(memory)
 
 
 def _asked(mark: Mark) -> Mark:

@@ -65,8 +65,10 @@ class LateLane(SlowLane):
 
 
 class ClockLane:
-    """A device with a clock of its own, that no real time moves: copies go one after the other and take `copying`, and
-    whoever computes says so by `computes`. Its host is never ahead of it, which is the worst that can be."""
+    """A device with a clock of its own, that no real time moves: a block's weights take `copying`, one after the other,
+    and whoever computes says so by `computes`. Its host is never ahead of it, which is the worst that can be."""
+
+    registers = False
 
     def __init__(self, copying):
         self.copying, self.now, self.link_free, self.waits = copying, 0.0, 0.0, 0
@@ -74,11 +76,16 @@ class ClockLane:
     def computes(self, duration):
         self.now += duration
 
+    def staging(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
     def mark(self):
         return At(self.now)
 
     def copy(self, to, source, after):
         to.copy_(source)
+        if to.dtype != torch.uint8:  # a few rows of the embedding
+            return At(self.now)
         self.link_free = max(self.link_free, self.now, after.time) + self.copying
         return At(self.link_free)
 

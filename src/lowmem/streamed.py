@@ -58,10 +58,11 @@ class Streamed(Resident):
     ) -> None:
         super().__init__(network, steps_in)
         stack = blocks(network)
-        if not 0 <= resident_blocks < len(stack):
+        if resident_blocks and not 0 < resident_blocks <= len(stack) - 2:
             raise Refused(
-                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and one must be left "
-                f"to stream. Type weights.resident_blocks={len(stack) // 2}, or weights=resident for all."
+                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and two must be left "
+                f"to stream. Type weights.resident_blocks={len(stack) // 2 if len(stack) > 2 else 0}, or "
+                "weights=resident for all."
             )
         if slots < 2:
             raise Refused(
@@ -87,7 +88,7 @@ class Streamed(Resident):
     # --- where weights are ----------------------------------------------------------------------------------------
 
     def move_in(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.homes, self._homes = device, [], {}  # also of a second fit
         for owned in self._owned:  # one block after the other: what is copied is freed
             home = Home(owned)
             self.homes.append(home)

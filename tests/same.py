@@ -4,11 +4,15 @@ import torch
 
 from lowmem.checkpoint import complete
 from lowmem.memory.ledger import parts
+from lowmem.precision.split import joined
 
 
 def last(run):
-    """What the newest checkpoint of a run folder holds of the training itself."""
+    """What the newest checkpoint of a run folder holds of the training itself, each weight whole."""
     saved = torch.load(complete(run / "checkpoints")[-1], weights_only=True)
+    state, rests = saved["state_dict"], saved.pop("rests", {})
+    whole = {state[name].data_ptr(): joined(state[name], rest) for name, rest in rests.items()}  # a tied one too
+    saved["state_dict"] = {name: whole.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
     elsewhere = ("loops", "callbacks", "pytorch-lightning_version", "epoch", "hparams_name", "hyper_parameters")
     return {key: value for key, value in saved.items() if key not in elsewhere}
 

@@ -15,8 +15,8 @@ which is the rounding of each slice's product. So all this pays where tokens are
 16 bits: B x T more than its width H), or where few of them are trained.
 
 Which parts: children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Not torch's
-own layers, which keep nothing but what enters them, nor mixtures of experts: the gradients of all experts at once would
-be more than their tokens. Before the first step each part shows that it is the same in slices.
+own layers and activations, which keep little but what enters them, nor mixtures of experts: the gradients of all
+experts at once would be more than their tokens. Before the first step each part shows that it is the same in slices.
 """
 
 import logging
@@ -83,10 +83,11 @@ class Tiles:
 
 
 def _has_interior(child: nn.Module) -> bool:
-    """Also without weights; convolutions, which see neighbours, have three dimensions, as experts in one tensor do."""
+    """Convolutions, which see neighbours, have weights of three dimensions, as experts in one tensor do."""
+    weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
     several = any(isinstance(module, nn.ModuleList) for module in child.modules())
-    return not (alone or several or any(p.dim() > 2 for p in child.parameters()))
+    return bool(weights) and not (alone or several or any(p.dim() > 2 for p in weights))
 
 
 def name(part: "Part") -> str:

@@ -1,6 +1,7 @@
 """A card that is not here, for its two halves that can be made up: copies that run late, and an allocator's figures."""
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -9,8 +10,11 @@ import torch
 class SlowLane:
     """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
 
+    registers = True
+
     def __init__(self):
         self.copies, self.moved = ThreadPoolExecutor(1), 0
+        self.registered = Counter()  # by address
 
     def staging(self, size):
         return torch.empty(size, dtype=torch.uint8)
@@ -31,6 +35,12 @@ class SlowLane:
 
     def hold(self, until):
         until.synchronize()
+
+    def register(self, memory):
+        self.registered[memory.data_ptr()] += 1
+
+    def unregister(self, memory):
+        self.registered[memory.data_ptr()] -= 1
 
 
 class Reached:

@@ -84,16 +84,18 @@ STREAMED, RESIDENT = ("weights=streamed", "gradient_checkpointing=every_layer"),
 LONG = ("lr=1e-2", "max_steps=6", "accumulation=fixed", "accumulation.batches=2", "batch_size=2")
 
 
-ROUNDS = [("bf16-master", STREAMED, RESIDENT), ("bf16-master", RESIDENT, STREAMED)]
+MASTERS, FP16 = ("precision=bf16-master",), ("precision=16-master",)
+ROUNDS = [(MASTERS, STREAMED, RESIDENT), (MASTERS, RESIDENT, STREAMED)]
 MORE = [
-    (p, there, here) for p in ("bf16-master", "16-master", "bf16-sr") for there in (STREAMED,) for here in (STREAMED,)
+    *((how, STREAMED, STREAMED) for how in (MASTERS, FP16, ("precision=bf16-sr",))),
+    *((FP16, STREAMED, RESIDENT), (FP16, RESIDENT, STREAMED)),
+    *(((*MASTERS, "optim=adamw8bit", "clip=null"), there, STREAMED) for there in (STREAMED, RESIDENT)),
 ]
-MORE += [("16-master", STREAMED, RESIDENT), ("16-master", RESIDENT, STREAMED)]
 
 
-@pytest.mark.parametrize(("precision", "first", "then"), [*ROUNDS, *(pytest.param(*r, marks=slow) for r in MORE)])
-def test_a_run_that_stopped_and_goes_on_is_the_unbroken_run_wherever_its_weights_are(fit, precision, first, then):
-    lines = (f"precision={precision}", *LONG)
+@pytest.mark.parametrize(("how", "first", "then"), [*ROUNDS, *(pytest.param(*r, marks=slow) for r in MORE)])
+def test_a_run_that_stopped_and_goes_on_is_the_unbroken_run_wherever_its_weights_are(fit, how, first, then):
+    lines = (*how, *LONG)
     _, whole = fit(*lines, *then, folder="whole")
     _, part = fit(*lines, *first, "max_steps=3", "scheduler.total_steps=6", folder="part")
     _, again = fit(*lines, *then, f"resume={part}", folder="again")
@@ -101,7 +103,7 @@ def test_a_run_that_stopped_and_goes_on_is_the_unbroken_run_wherever_its_weights
     for key in ("state_dict", "optimizer_states", "lowmem", "lr_schedulers"):
         assert same(one[key], other[key]), key
     written = torch.load(complete(part / "checkpoints")[-1], weights_only=True)
-    assert ("rests" in written) == (precision == "bf16-master" and first is STREAMED)
+    assert ("rests" in written) == (how[:1] == MASTERS and first is STREAMED)
 
 
 @pytest.mark.parametrize("precision", ["bf16-master", *(pytest.param(p, marks=slow) for p in ("16-master", "bf16-sr"))])

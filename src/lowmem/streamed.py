@@ -23,6 +23,7 @@ from lowmem.memory.process import trim
 from lowmem.memory.tracker import belongs
 from lowmem.offload.home import Home, Resident
 from lowmem.offload.link import Lane, Mark, lane_of
+from lowmem.offload.registered import Registered
 
 
 class Slot:
@@ -67,6 +68,7 @@ class Streamed(Resident):
             )
         self._owned = [owned[block] for block in self.blocks]
         self.lane: Lane | None = None
+        self._up: Registered | None = None  # that lane, from the homes to the slots
         self._homes: dict[nn.Parameter, Home] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
@@ -97,6 +99,7 @@ class Streamed(Resident):
         if self._hooks or not self.homes:
             return
         self.lane = self.lane or lane_of(self.device)
+        self._up = Registered(self.lane, [home.flat for home in self.homes])
         self._slots = [self._slot() for _ in range(self.count)]
         for number, block in enumerate(self.blocks):
             self._hooks += [
@@ -110,7 +113,9 @@ class Streamed(Resident):
     def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._slots = [], []
+        if self._up is not None:
+            self._up.close()
+        self._hooks, self._slots, self._up = [], [], None
         for p, home in self._homes.items():
             home.arrived()
             p.data = home.tensors[p]
@@ -151,7 +156,7 @@ class Streamed(Resident):
         size = max(home.flat.numel() for home in self.homes)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         belongs(memory, "weights")
-        return Slot(memory, self.lane.mark())
+        return Slot(memory, self._up.mark())
 
     def _slot_of(self, number: int) -> Slot | None:
         """That has a block's weights, as they are now."""
@@ -171,7 +176,7 @@ class Streamed(Resident):
         home = self.homes[number]
         home.arrived()
         slot.home, slot.steps = home, home.steps
-        slot.landed = home.read = self.lane.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
+        slot.landed = home.read = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
         self.fetched += 1
         return True
 
@@ -181,7 +186,7 @@ class Streamed(Resident):
             self._fetch(number)
         slot = self._slot_of(number)
         if not slot.bound:
-            self.lane.hold(slot.landed)
+            self._up.hold(slot.landed)
             for p, here in slot.home.within(slot.memory).items():
                 p.data = here
             slot.bound = True
@@ -196,7 +201,7 @@ class Streamed(Resident):
         if slot.bound:
             for p in slot.home.places:
                 p.data = _nowhere(p, self.device)
-            slot.free = self.lane.mark()
+            slot.free = self._up.mark()
         else:
             slot.free = slot.landed  # what is still coming is not overtaken
         slot.home, slot.bound = None, False

@@ -8,6 +8,8 @@ Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
 It costs, without checkpointing, one more forward pass of these parts. A checkpointed block is computed again anyway,
 and now only as far as its last part, whose slices then take the place of that pass: one more of a Llama's three
 products, 5 % of a step. (All three where a norm follows, as in Gemma 2, or another block of the same segment.)
+Measured on a CPU (3 blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37 MiB of activations in the
+place of 55 and 1.17 times the time; of it norms, which are computed once more, are 4 MiB and 0.1.
 And it costs bytes: gradients of a part's weights are summed over its slices in fp32, 4 bytes for each weight that is
 trained, while that part is in backward. Sums in bf16 are off by 1.9 times as much as one product over all tokens with 4
 slices, by 3.2 with 16, by 4.3 with 32 (a matrix of 1376 x 512, 2048 tokens); in fp32 by 1.4 times with any number,

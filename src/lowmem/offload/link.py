@@ -9,9 +9,11 @@ alone. On a CPU the device is the host: the same calls do the same work at once,
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -54,6 +56,8 @@ class Link:
 class Lane(Protocol):
     """What a device offers for copies that run beside its computation."""
 
+    registers: bool  # whether it reads by itself only what was registered for it
+
     def staging(self, size: int) -> Tensor:
         """(size,) bytes of host memory that the device can copy to and from by itself."""
 
@@ -65,6 +69,12 @@ class Lane(Protocol):
 
     def hold(self, until: "Mark") -> None:
         """The device computes nothing that is asked from now on before `until`."""
+
+    def register(self, memory: Tensor) -> str | None:
+        """Let the device read host memory where it lies, until it is garbage. Returns: why it cannot; None: it can."""
+
+    def unregister(self, memory: Tensor) -> None:
+        """Give back what was registered. No copy from it is under way."""
 
 
 class Mark(Protocol):
@@ -78,6 +88,34 @@ class Home(Protocol):
     updates: list[Future[None]]
     read: "Mark | None"
     steps: int
+
+
+class Staging:
+    """The way up for host memory that the device cannot read by itself: in pieces, through slots that it can.
+
+    Args: lane: the device's side; slot_bytes, slots: of the staging memory.
+    """
+
+    def __init__(self, lane: Lane, slot_bytes: int, slots: int) -> None:
+        self.lane, self.slot_bytes = lane, slot_bytes
+        self._slots = deque((lane.staging(slot_bytes), lane.mark()) for _ in range(slots))
+
+    def send(self, source: Tensor, to: Tensor, after: Mark) -> Mark:
+        """Copy all of it, waiting for slots. Returns: a mark that is reached when the last piece is there."""
+        there = to.detach().view(-1)
+        for start, piece in pieces(source, self.slot_bytes):
+            slot, free = self._slots.popleft()
+            free.synchronize()
+            here = slot.view(piece.dtype)[: piece.numel()].copy_(piece)
+            after = self.lane.copy(there[start : start + piece.numel()], here, after)
+            self._slots.append((slot, after))
+        return after
+
+
+def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+    """(first element, what follows it), each of at most so many bytes."""
+    flat, step = tensor.reshape(-1), size // tensor.element_size()
+    return ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
 
 
 class StagedLink(Link):
@@ -95,7 +133,7 @@ class StagedLink(Link):
         self._down: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
-        self._up = deque((lane.staging(slot_bytes), lane.mark()) for _ in range(slots))
+        self._up = Staging(lane, slot_bytes, slots)
         self._coming: dict[int, Future[Mark]] = {}  # weights that are being updated, by id
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
@@ -105,7 +143,7 @@ class StagedLink(Link):
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
         complete = self.lane.mark()
-        for start, piece in self._pieces(gradient):
+        for start, piece in pieces(gradient, self.slot_bytes):
             slot = self._down.get()
             here = slot.view(piece.dtype)[: piece.numel()]
             landed = self.lane.copy(here, piece, complete)
@@ -132,7 +170,7 @@ class StagedLink(Link):
                     raise self._failed
                 rounded = self._landing(weight)
                 compute(rounded)
-                coming.set_result(self._send(rounded, weight, read))
+                coming.set_result(self._up.send(rounded, weight, read))
             except BaseException as error:
                 coming.set_exception(error)
                 raise
@@ -163,20 +201,6 @@ class StagedLink(Link):
         if self._scratch.numel() < weight.nbytes:
             self._scratch = torch.empty(weight.nbytes, dtype=torch.uint8)
         return self._scratch[: weight.nbytes].view(weight.dtype).view(weight.shape)
-
-    def _send(self, rounded: Tensor, weight: Tensor, read: Mark) -> Mark:
-        there = weight.detach().view(-1)
-        for start, piece in self._pieces(rounded):
-            slot, free = self._up.popleft()
-            free.synchronize()
-            here = slot.view(piece.dtype)[: piece.numel()].copy_(piece)
-            read = self.lane.copy(there[start : start + piece.numel()], here, read)
-            self._up.append((slot, read))
-        return read
-
-    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        flat, step = tensor.reshape(-1), self.slot_bytes // tensor.element_size()
-        return ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
 
     def wait(self, weight: Tensor) -> None:
         coming = self._coming.pop(id(weight), None)
@@ -214,8 +238,11 @@ class StagedLink(Link):
 class CudaLane:
     """Two copy streams of a CUDA device, one for each direction."""
 
+    registers = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._registered: dict[int, weakref.finalize] = {}  # by address
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def staging(self, size: int) -> Tensor:
@@ -236,9 +263,25 @@ class CudaLane:
     def hold(self, until: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(until)
 
+    def register(self, memory: Tensor) -> str | None:
+        cudart, place = torch.cuda.cudart(), memory.data_ptr()
+        with torch.cuda.device(self.device):
+            code = cudart.cudaHostRegister(place, memory.nbytes, 0)
+        if int(code):
+            with suppress(RuntimeError):  # CUDA keeps the error for whoever launches a kernel next: that is us
+                torch.ones(1, device=self.device)
+            return cudart.cudaGetErrorString(code)
+        self._registered[place] = weakref.finalize(memory, cudart.cudaHostUnregister, place)
+        return None
+
+    def unregister(self, memory: Tensor) -> None:
+        self._registered.pop(memory.data_ptr())()
+
 
 class AtOnceLane:
     """Of a CPU, where the device is the host: a copy is complete when it was asked for."""
+
+    registers = False
 
     def staging(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """A card that is not here, for its two halves that can be made up: copies that run late, and an allocator's figures."""
 
+import random
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,64 @@ class SlowLane:
 
     def unregister(self, memory):
         self.registered[memory.data_ptr()] -= 1
+
+
+class LateLane(SlowLane):
+    """Whose copies take each a random time, on threads that overtake each other where nothing makes them wait."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.copies, self.draw = ThreadPoolExecutor(4), random.Random(seed)
+
+    def copy(self, to, source, after):
+        self.moved += to.nbytes
+        delay = self.draw.random() * 0.003
+
+        def late():
+            after.synchronize()
+            time.sleep(delay)
+            with torch.no_grad():
+                to.copy_(source)
+
+        return Reached(self.copies.submit(late))
+
+
+class ClockLane:
+    """A device with a clock of its own, that no real time moves: a block's weights take `copying`, one after the other,
+    and whoever computes says so by `computes`. Its host is never ahead of it, which is the worst that can be."""
+
+    registers = False
+
+    def __init__(self, copying):
+        self.copying, self.now, self.link_free, self.waits = copying, 0.0, 0.0, 0
+
+    def computes(self, duration):
+        self.now += duration
+
+    def staging(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self):
+        return At(self.now)
+
+    def copy(self, to, source, after):
+        to.copy_(source)
+        if to.dtype != torch.uint8:  # a few rows of the embedding
+            return At(self.now)
+        self.link_free = max(self.link_free, self.now, after.time) + self.copying
+        return At(self.link_free)
+
+    def hold(self, until):
+        self.waits += until.time > self.now
+        self.now = max(self.now, until.time)
+
+
+class At:
+    def __init__(self, time):
+        self.time = time
+
+    def synchronize(self):
+        pass
 
 
 class Reached:

@@ -90,7 +90,7 @@ class Ragged(Rows):
 
 
 def overrides(*techniques):
-    lines = [*BASE, *techniques, *(line for t in techniques for line in WITH.get(t, []))]
+    lines = [*BASE, *(line for t in techniques for line in WITH.get(t, [])), *techniques]  # what was asked for wins
     if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # unclipped, steps that large diverge
         lines += ["lr=0.1", "optim.weight_decay=0.2"]
     return lines

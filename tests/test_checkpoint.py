@@ -1,5 +1,7 @@
 """Checkpoints stand between windows, are complete or recognised, and a resumed run is the unbroken run."""
 
+import ctypes
+import gc
 import io
 import json
 import os
@@ -142,10 +144,20 @@ def resident(kind):
     return int(line.split()[1]) * 1024
 
 
+def mapped_from(size):
+    """Bytes of an allocation that is not taken from the heap (glibc)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, size)  # M_MMAP_THRESHOLD
+
+
 class Highest:
-    """Of `RssAnon`, while it is entered, above what it was at first."""
+    """Of `RssAnon`, while it is entered, above what it was at first. Tensors come from the system and go back to it:
+    what others of this process have freed is not there to be used again, nor is it freed meanwhile."""
 
     def __enter__(self):
+        gc.collect()
+        mapped_from(1 << 18)
         self.rise, self.over, start = 0, threading.Event(), resident("RssAnon")
 
         def watch():
@@ -159,6 +171,7 @@ class Highest:
     def __exit__(self, *_):
         self.over.set()
         self.thread.join()
+        mapped_from(1 << 25)
 
 
 @linux

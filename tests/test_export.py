@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM
 
 from lowmem import export as exporting
 from lowmem.export import export
-from lowmem.memory.process import trim
 from lowmem.model import _of_type
 from test_checkpoint import Highest, linux
 from test_model_folder import Nothing
@@ -72,7 +71,6 @@ def test_an_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
     network.to_empty(device="cpu")
     weights = 4 * sum(p.numel() for p in network.parameters())
     monkeypatch.setattr(exporting, "SHARD", "50GB" if wrong else "17MB")  # the embedding has 16.4
-    trim()
     with Highest() as highest:
         export(network, Nothing(), tmp_path / "model", "float32")
     assert (highest.rise < 17e6 + 0.1 * weights) != wrong

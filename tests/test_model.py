@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lowmem import model
 from lowmem.errors import Refused
-from lowmem.memory.process import trim
 from test_checkpoint import Highest, linux
 from test_loss import network
 
@@ -129,7 +128,6 @@ def test_what_is_loaded_from_shards_adds_its_weights_to_memory_and_at_most_one_t
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     network.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="10MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 4
-    trim()
     with Highest() as highest:
         read = [load_file(file) for file in tmp_path.glob("*.safetensors")] if wrong else []
         read = [{name: tensor.clone() for name, tensor in one.items()} for one in read]

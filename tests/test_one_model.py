@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lowmem.checkpoint import AtomicCheckpointIO
-from lowmem.memory.process import trim
 from lowmem.model import _of_type
 from lowmem.module import CausalLM
 from lowmem.precision.held_on_host import Halves
@@ -34,7 +33,6 @@ def module():
 
 def highest(work):
     """Bytes above what there was before."""
-    trim()
     with Highest() as found:
         work()
     return found.rise

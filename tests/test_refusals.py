@@ -1,15 +1,21 @@
 """Every refusal is a sentence before anything is built, and its proof shows what would happen without it."""
 
+from contextlib import suppress
+
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import parity
-from lowmem import build, check, refusals
+import streams
+from lowmem import build, check, model, refusals
 from lowmem.build import optimizer
-from lowmem.errors import Refused
+from lowmem.errors import NotFinite, Refused
 from lowmem.instantiate import instantiate
 from lowmem.precision import master
 from lowmem.precision.sixteen import Float16Weights
+from lowmem.streamed import Streamed
+from test_loss import network
 
 # One command line per refusal, in the order of the list.
 TYPED = (
@@ -20,6 +26,10 @@ TYPED = (
     ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
     ["precision=bf16-master", "optim=paged_adamw8bit"],
     ["precision=16-master", "+trainer.strategy=ddp"],
+    ["weights=streamed"],
+    ["weights=streamed", "precision=bf16-master"],
+    ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=budget"],
+    ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer", "adapter=qlora"],
     ["model.stable_embedding=true", "model.pretrained=true"],
     ["batch_size=auto", "memory.limit=1GiB"],
     ["batch_size=auto", "accumulation=effective_batch"],
@@ -158,6 +168,41 @@ def test_proof_each_process_would_step_masters_of_its_own(config):
         Exchange(p)
     layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert seen == [None, None]
+
+
+def test_proof_weights_that_stream_are_not_there_to_be_stepped():
+    streaming = network("llama")
+    made = torch.optim.AdamW(streaming.parameters())
+    Streamed(streaming).move_in(torch.device("cpu"))
+    for p in streaming.parameters():
+        p.grad = torch.ones(p.shape)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        made.step()
+
+
+def test_proof_autograd_reads_weights_that_have_left(config):
+    arguments = streams.lines("llama", "max_steps=2", policy="none")
+    right = streams.trained(config, ["weights=resident"], "llama", arguments)
+    with suppress(NotFinite):  # with two slots the blocks of either parity find their own weights
+        assert not streams.trained(config, ["weights=streamed", "weights.slots=3"], "llama", arguments).same(right)
+
+
+@pytest.mark.slow
+def test_proof_compiled_blocks_do_not_take_their_weights_as_they_are_called(config):
+    compiled = "gradient_checkpointing.backend=aot_eager_decomp_partition"
+    with pytest.raises(Exception, match="set_ on a graph input"):
+        streams.trained(config, ["weights=streamed"], "llama", streams.lines("llama", compiled, policy="budget"))
+
+
+def test_proof_a_base_in_4_bits_does_not_stream(config):
+    lines = parity.overrides("adapter=qlora", "weights=streamed", "precision=bf16-master")
+    spec = OmegaConf.to_container((cfg := config(*lines, base=())).model)
+    module = build.causal_lm(cfg, spec, model.architecture(**spec))
+    plugin = instantiate(cfg.trainer.plugins.precision)
+    plugin.weights = module.weights
+    plugin.convert_module(module)
+    streaming = [name for name, p in module.model.named_parameters() if module.weights.home(p)]
+    assert streaming and not [name for name in streaming if "_proj" in name and "lora" not in name]
 
 
 def test_proof_a_norm_behind_a_trained_embedding_changes_what_it_computes(fit):

@@ -27,6 +27,7 @@ from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.report import sample
 from lowmem.settings import Settings
+from lowmem.techniques import declared
 from lowmem.tiled_tokens import Tiles
 from lowmem.trained import digest_of_base
 
@@ -168,7 +169,7 @@ def causal_lm(
         vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)
     tiles = Tiles(network, cfg.tile.tokens) if cfg.tile.tokens else None
-    weights = instantiate(cfg.weights)(network)
+    weights = instantiate(cfg.weights)(network, head_in_tiles=declared(cfg, "loss").head_in_tiles)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
     loss = instantiate(cfg.loss)
     return CausalLM(network, loss, optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips, weights, tiles)

@@ -39,7 +39,8 @@ class Later(Tensor):
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         if func in _SAYS:
             return super().__torch_function__(func, types, args, kwargs or {})
-        return func(*tree_map_only(cls, lambda later: later.made(), args), **kwargs or {})
+        args, kwargs = tree_map_only(cls, lambda later: later.made(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def export(

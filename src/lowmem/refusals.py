@@ -68,20 +68,27 @@ REFUSALS = (
     Refusal(
         lambda run: run.streams and not run.masters,
         "weights=streamed: this precision steps on the device, where the weights are only for their turn. Type "
-        "precision=bf16-master, 16-master or bf16-sr, which step on the host, or weights=resident.",
+        "precision=bf16-master gradient_checkpointing=every_layer; 16-master and bf16-sr step on the host, too, and "
+        "any gradient_checkpointing works that computes blocks again.",
         "weights_that_stream_are_not_there_to_be_stepped",
     ),
     Refusal(
-        lambda run: run.streams and run.checkpointing.keeps_all,
+        lambda run: run.streams and run.masters and run.checkpointing.keeps_all,
         "weights=streamed: without gradient checkpointing autograd keeps every block's weights from forward until "
         "backward, when others lie in their place. Type gradient_checkpointing=every_layer.",
         "autograd_reads_weights_that_have_left",
     ),
     Refusal(
         lambda run: run.streams and run.checkpointing.compiles_blocks,
-        "weights=streamed: compiled blocks remember where their weights were when they were compiled, where another "
-        "block's are now. Type gradient_checkpointing=every_layer.",
-        "compiled_blocks_read_weights_that_have_left",
+        "weights=streamed: a block's weights are put into their place as it is called, which compiled blocks do not "
+        "do. Type gradient_checkpointing=every_layer.",
+        "compiled_blocks_do_not_take_their_weights_as_they_are_called",
+    ),
+    Refusal(
+        lambda run: run.streams and run.adapter.freezes_base and "weights" in run.adapter.saves,
+        "weights=streamed: this adapter holds the model's own weights in a few bits, which stay on the device, and "
+        "nothing but itself would stream. Type adapter=lora, whose base streams in 16 bits, or weights=resident.",
+        "a_base_in_4_bits_does_not_stream",
     ),
     Refusal(
         lambda run: run.cfg.model.get("stable_embedding", False) and run.cfg.model.pretrained,

@@ -21,6 +21,7 @@ from lowmem.gradient_checkpointing import blocks
 from lowmem.internals import in_backward
 from lowmem.memory.process import trim
 from lowmem.memory.tracker import belongs
+from lowmem.offload.edges import Outlet, edges
 from lowmem.offload.home import Home, Resident
 from lowmem.offload.link import Lane, Mark, lane_of
 from lowmem.offload.registered import Registered
@@ -38,7 +39,8 @@ class Slot:
 
 
 class Streamed(Resident):
-    """Args: network: its blocks stream; resident_blocks: but so many, spread evenly; slots, steps_in: see conf/weights.
+    """Args: network: its blocks stream, and its edges (`offload/edges.py`); resident_blocks: but so many blocks, spread
+    evenly; slots, steps_in: see conf/weights; head_in_tiles: whether the loss reads the head in tiles.
 
     Raises:
         Refused: a model without blocks, or of a single one; more resident blocks than there are.
@@ -46,13 +48,21 @@ class Streamed(Resident):
 
     streams = True
 
-    def __init__(self, network: nn.Module, resident_blocks: int = 0, slots: int = 2, steps_in: str = "on_host") -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        resident_blocks: int = 0,
+        slots: int = 2,
+        steps_in: str = "on_host",
+        head_in_tiles: bool = False,
+    ) -> None:
         super().__init__(network, steps_in)
         stack = blocks(network)
-        if not 0 <= resident_blocks < len(stack):
+        if resident_blocks and not 0 < resident_blocks <= len(stack) - 2:
             raise Refused(
-                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and one must be left "
-                f"to stream. Type weights.resident_blocks={len(stack) // 2}, or weights=resident for all."
+                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and two must be left "
+                f"to stream. Type weights.resident_blocks={len(stack) // 2 if len(stack) > 2 else 0}, or "
+                "weights=resident for all."
             )
         if slots < 2:
             raise Refused(
@@ -67,8 +77,9 @@ class Streamed(Resident):
                 "a block travels while another one computes. Type weights=resident."
             )
         self._owned = [owned[block] for block in self.blocks]
+        self.edges = edges(network, head_in_tiles)
         self.lane: Lane | None = None
-        self._up: Registered | None = None  # that lane, from the homes to the slots
+        self._up: Registered | None = None  # that lane, from the homes to the device
         self._homes: dict[nn.Parameter, Home] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
@@ -77,7 +88,7 @@ class Streamed(Resident):
     # --- where weights are ----------------------------------------------------------------------------------------
 
     def move_in(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.homes, self._homes = device, [], {}  # also of a second fit
         for owned in self._owned:  # one block after the other: what is copied is freed
             home = Home(owned)
             self.homes.append(home)
@@ -86,21 +97,32 @@ class Streamed(Resident):
                 p.data = _nowhere(p, device)
             trim()  # or small weights leave holes in which no home fits
 
+        for edge in self.edges:
+            self._homes[edge.weight] = Home([edge.weight])
+            edge.weight.data = _nowhere(edge.weight, device)
+            trim()
+
     def takes(self, p: nn.Parameter) -> bool:
-        return any(p is one for owned in self._owned for one in owned)
+        return any(p is one for owned in (*self._owned, [edge.weight for edge in self.edges]) for one in owned)
 
     def home(self, p: nn.Parameter) -> Home | None:
         return self._homes.get(p)
 
+    def host_tensors(self) -> Iterator[Tensor]:
+        yield from super().host_tensors()
+        yield from (self._homes[edge.weight].flat for edge in self.edges if edge.weight in self._homes)
+
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
 
-    def start(self) -> None:
+    def start(self, outlet: Outlet | None = None) -> None:
         if self._hooks or not self.homes:
             return
         self.lane = self.lane or lane_of(self.device)
-        self._up = Registered(self.lane, [home.flat for home in self.homes])
+        self._up = Registered(self.lane, [*self.host_tensors()])
         self._slots = [self._slot() for _ in range(self.count)]
+        for edge in self.edges:
+            edge.start(self._homes[edge.weight], self._up, outlet)
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
@@ -113,6 +135,8 @@ class Streamed(Resident):
     def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for edge in self.edges:
+            edge.stop()
         if self._up is not None:
             self._up.close()
         self._hooks, self._slots, self._up = [], [], None

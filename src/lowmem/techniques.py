@@ -33,6 +33,7 @@ class Technique:
     keeps_all: of a gradient_checkpointing: nothing is computed again.
     compiles_blocks: so that what they allocate is seen by nobody.
     computes_as: of a precision: one that computes in the same dtypes, with its gradients on the device.
+    head_in_tiles: of a loss: it reads the head's weight in tiles of the vocabulary, which may come from anywhere.
     counts_sequences: of an accumulation: it makes up for a smaller micro-batch by itself.
     stays_wide: of an adapter: it computes in fp32 where the weights have 16 bits, unless there are masters.
     freezes_base: of an adapter: none of the model's own weights is trained.
@@ -51,6 +52,7 @@ class Technique:
     keeps_all: bool = False
     compiles_blocks: bool = False
     computes_as: str | None = None
+    head_in_tiles: bool = False
     counts_sequences: bool = False
     stays_wide: bool = False
     freezes_base: bool = False

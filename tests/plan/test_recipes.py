@@ -531,3 +531,85 @@ def test_the_depths_that_are_traced_end_as_the_model_does(period):
         (3, 4),
         7,
     )
+
+
+# --- weights that stream ----------------------------------------------------------------------------------------------
+
+STREAMED = [
+    ("bf16-master", "adamw8bit", "offload", "chunked", 4, 0),
+    ("bf16-master", "adamw", "every_layer", "chunked", 8, 3),
+    ("bf16-sr", "adafactor", "selective", "full", 8, 5),
+    ("16-master", "adamw", "offload", "full", 2, 2),
+]
+
+
+def streaming(*way):
+    *recipe, staying = way
+    return as_override(*recipe) | {"weights": "streamed", "weights.resident_blocks": str(staying)}
+
+
+@pytest.mark.parametrize("way", [*STREAMED[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in STREAMED[2:])])
+def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(composed, way):
+    """Also where some blocks stay. Wrong on purpose: as if one less of them did."""
+    rates, recipe = replace(machine(), overhead=0.0), streaming(*way)
+    derivation, cfg = Derivation(composed, DEPTH, (1, 8), True, rates), composed(recipe)
+    itself = trace(cfg, on_card=True)
+    derived, traced = derivation.trace(recipe, cfg), needs(itself, cfg, True, 0)
+    assert derived[1] == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
+    assert (derived[0].weights, derived[0].streamed, derived[0].held) == pytest.approx(
+        (itself.weights, itself.streamed, itself.held), rel=0.001
+    )
+    found = needs(derived[0], cfg, True, 0)
+    for phase, need in traced.phases.items():
+        assert found.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
+        assert found.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
+    if way[-1]:
+        fewer, _ = derivation.trace(recipe | {"weights.resident_blocks": str(way[-1] - 1)}, cfg)
+        assert fewer.weights < 0.99 * itself.weights and fewer.streamed > 1.1 * itself.streamed
+
+
+def test_the_device_holds_two_blocks_of_however_many(composed):
+    """Weights there are those outside the blocks and two slots, whatever the depth, and those of blocks that stay."""
+    recipe = streaming(*STREAMED[0])
+    cfg = composed(recipe)
+    by_depth = {depth: Derivation(composed, depth, (1, 8), True, machine()) for depth in (7, 14)}
+    seven, fourteen = (one.of_parameters(recipe, cfg) for one in by_depth.values())
+    block = seven.streamed // 7
+    assert seven.weights == pytest.approx(fourteen.weights, abs=200)  # a NaN for each parameter
+    assert fourteen.streamed == 14 * block and block == pytest.approx(2 * (12 * 64 * 64 + 13 * 64), rel=0.02)
+    stay = by_depth[14].of_parameters(recipe | {"weights.resident_blocks": "5"}, cfg)
+    assert stay.weights - fourteen.weights == pytest.approx(5 * block, rel=0.02)  # without gaps between parameters
+    assert stay.streamed == fourteen.streamed - 5 * block
+
+
+def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
+    lines = ("optim=adamw", "batch_size=1", "loss=full")
+    found = all_of(typed(*lines, "precision=bf16-master")) + all_of(typed(*lines, "precision=bf16"))
+    ways = {(c.option["precision"], c.option["gradient_checkpointing"]) for c in found if c.streams}
+    assert ways == {("bf16-master", way) for way in ("every_layer", "offload", "selective")}
+    asked = typed(*lines[1:], "precision=bf16-sr", "gradient_checkpointing=offload", may_change=["optim"])
+    at_random = [c.option for c in all_of(asked) if c.streams]
+    assert {option["optim"] for option in at_random} == {"adamw", "adamw8bit", "adafactor"}  # stepped on the host
+    said = all_of(typed(*lines, "precision=bf16-master", "weights=resident"))
+    assert said and not any(c.streams for c in said)
+
+
+def test_what_fits_on_the_device_stays_there():
+    """Where it does not, as many blocks as fit stay; where none does, none."""
+    lines = ("model.architecture.n_embd=1024", *SHAPE[1:3], "model.architecture.vocab_size=300", "seq_len=16")
+    lines += ("batch_size=1", "device=cpu", "precision=bf16-master", "optim=adamw", "loss=full")
+    asked = typed(*lines, "gradient_checkpointing=offload", may_change=[])
+
+    def planned(size):
+        return recipes.search(asked, card(size), 2**40, True)
+
+    (only,) = planned(2**40).recipes
+    assert only.overrides == () and only.traced
+    need = only.prediction.device_need
+    for room, staying in ((0.95, 4), (0.5, 1)):
+        plan = planned(int(room * need))
+        assert plan.chosen.overrides == ("weights=streamed", f"weights.resident_blocks={staying}")
+        assert plan.chosen.traced and plan.chosen.changes == () and plan.chosen.seconds > only.seconds
+        none = next(recipe for recipe in plan.recipes if recipe.overrides == ("weights=streamed",))
+        assert none.seconds > plan.chosen.seconds
+    assert planned(none.prediction.device_peak // 2).chosen is None

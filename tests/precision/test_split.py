@@ -95,10 +95,10 @@ def test_masters_become_bf16_half_up_and_fp16_to_nearest_even(dtype):
     assert out.tolist() == {torch.bfloat16: [1 + 2**-7, 1.0], torch.float16: [1 + 2**-8, 1.0]}[dtype]
 
 
-def test_a_planner_asks_for_it_of_tensors_without_memory(monkeypatch):
-    monkeypatch.setattr(split, "CHUNK", 100)
-    with Shapes():
-        wide = torch.empty(64, 33)
+def test_a_trace_sees_few_operators_however_many_numbers_there_are():
+    with Shapes() as shapes:
+        wide = torch.empty(1 << 20, 1 << 16)  # 256 GiB
         upper, rest = split.halves(wide)
         assert (upper.dtype, rest.dtype, upper.shape) == (torch.bfloat16, torch.int16, wide.shape)
         assert split.joined(upper, rest).dtype == torch.float32
+        assert shapes.operators < 30

@@ -67,19 +67,21 @@ class Home:
 class Resident:
     """All weights stay on the device: what whoever steps, measures or saves them asks, with the answers of no host.
 
-    Args: network: a model; steps_in: see conf/weights.
+    Args: network: a model; steps_in: see conf/weights; head_in_tiles: whether the loss reads the head in tiles.
     """
 
     streams = False
 
-    def __init__(self, network: nn.Module | None = None, steps_in: str = "sixteen") -> None:
+    def __init__(
+        self, network: nn.Module | None = None, steps_in: str = "sixteen", head_in_tiles: bool = False
+    ) -> None:
         self.homes: list[Home] = []
 
     def move_in(self, device: torch.device) -> None:
         """The precision calls this when every weight has its dtype. Args: device: that computes."""
 
-    def start(self) -> None:
-        """Called before the first forward pass."""
+    def start(self, outlet: object = None) -> None:
+        """Called before the first forward pass. Args: outlet: where gradients go (`edges.py`); None: there are none."""
 
     def stop(self) -> None:
         """Called when no pass follows, before the model is brought to the host: every parameter is a plain tensor."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from lowmem.internals import storage_key
 from lowmem.offload.link import SLOT_BYTES, Lane, Mark, Staging
 from lowmem.units import GIB, MIB
 
@@ -30,7 +31,7 @@ class Registered:
         self._read: dict[int, Mark] = {}  # by address: reached when the last copy out of it is complete
         whys = [(one, lane.register(one)) for one in memory if lane.registers]
         self._memory = [one for one, why in whys if why is None]
-        self._not = {one.data_ptr() for one, why in whys if why is not None}
+        self._not = {_place(one) for one, why in whys if why is not None}
         if self._memory:
             size, taken = sum(one.nbytes for one in self._memory), time.perf_counter() - start
             log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {taken:.1f} s.")
@@ -42,6 +43,9 @@ class Registered:
             )
             self._staging, self._thread = Staging(lane, slot_bytes, SLOTS), ThreadPoolExecutor(1, "staging")
 
+    def staging(self, size: int) -> Tensor:
+        return self.lane.staging(size)
+
     def mark(self) -> Mark:
         return self.lane.mark()
 
@@ -50,11 +54,11 @@ class Registered:
             landed = Coming(self._thread.submit(self._send, to, source, after))
         else:
             landed = self.lane.copy(to, source, after)
-        self._read[source.data_ptr()] = landed
+        self._read[_place(source)] = landed
         return landed
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if source.data_ptr() in self._not:
+        if _place(source) in self._not:
             return self._staging.send(source, to, _asked(after))
         return self.lane.copy(to, source, _asked(after))
 
@@ -81,6 +85,11 @@ class Coming:
 
     def synchronize(self) -> None:
         self.asked.result().synchronize()
+
+
+def _place(memory: Tensor) -> int:
+    """The same for all of it. Args: memory: or a part; in a plan it has no address."""
+    return storage_key(memory)
 
 
 def _asked(mark: Mark) -> Mark:

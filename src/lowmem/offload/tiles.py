@@ -35,4 +35,5 @@ class Whole:
 
 
 def tiles_of(linear: nn.Linear) -> Whole:
-    return Whole(linear)
+    """Its own, unless its weight lies elsewhere and whoever holds it is the source (`edges.py`)."""
+    return getattr(linear, "source", None) or Whole(linear)

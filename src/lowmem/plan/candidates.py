@@ -18,6 +18,7 @@ from lowmem.settings import Settings
 from lowmem.techniques import CHANGEABLE, techniques
 
 COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
+PLACED = "weights"  # a group of places where they wait, which what a step does depends on
 NOT_OF_THE_UPDATE = ("_target_", "_partial_", "declares", "in_backward")  # keys of conf/optim
 
 
@@ -105,11 +106,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Candidate:
-    """option: override -> value, the groups and batch_size among them; cfg: of its training."""
+    """option: override -> value, the groups and batch_size among them; cfg: of its training and where weights are."""
 
     option: Mapping[str, str]
     cfg: DictConfig
     training: Training
+
+    @property
+    def streams(self) -> bool:
+        return Settings(self.cfg).streams
 
 
 def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[Training]:
@@ -120,12 +125,10 @@ def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[
         if not typed.takes({"precision": precision}):
             continue
         cfg = typed.config({"precision": precision})
-        masters = Settings(cfg).masters
-        if emulates(card, cfg) or (devices > 1 and masters):  # masters are of a whole model
+        if emulates(card, cfg) or (devices > 1 and Settings(cfg).masters):  # masters are of a whole model
             continue
         for optim in optimizers:
-            if masters and not typed.keeps("optim"):
-                optim = techniques("optim")[optim].on_host or optim
+            optim = _where_it_steps(typed, cfg, optim)
             chosen = {"precision": precision, "optim": optim}
             found[precision, optim] = Training(chosen, tuple(changes(typed.cfg, cfg, typed.named, chosen)))
     return list(found.values())
@@ -134,17 +137,27 @@ def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[
 def candidates(typed: Typed, training: Training) -> Iterator[Candidate]:
     """Ways to compute one training that are not refused, with the micro-batches that leave the sequences of an
     optimizer step as they are."""
-    cfg = typed.config(training.chosen)
-    chosen = {**training.chosen, **_same_update(typed, cfg, training.chosen["optim"])}
-    is_refused, in_backward = any(refused(cfg)), _in_backward(typed, cfg)
-    for computed in product(*(_choices(typed, group) for group in COMPUTED)):
-        for batch_size, accumulation in micro_batches(typed):
-            option = {**chosen, **dict(zip(COMPUTED, computed, strict=True)), "batch_size": str(batch_size)}
-            option |= accumulation
-            if not is_refused:
-                yield Candidate(option, cfg, training)
-            if in_backward is not None and not accumulation:
-                yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
+    for weights in _choices(typed, PLACED):
+        chosen = {**training.chosen, PLACED: weights}
+        chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
+        cfg = typed.config(chosen)
+        same, in_backward = _same_update(typed, cfg, chosen["optim"]), _in_backward(typed, cfg)
+        for way in product(*(_choices(typed, group) for group in COMPUTED)):
+            computed = dict(zip(COMPUTED, way, strict=True))
+            # of what streams it depends on how it is computed
+            is_refused = any(refused(typed.config({**chosen, **computed}) if Settings(cfg).streams else cfg))
+            for batch_size, accumulation in micro_batches(typed):
+                option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
+                if not is_refused:
+                    yield Candidate(option, cfg, training)
+                if in_backward is not None and not accumulation:
+                    yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
+
+
+def _where_it_steps(typed: Typed, cfg: DictConfig, optim: str) -> str:
+    """On the host, the one that is made for it."""
+    on_host = Settings(cfg).masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
+    return on_host or optim
 
 
 def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:

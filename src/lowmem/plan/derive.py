@@ -6,7 +6,8 @@ with 3 and with 4 blocks, at the smallest and at the largest micro-batch, and a 
 own depth. (Where kinds of blocks take turns, as in Gemma 2, the two depths are a whole round apart.)
 Weights, gradients and the optimizer's state are added to that: they come from traces with hardly a token,
 one for each precision and optimizer. Whether every block does add the same is seen from a third number of blocks, once
-for each checkpointing; where it does not, the derivation is called an estimate.
+for each checkpointing; where it does not, the derivation is called an estimate. Where weights stream, what a block that
+stays on the device adds is seen from one that does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from lowmem.memory.tracker import Point
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
-from lowmem.plan.window import PASSES, STEP, seconds, window
+from lowmem.plan.window import PASSES, STEP, TRAVEL, seconds, window
 from lowmem.settings import Settings
 from lowmem.units import CATEGORIES
 
@@ -29,6 +30,7 @@ THIRD = 7  # blocks, at least, of a third depth: no square, nor of segments of t
 BENT = 0.01  # error at the third depth of a line through two, of the highest place: beyond that it is no line
 OF_THE_STEP = ("precision", "optim", "optim.in_backward")  # overrides that parameters alone are traced with
 SHORT = 8  # tokens of a trace for what the parameters alone need
+STAY = "weights.resident_blocks"  # override: blocks of weights that stream which stay on the device
 
 Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
 Needed = tuple[Mapping[str, str], tuple[int, int]]  # of traces: overrides, smallest and largest micro-batch
@@ -66,6 +68,8 @@ class Derivation:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
         self._counted: dict[int, Mapping[str, float]] = {}  # by id of a trace
         self._errors: dict[str, float] = {}  # at the third depth, by checkpointing
+        self._streaming: dict[str, str] = {}  # precision that others compute as -> the first whose weights stream
+        self._staying: dict[tuple, Trace] = {}  # with one block that stays, at the smaller depth
 
     def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
         """Args: recipe: override -> value, the groups and batch_size among them; cfg: of its precision and optim.
@@ -74,9 +78,8 @@ class Derivation:
             What `trace` would, but for the allocator's events; seconds of an optimizer step.
         """
         batches = micro_batches(cfg, recipe)
-        for_passes, for_parameters = self.needed(recipe, cfg)
-        passes = Corners(self.traced(*for_passes), self.depth, int(recipe["batch_size"]))
-        parameters = Corners(self.traced(*for_parameters), self.depth, 1)
+        passes = Corners(self.traced(*self.needed(recipe, cfg)[0]), self.depth, int(recipe["batch_size"]))
+        parameters = self._parameters(recipe, cfg)
         of_passes = {"pinned": _pinned(passes), "advice": passes.any.advice, "estimate": passes.any.estimate}
         derived = replace(self.of_parameters(recipe, cfg), **of_passes)
         leave = Settings(cfg).masters or Settings(cfg).in_backward
@@ -88,6 +91,9 @@ class Derivation:
         }
         taken = {phase: passes.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in PASSES}
         taken |= {phase: parameters.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in STEP}
+        if derived.streamed:
+            part = derived.streamed / parameters.streamed  # of the blocks
+            taken[TRAVEL] = part * passes.at(lambda t: self._seconds(t).get(TRAVEL, 0.0))
         if not leave:  # each micro-batch but the first adds its gradients to those that are there
             taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
         return derived, window(self.machine, cfg, derived, taken, batches).seconds
@@ -100,7 +106,7 @@ class Derivation:
 
     def of_parameters(self, recipe: Mapping[str, str], cfg: DictConfig) -> Trace:
         """What the weights, gradients and state of a recipe need whatever it computes; its step has no activations."""
-        parameters = Corners(self.traced(*self.needed(recipe, cfg)[1]), self.depth, 1)
+        parameters = self._parameters(recipe, cfg)
         held = {category: parameters.bytes(_held("step", category)) for category in CATEGORIES}
         return Trace(
             parameters=parameters.bytes(lambda t: t.parameters),
@@ -114,8 +120,23 @@ class Derivation:
             generated=parameters.any.generated,
             paged=parameters.bytes(lambda t: t.paged),
             blocks=(self.depth, parameters.any.blocks[1]),
+            held=parameters.bytes(lambda t: t.held),
+            streamed=parameters.bytes(lambda t: t.streamed),
             phases={"step": Point("step", held | {"activations": 0}, parameters.bytes(_host("step")))},
         )
+
+    def _parameters(self, recipe: Mapping[str, str], cfg: DictConfig) -> "Corners":
+        needed = self.needed(recipe, cfg)[1]
+        found = Corners(self.traced(*needed), self.depth, 1)
+        count = int(recipe.get(STAY, cfg.weights.get("resident_blocks", 0)))
+        if not count:
+            return found
+        key = _key(*needed)
+        if key not in self._staying:
+            short = OmegaConf.merge(self.compose(needed[0] | {STAY: "1"}), {"batch_size": 1})
+            self._staying[key] = trace(short, self.on_card, min(self.depths), self.capability)
+            self.traces += 1
+        return replace(found, staying=count, one_stays=self._staying[key])
 
     def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
@@ -124,6 +145,10 @@ class Derivation:
         same = not Settings(cfg).adapter.stays_wide and Settings(cfg).precision.computes_as
         passes["precision"] = same or recipe["precision"]
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
+        if Settings(cfg).streams:  # which the one that is computed as does not: the first of them stands for all
+            passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
+            passes |= {"weights": recipe["weights"], STAY: "0"}
+            parameters |= {"weights": recipe["weights"], STAY: "0"}
         parameters |= {"loss": "full", "seq_len": str(SHORT)}
         several = Settings(cfg).masters and micro_batches(cfg, recipe) > 1  # then the host sums gradients in fp32
         passes["accumulation"], parameters["accumulation"] = "none", "fixed" if several else "none"
@@ -211,13 +236,21 @@ class Corners:
     traces: list[tuple[int, int, Trace]]
     depth: int
     batch: int
+    staying: int = 0  # blocks whose weights do not stream, as those of all others
+    one_stays: Trace | None = None  # the first of the traces, but for one such block
 
     @property
     def any(self) -> Trace:
         return self.traces[0][2]
 
+    @property
+    def streamed(self) -> float:
+        """Bytes of weights that stream, were it those of all blocks."""
+        return replace(self, staying=0).at(lambda t: t.streamed)
+
     def at(self, value: Callable[[Trace], float]) -> float:
-        return bilinear([(depth, batch, value(t)) for depth, batch, t in self.traces], self.depth, self.batch)
+        found = bilinear([(depth, batch, value(t)) for depth, batch, t in self.traces], self.depth, self.batch)
+        return found + self.staying * (value(self.one_stays) - value(self.any)) if self.staying else found
 
     def bytes(self, value: Callable[[Trace], int]) -> int:
         return round(self.at(value))
@@ -246,7 +279,9 @@ def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leav
         top = max(tops, key=lambda place: place.with_all_gradients)
         gradients = top.with_all_gradients - top.with_newest_gradient
     state = parameters.bytes(_held("evaluation", "optimizer"))
-    host = parameters.bytes(_host(phase)) + passes.bytes(_host(phase))  # the optimizer's side, and offloaded boundaries
+    # The optimizer's side, and offloaded boundaries. Passes whose weights stream are traced with the optimizer's side.
+    offloaded = sum(derived.pinned) if derived.streamed else passes.bytes(_host(phase))
+    host = parameters.bytes(_host(phase)) + offloaded
     return _point(phase, derived.weights, gradients, state, top.with_newest_gradient, host)
 
 

@@ -16,8 +16,10 @@ from lowmem.model import architecture_of
 from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.optim.build import PAGED_FROM
 from lowmem.plan.allocator import replay, smallest_limit
+from lowmem.plan.recorder import stack_of
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
+from lowmem.plan.window import HALF
 from lowmem.settings import SIXTEEN, Settings
 from lowmem.trained import packed, parameters, trained
 from lowmem.units import CATEGORIES, GIB, MIB
@@ -159,9 +161,11 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     network = outlined(cfg)
     every, own = list(network.parameters()), [p for _, p in trained(network)]
     sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
-    count, narrow = sum(sizes), 2 * sum(p.numel() for p in every)
+    count, narrow = sum(sizes), HALF * sum(p.numel() for p in every)
     run = Settings(cfg)
     on_host = run.masters
+    streamed = [HALF * sum(p.numel() for p in block.parameters()) for block in stack_of(network)] if run.streams else []
+    narrow += cfg.weights.get("slots", 0) * max(streamed, default=0) - sum(streamed)
     rate, pageable = state_bytes_per_parameter(build.optimizer(cfg))
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
     weights = buffers + (narrow if on_host else sum(p.nbytes for p in every))
@@ -174,7 +178,8 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * columns
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
     gradients = 0 if on_host else sum(p.nbytes for p in own)
-    host = count * (4 + (4 if run.accumulates else 2)) + state if on_host else 0
+    master = getattr(torch, cfg.weights_dtype).itemsize
+    host = count * (master + (4 if run.accumulates else HALF)) + state if on_host else 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
         held = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
@@ -192,6 +197,8 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
         steps_on_host=on_host,
         phases=phases,
         paged=paged,
+        held=count * master if on_host else 0,
+        streamed=sum(streamed),
     )
 
 
@@ -242,7 +249,7 @@ def needs(
     size, loaded = (getattr(torch, name).itemsize for name in (cfg.weights_dtype, Settings(cfg).loaded_in))
     steps_beside_card = on_card and shapes.steps_on_host
     # a gradient on its way to the host, in 16 bits
-    leaving = shapes.largest_trained * size // 2 if steps_beside_card else 0
+    leaving = shapes.largest_trained * HALF if steps_beside_card else 0
     built_on = {
         "libraries": libraries,
         "cuda": CUDA_ON_HOST if on_card else 0,
@@ -295,13 +302,16 @@ def _host_bytes(shapes: Trace, on_card: bool, size: int, loaded: int) -> dict[st
     traced = {name: point.host for name, point in shapes.phases.items()}
     largest, weights = shapes.largest * loaded, max(shapes.parameters * loaded, shapes.weights)
     masters = shapes.trained * size if shapes.steps_on_host else 0
+    # on a CPU they are loaded where they stay, and what is frozen is narrowed there
+    load = masters + weights if on_card else max(masters, weights - shapes.weights)
+    if shapes.streamed:  # nothing of these is on the device yet, and each weight is taken apart by itself
+        load = shapes.held + (shapes.weights if on_card else 0)
     # where there is a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
     # to be written each tensor is copied from the card, and when a run ends Lightning brings all of them to the host
     copies = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"] if on_card else 0
     return {
-        # on a CPU they are loaded where they stay, and what is frozen is narrowed there
-        "load": largest + (masters + weights if on_card else max(masters, weights - shapes.weights)),
+        "load": largest + load,
         "forward": traced["forward"] + rounding,
         "backward": traced["backward"] + rounding,
         "step": traced["step"] + rounding + (0 if on_card and not shapes.steps_on_host else shapes.unseen),

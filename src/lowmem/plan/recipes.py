@@ -1,6 +1,6 @@
 """Which recipes there are, which of them fit, and which is the cheapest: the planner."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,10 +13,10 @@ from lowmem.model import architecture_of, period
 from lowmem.overrides import CONF, as_lines, as_mapping
 from lowmem.plan.candidates import Candidate, Training, Typed, candidates, micro_batches, trainings
 from lowmem.plan.changes import Change, Tier
-from lowmem.plan.derive import Derivation, Needed
+from lowmem.plan.derive import STAY, Derivation, Needed
 from lowmem.plan.helper import Helper
 from lowmem.plan.machine import machine
-from lowmem.plan.prediction import Prediction, needs, outline, outlined, predict
+from lowmem.plan.prediction import SMALLEST, Prediction, needs, outline, outlined, predict
 from lowmem.plan.recorder import stack_of
 from lowmem.plan.tracing import trace_all
 from lowmem.refusals import refused
@@ -133,15 +133,39 @@ class _Search:
         )
 
     def recipes(self, rank: int) -> list[Recipe]:
-        """Those of a rank that fit, best first, and those that do not."""
-        hopeful = []
+        """Those of a rank that fit, best first, and those that do not. Weights stream where nothing else fits: the same
+        is computed, never faster."""
         found = [candidate for training in self.by_rank[rank] for candidate in candidates(self.typed, training)]
+        if self.devices > 1:  # what streams is one whole model's
+            found = [candidate for candidate in found if not candidate.streams]
+        tried = []
+        for streams in (False, True):
+            tried += self._recipes([candidate for candidate in found if candidate.streams == streams])
+            if any(recipe.fits(self.gpu, self.ram) for recipe in tried):
+                break
+        return tried
+
+    def _recipes(self, found: list[Candidate]) -> list[Recipe]:
+        hopeful = []
         self._trace(self.derivation.needed(c.option, c.cfg)[1] for c in found)
         for candidate in found:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
+        derived += self._derived(list(self._partly_resident(hopeful, derived)))
         ranked = _ranked(r for r in derived if r.fits(self.gpu, self.ram))
         return self._confirmed(ranked) + [r for r in derived if not r.fits(self.gpu, self.ram)]
+
+    def _partly_resident(self, found: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
+        """Those whose weights stream, but for as many blocks' as fit on the card beside them."""
+        if self.gpu is None or STAY in self.typed.said:
+            return
+        for candidate, recipe in zip(found, derived, strict=True):
+            if candidate.streams and recipe.fits(self.gpu, self.ram):
+                block = SMALLEST * recipe.prediction.shapes.streamed / self.derivation.depth
+                room = int((self.gpu - recipe.prediction.device_need) / block)
+                most = self.derivation.depth - candidate.cfg.weights.slots - 1  # with more, all would be there
+                if (count := min(room, most)) > 0:
+                    yield replace(candidate, option={**candidate.option, STAY: str(count)})
 
     def _confirmed(self, ranked: list[Recipe]) -> list[Recipe]:
         """What was derived is traced before it is recommended: the first, and the next where that does not fit."""

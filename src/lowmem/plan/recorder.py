@@ -41,7 +41,7 @@ class Recorder(MemoryMeter):
         super().__init__(file)
         self.recordings: list[Recording] = []  # the window, then the evaluation
         self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins with it), of the window
-        self.weights = 0  # bytes on the device
+        self.weights = self.held = 0  # bytes on the device; of weights and masters that the host holds
 
     def mark_blocks(self, model: nn.Module) -> None:
         """From now on mark where a pass is: at the first block, at the last, or between."""
@@ -76,7 +76,7 @@ class Recorder(MemoryMeter):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
-        self.weights = self.ledger.bytes()["weights"]
+        self.weights, self.held = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
         tracker = self._tracker

@@ -80,26 +80,28 @@ class StandIn(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._touch(group, p, p.grad)
+                    self._touch(group, p, p.grad, p)
         return loss
 
-    def _touch(self, group: dict, p: Tensor, gradient: Tensor) -> None:
+    def _touch(self, group: dict, p: Tensor, gradient: Tensor, weight: Tensor) -> None:
         rate = self.rates[group["role"], p.numel() < THRESHOLD]
         if not self.state[p]:
             leaves = rate.pageable if self.pages and p.numel() >= PAGED_FROM else 0.0
             self.state[p]["all"] = _bytes(rate.state - leaves, p)
             self.state[p]["paged"] = round(leaves * p.numel())
         _bytes(rate.scratch, p)
-        p.add_(gradient)  # as a kernel does: the gradient is read, weight and state are read and written, once
+        weight.add_(gradient)  # as a kernel does: the gradient is read, weight and state are read and written, once
         self.state[p]["all"].neg_()
 
 
 class OnePassStandIn(StandIn):
-    """For an optimizer that reads 16-bit gradients and writes 16-bit weights in its own pass."""
+    """For an optimizer that reads 16-bit gradients and writes 16-bit weights in its own pass, or both halves of one."""
 
-    def step_from(self, gradient: Tensor, group: dict, p: Tensor, _, rounded: Tensor) -> None:
-        self._touch(group, p, gradient)
-        rounded.fill_(0.0)
+    def step_from(
+        self, gradient: Tensor, group: dict, p: Tensor, _, rounded: Tensor, rest: Tensor | None = None
+    ) -> None:
+        self._touch(group, p, gradient, p if rest is None else rounded)
+        rounded.fill_(0.0) if rest is None else rest.neg_()
 
 
 def _bytes(rate: float, p: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from lowmem.internals import boundaries_count_as_real, storage_key, tensors_coun
 from lowmem.memory.ledger import weights
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
+from lowmem.offload.link import AtOnceLane
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
@@ -97,12 +98,14 @@ class Trace:
     generated: bool = False  # whether torch.compile generates the step
     paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
-    streamed: int = 0  # bytes of weights that come from the host for each pass
+    held: int = 0  # bytes of weights and masters that the host holds
+    streamed: int = 0  # of weights that come from the host for each pass
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
     events: list[tuple[int, int]] = field(default_factory=list)
-    # (phase, an operator's work) -> times. Of a micro-batch: forward, backward, and sum, of its gradients on the host.
-    # Of a window: step, all that is done with gradients before they are used, and update.
+    # (phase, an operator's work) -> times. Of a micro-batch: forward, backward, and sum, of its gradients on the host;
+    # travel, of copies of weights for it. Of a window: step, all that is done with gradients before they are used, and
+    # update.
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
@@ -133,6 +136,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         shapes,
         tensors_count_as_real(),
         boundaries_count_as_real() if with_positions(cfg.data) else nullcontext(),
+        patch.object(AtOnceLane, "copy", shapes.counting("travel", AtOnceLane.copy)),
         card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
@@ -160,6 +164,8 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         generated=run.optim.generates_code,
         paged=getattr(trainer.optimizers[0], "paged", 0),
         blocks=_blocks(module.model),
+        held=recorder.held,
+        streamed=sum(home.flat.nbytes for home in module.weights.homes),
         phases=_phases(recorder, on_card),
         events=window.events,
         work=shapes.work,
@@ -288,6 +294,7 @@ class Steady(Callback):
         if plugin.optimizer_side == "host":
             plugin.link.fetch = counting("sum", plugin.link.fetch)
             plugin.link.update = counting("update", plugin.link.update)
+            plugin.link.at_home = counting("update", plugin.link.at_home)
 
     def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
         """The optimizer's state of every parameter exists from the first step on. Two of a kind are stepped; what they
@@ -304,14 +311,19 @@ class Steady(Callback):
             if len(kind) > 2 and not any(True for _ in plugin.device_tensors()):
                 optimizer.state[stepped] = another(*(optimizer.state[one] for one in kind[:2]))
                 continue
+            held = stepped.data
+            if stepped is not p:  # which may be nowhere between two steps
+                stepped.data = torch.empty_like(held)
             stepped.grad = torch.empty_like(stepped)
             (plugin.update if stepped is p else step_one)(optimizer, group, stepped)
             stepped.grad = None
+            if stepped is not p:
+                stepped.data = held
 
     def _make_gradients(self, module: LightningModule) -> None:
         for _, p in trained(module):
             for _ in range(2 if self.accumulates else 1):  # the second micro-batch's widens what masters sum up
-                p.backward(torch.empty_like(p))  # of a leaf: sets its gradient, and calls its hooks
+                p.backward(torch.empty(p.shape, dtype=p.dtype))  # of a leaf: sets its gradient, and calls its hooks
 
     def on_train_batch_start(self, *_) -> None:
         self.shapes.phase = "forward"

@@ -87,7 +87,11 @@ class HostMasters(BasePrecision):
         """
         master = self.masters[id(p)]
         self._fetch(p, master.add if self.link.lends else master.use)
-        self._update(optimizer, master, Reading(limit=_limit(clip_value)), early=True)
+        self.step_early(p, optimizer, clip_value)
+
+    def step_early(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
+        """Step a parameter whose gradients of this window have all left for the host. Raises: as above."""
+        self._update(optimizer, self.masters[id(p)], Reading(limit=_limit(clip_value)), early=True)
 
     def _fetch(self, p: nn.Parameter, take: Take) -> None:
         belongs(p.grad, "gradients")

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lowmem.errors import NotFinite, Refused
+from lowmem.offload.edges import Outlet
 from lowmem.settings import steps_early
 from lowmem.trained import trained
 
@@ -43,9 +44,16 @@ class MasterWeights(Callback):
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not self.on_host:
             return
-        module.weights.start()
+
+        def complete(p: nn.Parameter) -> None:
+            if self.early and module.last_micro_batch:
+                self.plugin.step_early(p, trainer.optimizers[0], self.clip_value)
+
+        module.weights.start(Outlet(self.plugin.link, lambda p: self.plugin.masters[id(p)], complete))
 
         def left(p: nn.Parameter) -> None:
+            if p.grad is None:  # it has left by the outlet
+                return
             if self.early and module.last_micro_batch:
                 self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
             else:

@@ -1,0 +1,455 @@
+"""Weights that stream (weights=streamed): 8B parameters trained here, bytes, the link, and what it costs in time.
+
+python -m benchmarks.streamed --part 8b        # Llama-3.1-8B from a random start: 20 minutes, 21 GiB of memory
+python -m benchmarks.streamed --part reach     # device and host bytes by shape: no memory, some minutes
+python -m benchmarks.streamed --part cpu       # beside resident weights, on an idle machine: 10 minutes, 6 GiB
+python -m benchmarks.streamed --part link      # bytes of the link, counted beside the formula: seconds
+python -m benchmarks.streamed --part picture   # docs/streamed-step.png: a minute
+
+Without --part all of them, one after the other. Each keeps what the others left in results/streamed.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from benchmarks import anatomy, turns
+from benchmarks.runner import RESULTS, ROOT, environment, machine, measure, result, write
+from lowmem.units import GIB, MIB
+
+QUIET = ["sample_tokens=0", "val_every=1000", "val_sequences=1", "save_every=1000", "logger=none", "plan=off"]
+
+STREAMED = "weights=streamed"
+
+
+@contextmanager
+def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
+    """A training as train.py starts one, without checkpoints and without an export: of 8B 16 GB each."""
+    from lowmem import training
+    from lowmem.check import check
+    from lowmem.overrides import composed
+    from lowmem.plan.job import resolved
+    from lowmem.quiet import quiet
+
+    cfg = resolved(composed(lines), on_card=False)
+    check(cfg, {})
+    quiet()
+    with training.trained(cfg, Path(os.environ["ROW_FOLDER"]), keeps=False) as run:
+        yield run
+
+
+# --- 8B, trained here -------------------------------------------------------------------------------------------------
+
+LLAMA = ["model=llama-3.1-8b", "model.pretrained=false"]
+NO_MASTERS = ["precision=bf16-sr", "optim=adafactor", "weights=streamed", "loss=tiled", "clip=null", "batch_size=1"]
+EIGHT = [
+    *(*LLAMA, *NO_MASTERS, "gradient_checkpointing=every_layer", "seq_len=512", "max_steps=3", *QUIET),
+    *("lr=1e-4", "scheduler=constant", "log_every=1", "+trainer.limit_val_batches=0"),
+]
+SMALLER = [f"model.architecture.{d}" for d in ("hidden_size=1024", "intermediate_size=3584", "num_hidden_layers=8")]
+SMALLER += [f"model.architecture.{d}" for d in ("num_attention_heads=8", "num_key_value_heads=2")]
+RESIDENT_ASKED = 21 * GIB
+ENDED = 0.5 * GIB  # of memory left on the machine: below it the run is ended, and not somebody else's
+
+
+class Told:
+    """Says on the terminal what a long run has got to."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __call__(self, what: str) -> None:
+        seconds, resident = time.perf_counter() - self.start, psutil.Process().memory_info().rss
+        print(f"{seconds:7.1f} s  {resident / GIB:5.2f} GiB  {what}", file=sys.stderr, flush=True)
+
+
+def eight(more: Sequence[str] = ()) -> dict:
+    from lowmem import training
+
+    tell, losses, moments = Told(), [], []
+
+    class Telling(training.Stop):
+        def on_fit_start(self, *_) -> None:
+            tell("the model is built, and its weights have moved in")
+
+        def on_train_start(self, trainer, module) -> None:
+            super().on_train_start(trainer, module)
+            moments.append(time.perf_counter())
+
+        def on_before_backward(self, trainer, module, loss) -> None:
+            tell(f"step {trainer.global_step + 1}: forward done")
+
+        def on_train_batch_end(self, trainer, module, outputs: dict, *_) -> None:
+            losses.append(float(outputs["loss"]))
+            moments.append(time.perf_counter())
+            tell(f"step {trainer.global_step}: loss {losses[-1]:.4f}")
+            super().on_train_batch_end(trainer, module)
+
+    training.Stop = Telling
+    tell("starts")
+    with running([*EIGHT, *more]) as run:
+        tell("trained")
+        return {
+            "parameters": sum(p.numel() for p in run.module.parameters()),
+            "losses": losses,
+            "seconds_per_step": [after - before for before, after in pairwise(moments)],
+            "seconds": time.perf_counter() - tell.start,
+            "peak_bytes": run.meter.peak_bytes,
+            "peak_bytes_by_phase": run.meter.by_phase(),
+            "peak_bytes_by_category": run.meter.by_category(),
+            "host_tensors": max(row.get("host_tensor_bytes", 0) for row in run.meter.rows()),
+            "rss_before_model": run.rss_before_model,
+        }
+
+
+def watched(arguments: Sequence[str]) -> dict:
+    """A row whose resident memory is watched from outside, and which is ended before the machine has none left."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "stdout"
+        with out.open("w") as stdout:
+            command = [sys.executable, *arguments]
+            process = subprocess.Popen(command, cwd=ROOT, env=environment(folder), stdout=stdout)
+        one, highest, least = psutil.Process(process.pid), 0, psutil.virtual_memory().available
+        while process.poll() is None:
+            highest = max(highest, _resident(one))
+            least = min(least, psutil.virtual_memory().available)
+            if least < ENDED:
+                process.kill()
+                raise SystemExit(f"ended: {highest / GIB:.2f} GiB resident, and the machine has no memory left")
+            time.sleep(0.02)
+        found = result(arguments, process.wait(), out.read_text(), "")
+    return found | {"rss_peak": highest, "least_available": least}
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.Error:  # it has just ended
+        return 0
+
+
+def table_of_eight(one: Mapping) -> str:
+    losses = ", ".join(f"{loss:.3f}" for loss in one["losses"])
+    seconds = ", ".join(f"{s:.0f}" for s in one["seconds_per_step"])
+    asked = "" if one["rss_peak"] <= RESIDENT_ASKED else " (missed)"
+    return "\n".join(
+        [
+            f"`{' '.join(EIGHT[:13])}`, on this CPU, from a random start, nothing saved:",
+            "",
+            "| parameters, M | losses | s of each step | s in all | highest resident GiB | asked | device GiB |",
+            "|---|---|---|---|---|---|---|",
+            f"| {one['parameters'] / 1e6:,.0f} | {losses} | {seconds} | {one['seconds']:.0f} "
+            f"| {one['rss_peak'] / GIB:.2f}{asked} | <= 21 | {one['peak_bytes']['device'] / GIB:.2f} |",
+        ]
+    )
+
+
+# --- bytes by shape ---------------------------------------------------------------------------------------------------
+
+XL = ["model=gpt2-xl", "model.pretrained=false"]
+XL += [f"model.architecture.{drop}=0.0" for drop in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+SEVENTY = ["hidden_size=8192", "intermediate_size=28672", "num_hidden_layers=80", "num_attention_heads=64"]
+MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "loss=tiled"]
+BY_SHAPE = ["gradient_checkpointing=offload", "data=random", *QUIET]
+
+
+def _size(batch_size: int, seq_len: int) -> list[str]:
+    return [f"batch_size={batch_size}", f"seq_len={seq_len}"]
+
+
+# name -> (what is typed, device GiB asked, host bytes per parameter and GiB beside them that are asked)
+REACH = {
+    "GPT-2 XL, 4 x 1024, bf16-master, adamw8bit": ([*XL, *MASTERS, *_size(4, 1024)], 1.1, 6.03, 2),
+    "Llama-3.1-8B, 1 x 2048, the same": ([*LLAMA, *MASTERS, *_size(1, 2048)], 2.8, 6.03, 4),
+    "Llama-3.1-8B, 1 x 4096, the same": ([*LLAMA, *MASTERS, *_size(1, 4096)], 3.5, 6.03, 5),
+    "Llama-3.1-8B, 1 x 512, bf16-sr, adafactor": ([*LLAMA, *NO_MASTERS, *_size(1, 512)], 2.5, 2.0, 6),
+    "70B, 1 x 2048, bf16-master, adamw8bit": (
+        [*LLAMA, *(f"model.architecture.{dimension}" for dimension in SEVENTY), *MASTERS, *_size(1, 2048)],
+        *(9, 6.03, 8),
+    ),
+}
+
+
+def by_shape(name: str, weights: str) -> dict:
+    from lowmem.overrides import composed
+    from lowmem.plan.job import resolved
+    from lowmem.plan.prediction import predict
+
+    typed = [line for line in REACH[name][0] if line != STREAMED]  # of which the fourth has it already
+    found = predict(resolved(composed([*typed, weights, *BY_SHAPE]), on_card=True), on_card=True)
+    return {
+        "parameters": found.parameters,
+        "device": found.device_peak,
+        "need": found.device_need,
+        "phase": found.peak_phase,
+        "categories": dict(found.by_category),
+        "host": found.host_peak,
+        "host_phases": {phase: need.host for phase, need in found.phases.items()},
+        "host_categories": dict(found.host_categories),
+        "estimate": found.estimate,
+    }
+
+
+def table_of_reach(found: Mapping) -> str:
+    columns = ("weights", "gradients", "optimizer", "activations", "other")
+    lines = [
+        "Predicted by shape (fake tensors), for a card; `gradient_checkpointing=offload loss=tiled clip=null`:",
+        "",
+        f"| run | weights are | device GiB | asked | {' | '.join(columns)} | in | host GiB | asked |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, (_, device, rate, beside) in REACH.items():
+        for way, one in found[name].items():
+            host = rate * one["parameters"] / GIB + beside
+            streamed = way == STREAMED
+            asked = [
+                f"<= {device}{_missed(one['device'] / GIB, device)}",
+                f"<= {host:.1f}{_missed(one['host'] / GIB, host)}",
+            ]
+            cells = [f"{one['categories'][column] / GIB:.2f}" for column in columns]
+            lines.append(
+                f"| {name} | {way.split('=')[1]} | {one['device'] / GIB:.2f} | {asked[0] if streamed else '-'} "
+                f"| {' | '.join(cells)} | {one['phase']} | {one['host'] / GIB:.1f} | {asked[1] if streamed else '-'} |"
+            )
+    return "\n".join(lines)
+
+
+def _missed(value: float, asked: float) -> str:
+    return "" if value <= asked else " (missed)"
+
+
+# --- time beside resident weights -------------------------------------------------------------------------------------
+
+STEPS, WARM_UP = 24, 3
+ON_CPU = [
+    *(*XL, "model.architecture.n_layer=8", *MASTERS, "loss=chunked", "gradient_checkpointing=every_layer"),
+    *("batch_size=1", "seq_len=256", f"max_steps={STEPS}", "lr=5e-5", "scheduler=constant", *QUIET),
+]
+SLOWER_ASKED, AGREES = 1.05, 0.05
+PHASES = ("forward", "backward", "step")
+
+
+def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
+    """One loop of two that take turns."""
+    from lowmem import training
+
+    mine = turns.Turns()
+
+    class InTurn(training.Stop):
+        def on_train_batch_start(self, *_) -> None:
+            mine.next()
+
+    training.Stop = InTurn
+    with running([*ON_CPU, weights, *more]) as run:
+        tokens = run.module.tokens / run.trainer.global_step
+        rows = [row for row in run.meter.rows() if row["phase"] in PHASES and "live_peak_bytes" in row]
+        top = max(rows, key=lambda row: row["live_peak_bytes"])
+        return {
+            "seconds": mine.seconds,
+            "tokens_per_second": tokens / median(mine.seconds[WARM_UP:]),
+            "losses": [float(run.metrics.train_loss)],
+            "device": top["live_peak_bytes"],
+            "host": top["host_tensor_bytes"],
+            "resident": max(row["rss_peak_bytes"] for row in rows) - run.rss_before_model,
+        }
+
+
+def table_of_cpu(found: Mapping) -> str:
+    streamed, resident = ([*found[way]] for way in (STREAMED, "weights=resident"))
+    slower = turns.speed_ratio(resident, streamed, WARM_UP)
+    lines = [
+        "GPT-2 XL's shapes, 8 blocks, on this CPU, 1 x 256 tokens, bf16-master and adamw8bit, the two in turns:",
+        "",
+        "| weights are | s per step | device GiB | host GiB | counted in all | resident net of imports GiB | loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for way, rounds in found.items():
+        one = rounds[0]
+        seconds = median(s for each in rounds for s in each["seconds"][WARM_UP:])
+        counted = one["device"] + one["host"]
+        sizes = [one["device"], one["host"], counted, one["resident"]]
+        cells = " | ".join(f"{size / GIB:.3f}" for size in sizes)
+        lines.append(f"| {way.split('=')[1]} | {seconds:.3f} | {cells} | {one['losses'][-1]:.6f} |")
+    counted = _counted(streamed[0]) / _counted(resident[0])
+    measured = streamed[0]["resident"] / resident[0]["resident"]
+    off = measured / counted - 1
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"A step with streamed weights takes {slower:.3f} x as long as with resident ones (median over the pairs "
+            f"of steps; asked: at most {SLOWER_ASKED}{_missed(slower, SLOWER_ASKED)}). Of a resident run's bytes a "
+            f"streamed one has {counted:.3f} x by the tracker and {measured:.3f} x by the system, {off:+.1%} apart "
+            f"(asked: at most {AGREES:.0%}{_missed(abs(off), AGREES)}).",
+        ]
+    )
+
+
+def _counted(one: Mapping) -> int:
+    return one["device"] + one["host"]
+
+
+# --- the link ---------------------------------------------------------------------------------------------------------
+
+BLOCKS = 6
+SMALL = [f"model.architecture.n_layer={BLOCKS}", "model.architecture.n_embd=256", "seq_len=128", "batch_size=2"]
+SMALL += ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=every_layer", "loss=chunked"]
+SMALL += ["max_steps=3", *QUIET]
+WINDOWS = (1, 4)  # micro-batches
+
+
+def counted(micro_batches: int) -> dict:
+    """Bytes that travel in the last of three windows, each way."""
+    from lowmem import training
+    from lowmem.offload.link import AtOnceLane, StagedLink
+
+    class Counting(AtOnceLane):
+        """staged: addresses of the host's memory through which gradients leave and other weights come."""
+
+        def __init__(self) -> None:
+            self.staged, self.bytes = set(), {"blocks": 0, "down": 0, "others": 0}
+
+        def staging(self, size: int):
+            memory = super().staging(size)
+            self.staged.add(memory.untyped_storage().data_ptr())
+            return memory
+
+        def copy(self, to, source, after):
+            down, other = (t.untyped_storage().data_ptr() in self.staged for t in (to, source))
+            self.bytes["down" if down else "others" if other else "blocks"] += source.nbytes
+            return super().copy(to, source, after)
+
+    lane = Counting()
+
+    class Watching(training.Stop):
+        def setup(self, trainer, module, stage) -> None:
+            module.weights.lane = lane
+            trainer.precision_plugin.link = StagedLink(lane)
+
+        def on_train_batch_start(self, *_) -> None:
+            lane.bytes = dict.fromkeys(lane.bytes, 0)
+
+        def on_train_end(self, trainer, module) -> None:
+            trainer.precision_plugin.arrived()
+            self.seen = dict(lane.bytes)
+
+    training.Stop = Watching
+    window = ["accumulation=fixed", f"accumulation.batches={micro_batches}"]
+    with running([*SMALL, STREAMED, *window, "+trainer.limit_val_batches=0"]) as run:
+        homes = run.module.weights.homes
+        return {
+            "streamed": sum(place.size for home in homes for place in home.places.values()),
+            "trained": 2 * sum(p.numel() for p in run.module.parameters()),
+            "blocks": len(homes),
+            "micro_batches": micro_batches,
+            "bytes": run.stop.seen,
+        }
+
+
+def table_of_link(found: Mapping) -> str:
+    lines = [
+        f"Bytes over the link, counted by a lane that counts, of one window of a model of {BLOCKS} blocks. Up: "
+        "2 x (2n - 1) / n per streamed parameter and micro-batch, less where the first block stays from one to the "
+        "next; down: 2 per trained parameter and micro-batch; up besides: whatever else comes, such as weights outside "
+        "the blocks.",
+        "",
+        "| micro-batches | up MiB | by the formula | ratio | down MiB | by the formula | ratio | up besides MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (one,) in found.values():
+        n, m, seen = one["blocks"], one["micro_batches"], one["bytes"]
+        up, down = m * (2 * n - 1) / n * one["streamed"], m * one["trained"]
+        pairs = ((seen["blocks"], up), (seen["down"], down))
+        cells = " | ".join(f"{a / MIB:.2f} | {b / MIB:.2f} | {a / b:.3f}" for a, b in pairs)
+        lines.append(f"| {m} | {cells} | {seen['others'] / MIB:.2f} |")
+    return "\n".join(lines)
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+DEEP = ["model.architecture.n_layer=8", "model.architecture.n_embd=384", "model.architecture.n_head=6"]
+DEEP += ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=every_layer", "loss=tiled"]
+DEEP += ["loss.columns=512", "batch_size=2", "max_steps=3", *QUIET]
+
+
+def step_of(weights: str) -> dict:
+    """The last step of a run: (phase, bytes of each category) at every allocation and release."""
+    from lowmem.units import CATEGORIES
+
+    with running([*DEEP, weights, "+trainer.limit_val_batches=0"]) as run:
+        points = [[point.phase, *(point.bytes[category] for category in CATEGORIES)] for point in run.meter.timeline]
+    return {"points": points, "parameters": sum(p.numel() for p in run.module.parameters())}
+
+
+def table_of_picture(found: Mapping) -> str:
+    peaks = {way.split("=")[1]: max(sum(point[1:]) for point in one["points"]) for way, (one,) in found.items()}
+    said = ", ".join(f"{way} {peak / MIB:.1f} MiB" for way, peak in peaks.items())
+    return f"docs/streamed-step.png: device memory inside one step of a model of 8 blocks, at its highest: {said}."
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+WAYS = (STREAMED, "weights=resident")
+
+
+def _row(*what: str) -> list[str]:
+    return ["-m", "benchmarks.streamed", "--row", *what]
+
+
+def _reach() -> dict:
+    return {name: {way: measure({way: _row("reach", name, way)}, 1)[way][0] for way in WAYS} for name in REACH}
+
+
+def _picture() -> dict:
+    found = measure({way: _row("picture", way) for way in WAYS}, 1)
+    named = {way.split("=")[1]: rounds for way, rounds in found.items()}
+    anatomy.draw(named, ROOT / "docs" / "streamed-step.png", ["resident", "streamed"], 2)
+    return {
+        way: [{"points": [max(one["points"], key=lambda point: sum(point[1:]))]} for one in rounds]
+        for way, rounds in found.items()
+    }
+
+
+# what measures a part, and what says it
+PARTS: dict[str, tuple[Callable[[], dict], Callable[[Mapping], str]]] = {
+    "8b": (lambda: watched(_row("8b")), table_of_eight),
+    "reach": (_reach, table_of_reach),
+    "cpu": (lambda: turns.measure([{way: _row("cpu", way) for way in WAYS}], 2), table_of_cpu),
+    "link": (lambda: measure({str(m): _row("link", str(m)) for m in WINDOWS}, 1), table_of_link),
+    "picture": (_picture, table_of_picture),
+}
+ROWS = {"8b": eight, "reach": by_shape, "cpu": in_turn, "link": lambda m: counted(int(m)), "picture": step_of}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--row", nargs="+", help="measure one row in this process")
+    parser.add_argument("--table", action="store_true", help="only the tables again, of what was measured")
+    options = parser.parse_args()
+    if options.row:
+        kind, *arguments = options.row
+        print(json.dumps(ROWS[kind](*arguments)), flush=True)
+        return
+    file = RESULTS / "streamed.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for part in [] if options.table else options.part:
+        found |= {part: PARTS[part][0](), "machine": machine()}
+        write("streamed", found, "\n\n".join(PARTS[name][1](found[name]) for name in PARTS if name in found))
+    if options.table:
+        write("streamed", found, "\n\n".join(PARTS[name][1](found[name]) for name in PARTS if name in found))
+
+
+if __name__ == "__main__":
+    main()

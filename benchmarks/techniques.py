@@ -65,10 +65,11 @@ def refused_pairs() -> dict[str, list[str]]:
     """Row -> the rows that it is refused with, though each of the two can be had alone."""
 
     def says(*names: str) -> list[str]:
-        return list(refused(composed([line for name in names for line in ROWS[name]])))
+        beside = [line for name in names for line in WITH.get(name, [])]
+        return list(refused(composed([*beside, *names])))  # what was asked for wins
 
     pairs: dict[str, list[str]] = {name: [] for name in ROWS}
-    alone = [name for name in ROWS if not says(name)]
+    alone = [name for name in CHOICES if not says(name)]
     for one, other in combinations(alone, 2):
         if one.split("=")[0] != other.split("=")[0] and says(one, other):
             pairs[one].append(other)

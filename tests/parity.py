@@ -14,6 +14,7 @@ from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import MicroBatch, Rows, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.overrides import composed
+from lowmem.settings import Settings
 from lowmem.techniques import GROUPS, techniques
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
@@ -117,8 +118,8 @@ class Losses(Callback):
         self.seen, self.read = [], []
 
     def on_before_backward(self, trainer, module, loss):  # a forward pass has waited for what was still on its way
-        weights = module.model.named_parameters()
-        self.now = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in weights}
+        weights, of = module.model.named_parameters(), module.weights.of
+        self.now = {name: of(p).detach().to("cpu", torch.float32, copy=True) for name, p in weights}
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
         self.seen.append(float(outputs["loss"]))
@@ -151,7 +152,7 @@ def expected(cfg, optim, accumulation, held_in=None):
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     decay, frozen, adapter = float(cfg.optim.weight_decay), tuple(cfg.freeze or ()), _adapter(cfg)
-    dtypes = cfg.weights_dtype, held_in or ("float32" if adapter else cfg.weights_dtype)
+    dtypes = Settings(cfg).loaded_in, held_in or ("float32" if adapter else cfg.weights_dtype)
     return _expected(*dtypes, optim, windows, clip, float(cfg.lr), decay, frozen, adapter)
 
 
@@ -217,7 +218,7 @@ def deviations(cfg, *techniques):
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
     before, ours = run(cfg, callbacks=[losses])
     assert all(torch.equal(before[name], start[name]) for name in start)
-    right = expected_losses(accumulation, losses.read, _adapter(cfg), cfg.weights_dtype)
+    right = expected_losses(accumulation, losses.read, _adapter(cfg), Settings(cfg).loaded_in)
     apart = (abs(one / other - 1) for one, other in zip(losses.seen, right, strict=True))
     return *errors(start, ours, theirs), max(apart)
 

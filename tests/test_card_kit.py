@@ -1,6 +1,7 @@
 """The kit for a card, where there is none: how cases end, what is kept and resumed, the page; every stage, in small."""
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -8,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from benchmarks.card import __main__ as command
-from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, speed, xl
+from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, speed, streamed, xl
 from benchmarks.card.case import SIZES, Case, Here, LeftOut, Stage, text
 from benchmarks.card.kit import Kit
 
@@ -21,6 +23,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import composed
 from lowmem.settings import Settings
 from lowmem.units import GIB
+from made_up import Allocator
 
 STAGES = (
     Stage(1, "made up", "card_stages", seconds=60, together=2),
@@ -355,7 +358,7 @@ def here(tmp_path):
 
 
 def test_every_stage_has_its_time_and_no_case_more_than_it():
-    for module in (*REAL.values(), auto):
+    for module in (*REAL.values(), auto, streamed):
         assert module.STAGE.seconds < 8 * 60 and module.STAGE.module == module.__name__
         for size in SIZES.values():
             assert all(isinstance(c, Case) and c.seconds <= module.STAGE.seconds for c in module.cases(size).values())
@@ -380,9 +383,12 @@ def test_all_three_sizes_are_compared_and_what_could_not_be_measured_is_left_out
 
 def test_the_link_and_the_products_are_measured(here):
     found = {
-        name: link.cases(here.size)[name].run(here) for name in ("card", "link", "products", "gradients over the link")
+        name: link.cases(here.size)[name].run(here)
+        for name in ("card", "link", "products", "gradients over the link", "weights over the link")
     }
     assert found["link"]["bytes_per_second"].keys() >= {"pinned up", "pinned down", "pageable up", "pageable down"}
+    over = {f"weights up, {way}" for way in ("registered", "unregistered", "staged")}
+    assert found["weights over the link"]["bytes_per_second"].keys() == over | {"memory registered"}
     assert found["products"]["operations_per_second"].keys() == {"fp32", "TF32", "bf16", "fp16"}
     assert all(
         rate > 0
@@ -579,6 +585,48 @@ def test_the_preset_that_takes_no_step_in_its_time_has_failed(here, monkeypatch)
         xl.preset(here, "12GiB", share=1, seconds=1)
 
 
+PLANNED = {"device_peak_bytes": GIB, "reserved_peak_bytes": 2 * GIB}
+
+
+def test_weights_stream_over_a_lane_that_looks_at_the_clock(here, monkeypatch):
+    from lowmem.plan import at_start
+
+    planned = SimpleNamespace(based_on=lambda rss: SimpleNamespace(as_dict=lambda: PLANNED))
+    monkeypatch.setattr(at_start, "checked", lambda *_: planned)
+    Allocator().install(monkeypatch)
+    run = streamed.run(here, "streamed", [*streamed.XL, *here.size.small])
+    assert run["copied_seconds"] > 0 and run["waited_seconds"] > 0 and run["tokens_per_second"] > 0
+    told = {"a": {"runs": {"streamed": run, "resident": run | {"copied_seconds": 0}}, "asked": 1.1}}
+    told["large"] = {"runs": {"streamed": run, "resident": {"why": "no | room"}}, "asked": 2.8}
+    assert "a: " in streamed.says(told) and streamed.says(told).count("1.00 of the speed of resident weights") == 1
+    lines = streamed.table(told).splitlines()
+    assert "| a | streamed | 1.000 / " in lines[2] and "| <= 1.1 | 2.000 / " in lines[2] and lines[2].endswith("% |")
+    assert lines[3].endswith("| - |") and "| large | resident | no   room | - |" in lines[5]
+
+
+@pytest.mark.slow
+def test_streamed_and_resident_weights_are_predicted_and_train_the_same(here):
+    runs = streamed.row(here, "GPT-2 XL, 4 x 1024")["runs"]
+    assert runs["streamed"]["train_loss"] == runs["resident"]["train_loss"]
+    assert runs["streamed"]["copied_seconds"] > 0 == runs["resident"]["copied_seconds"]
+    assert all(run["predicted"]["device_peak"] > 0 for run in runs.values())
+
+
+@pytest.mark.parametrize(
+    ("loss", "other", "allocated", "is_right"),
+    [(3.0, 3.01, 1.0, True), (3.0, 3.2, 1.0, False), (math.nan, math.nan, 1.0, False), (3.0, 3.0, 1.2, False)],
+)
+def test_streamed_weights_are_right_where_they_train_the_same_in_what_is_asked(loss, other, allocated, is_right):
+    runs = {"streamed": {"train_loss": loss, "allocated": allocated * GIB}, "resident": {"train_loss": other}}
+    assert streamed.right(runs, asked=1.1) == is_right
+    assert not streamed.right(runs | {"resident": {"why": "no room"}}, asked=0.9)
+
+
+@pytest.mark.parametrize(("copied", "waited", "share"), [(2.0, 0.5, 0.75), (2.0, 3.0, 0.0), (0.0, 0.0, None)])
+def test_a_copy_is_hidden_that_the_device_did_not_stand_still_for(copied, waited, share):
+    assert streamed.hidden({"copied_seconds": copied, "waited_seconds": waited}) == share
+
+
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
     """Every stage as typed, in small: a minute and a half on two idle cores, most of it imports."""
@@ -592,7 +640,7 @@ def test_the_whole_kit_runs_on_stand_ins(tmp_path):
     found = json.loads(file.read_text())
     whys = [case["why"] for stage in found["stages"].values() for case in stage["cases"].values() if "why" in case]
     assert done.returncode == 0 and not whys, whys
-    assert list(found["stages"]) == list("123456")
+    assert list(found["stages"]) == list("1234567")
     assert all(stage["cases"].keys() == set(stage["planned"]) for stage in found["stages"].values())
     assert done.stdout.count("| ") > 50 and "cannot be told" not in done.stdout
     assert not Path(ROOT / "docs" / "card.md").exists() or "no card: a rehearsal" not in kit.PAGE.read_text()

@@ -247,7 +247,7 @@ def test_the_table_of_the_techniques_is_that_of_what_was_measured_and_of_what_is
     written = table(found["rounds"], found["refused"])
     assert written + "\n" in docs("techniques"), again
     pairs = {frozenset((one, other)) for one, others in found["refused"].items() for other in others}
-    assert pairs == REFUSED_PAIRS and len(pairs) > 10
+    assert pairs == {pair for pair in REFUSED_PAIRS if pair <= ROWS.keys()} and len(pairs) > 10  # shipped: no row
 
 
 def test_the_figure_of_the_planner_is_that_of_the_results():

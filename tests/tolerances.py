@@ -75,6 +75,8 @@ SGD_FP32 = 1e-6
 def allowed(*techniques, on_card=False):
     """What these may be off by together: (update of matrices, of vectors, loss of a window)."""
     known = UPDATE | (ON_CARD if on_card else {})
+    if "weights=streamed" in techniques and not any(one.startswith("precision=") for one in techniques):
+        techniques += ("precision=bf16-master",)  # with which it is run: it changes no bit itself
     each = [known.get(technique, EXACT) for technique in techniques]
     matrices, vectors = (sum(parts) for parts in zip(*each, strict=True))
     if {"precision=16", "optim=adafactor"} <= {*techniques}:

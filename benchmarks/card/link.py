@@ -28,6 +28,7 @@ def cases(size: Size) -> Mapping[str, Case]:
         "memory of the host": Case(host, 60, imports="torch"),
         "products": Case(products, 60, imports="torch"),
         "gradients over the link": Case(staged, 60, imports="lowmem.offload.link"),
+        "weights over the link": Case(weights, 60, imports="lowmem.offload.registered"),
         "rates of the planner": Case(rates, 90),
         "state that the card has no room for": Case(pages.crowded, 90),
     }
@@ -181,6 +182,42 @@ def staged(here: Here) -> dict:
     return {"bytes_per_second": found}
 
 
+def weights(here: Here) -> dict:
+    """Weights up as they stream: from memory that is registered, that is not, and that is not and goes through staging;
+    and how fast memory is registered."""
+    import torch
+
+    from lowmem.offload.link import CudaLane
+    from lowmem.offload.registered import Registered
+    from made_up import SlowLane
+
+    class Refusing(CudaLane if here.on_card else SlowLane):
+        def register(self, memory):
+            return "to see what staging costs"
+
+    make = Refusing.__base__
+    lane, refusing = (one(torch.device("cuda")) if here.on_card else one() for one in (make, Refusing))
+    source = torch.ones(here.size.moved, dtype=torch.uint8)
+    to = torch.zeros(here.size.moved, dtype=torch.uint8, device=here.device)
+
+    def up(over) -> float:
+        rate = source.nbytes / seconds(lambda: over.hold(over.copy(to, source, over.mark())), here)
+        assert torch.equal(to.cpu(), source)
+        return rate
+
+    staged = Registered(refusing, [source])
+    found = {"weights up, unregistered": up(lane), "weights up, staged": up(staged)}
+    staged.close()
+    start = time.perf_counter()
+    why = lane.register(source)
+    if why is not None:
+        return {"bytes_per_second": found, "why": why}
+    found["memory registered"] = source.nbytes / (time.perf_counter() - start)
+    found["weights up, registered"] = up(lane)
+    lane.unregister(source)
+    return {"bytes_per_second": found}
+
+
 def products(here: Here) -> dict:
     """Operations per second of square matrix products on random numbers, and what they are off by."""
     import torch
@@ -243,7 +280,7 @@ def table(results: Mapping[str, dict]) -> str:
     for when, sizes in results.get("memory of the host", {}).items():
         free = f"{sizes['available'] / GIB:.1f} of {sizes['total'] / GIB:.1f} GiB"
         lines.append(f"| memory of the host, {when} | {free} |")
-    for name in ("link", "gradients over the link"):
+    for name in ("link", "gradients over the link", "weights over the link"):
         for way, speed in results.get(name, {}).get("bytes_per_second", {}).items():
             lines.append(f"| {way} | {speed / 1e9:.2f} GB/s |")
     products = results.get("products", {"operations_per_second": {}})

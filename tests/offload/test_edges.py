@@ -29,9 +29,9 @@ SHAPES = {
 TIED = [kind for kind in SHAPES if kind != "llama"]
 
 
-def setting(config, clip, accumulation, *more):
+def setting(config, clip, accumulation, *more, precision="bf16-master"):
     lines = ("gradient_checkpointing=every_layer", "loss=tiled", "loss.columns=96", "max_steps=3")
-    return configured(config, "bf16-master", "adamw", clip, accumulation, "linear", *lines, *more)
+    return configured(config, precision, "adamw", clip, accumulation, "linear", *lines, *more)
 
 
 def weights_after(cfg, kind, lane=None):
@@ -47,16 +47,16 @@ def weights_after(cfg, kind, lane=None):
         plugin.link, held.lane = StagedLink(lane(), slot_bytes=4096, slots=2), lane()
     trainer = parity.trainer(cfg, [plugin], list(instantiate(cfg.callbacks).values()))
     trainer.fit(module, windows(cfg))
-    assert trainer.global_step == cfg.max_steps
+    assert trainer.global_step == cfg.max_steps and (module.skipped_steps > 0) == plugin.scales_loss
     if held.streams:
         readers = [(edge.embedding is not None, edge.head is not None) for edge in held.edges]
         assert readers == ([(True, True)] if kind in TIED else [(True, False), (False, True)])
     return {name: plugin.whole(p).detach() for name, p in module.model.named_parameters()}
 
 
-def same(config, kind, clip, accumulation, lane):
-    resident = weights_after(setting(config, clip, accumulation), kind)
-    streamed = weights_after(setting(config, clip, accumulation, "weights=streamed"), kind, lane)
+def same(config, kind, clip, accumulation, lane, **precision):
+    resident = weights_after(setting(config, clip, accumulation, **precision), kind)
+    streamed = weights_after(setting(config, clip, accumulation, "weights=streamed", **precision), kind, lane)
     return all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
@@ -73,6 +73,14 @@ def same(config, kind, clip, accumulation, lane):
 )
 def test_it_has_the_bits_of_resident_weights(config, kind, clip, accumulation, lane):
     assert same(config, kind, clip, accumulation, lane)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHAPES)
+def test_so_it_has_with_a_loss_scale_and_steps_that_are_skipped(config, kind, monkeypatch):
+    scaled = [*parity.WITH["precision=16-master"][:-1], "trainer.plugins.precision.init_scale=3e5"]
+    monkeypatch.setitem(parity.WITH, "precision=16-master", scaled)
+    assert same(config, kind, "norm", "fixed", SlowLane, precision="16-master")
 
 
 # --- deliberately wrong variants --------------------------------------------------------------------------------------

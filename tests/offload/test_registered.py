@@ -53,16 +53,34 @@ def bytes_(count):
     return torch.randint(256, (count,), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(("most", "said"), [(9, "Registered 0.0 GiB"), (1, "through 2 x 0 MiB of staging"), (0, WHY)])
+@pytest.mark.parametrize(
+    ("loss", "most", "said"),
+    [
+        ("full", 9, "Registered 0.0 GiB"),
+        ("full", 1, "through 2 x 0 MiB of staging"),
+        ("full", 0, WHY),
+        ("tiled", 0, WHY),
+    ],
+)
 def test_weights_stream_with_the_same_bits_registered_or_not_and_all_is_given_back(
-    config, monkeypatch, caplog, most, said
+    config, monkeypatch, caplog, loss, most, said
 ):
-    """Three blocks, of which each, one or none can be registered; staging slots are smaller than a weight."""
+    """Three blocks, of which each, one or none can be registered; staging slots are smaller than a weight. With tiles
+    of the head, parts of its memory travel, and the embedding's rows beside it."""
     lane = Container(most)
     monkeypatch.setattr(streamed, "lane_of", lambda device: lane)
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
     where = {name: f"weights={name}" for name in ("resident", "streamed")}
-    line = ("bf16-master", "adamw", "norm", "none", "linear", "gradient_checkpointing=every_layer", "max_steps=3")
+    line = (
+        "bf16-master",
+        "adamw",
+        "norm",
+        "none",
+        "linear",
+        "gradient_checkpointing=every_layer",
+        "max_steps=3",
+        f"loss={loss}",
+    )
     with caplog.at_level("INFO", "lowmem"):
         found = {name: ours(configured(config, *line, typed)) for name, typed in where.items()}
     assert equal(found["streamed"], found["resident"])

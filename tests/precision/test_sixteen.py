@@ -137,10 +137,13 @@ def test_stochastic_rounding_is_right_in_the_mean_and_exact_where_it_can_be():
             assert right == (isinstance(precision, BFloat16Stochastic) or share == 0.0)
 
 
-def test_stochastic_rounding_keeps_what_is_not_finite():
-    wide = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_stochastic_rounding_keeps_what_is_not_finite(on_host):
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # one that carries into its sign
+    wide = torch.tensor([float("inf"), -float("inf"), nan, 0.0])
+    assert wide.view(torch.int32)[2] == 0x7FFFFFFF
     narrow = torch.empty(4, dtype=torch.bfloat16)
-    stochastically(wide, narrow)
+    stochastically(wide, narrow, on_host=on_host)
     assert narrow[0] == float("inf") and narrow[1] == -float("inf") and narrow[2].isnan() and narrow[3] == 0
 
 
@@ -153,7 +156,8 @@ def at_once(wide):
 
 @pytest.mark.parametrize("shape", [(), (5,), (1000,), (50, 40), (3, 300), (7, 3, 20), (0, 3)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, monkeypatch):
+@pytest.mark.parametrize("on_host", [False, True])
+def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, on_host, monkeypatch):
     monkeypatch.setattr(sixteen, "CHUNK", 128)
     wide = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wide = wide.mT.contiguous().mT if transposed and len(shape) > 1 else wide
@@ -161,12 +165,12 @@ def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, monk
     right, after = at_once(wide), torch.get_rng_state()
     torch.manual_seed(1)
     narrow = torch.empty_like(wide, dtype=torch.bfloat16)
-    stochastically(wide, narrow)
+    stochastically(wide, narrow, on_host=on_host)
     assert torch.equal(narrow, right) and torch.equal(torch.get_rng_state(), after)
     before, own = torch.get_rng_state(), torch.Generator().manual_seed(1)
-    stochastically(wide, narrow, own)
+    stochastically(wide, narrow, own, on_host)
     assert torch.equal(narrow, right) and torch.equal(torch.get_rng_state(), before)
-    stochastically(wide, narrow, own)  # wrong: other numbers
+    stochastically(wide, narrow, own, on_host)  # wrong: other numbers
     assert wide.numel() < 100 or not torch.equal(narrow, right)
 
 

@@ -28,10 +28,10 @@ class Registered:
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
         self.lane, start = lane, time.perf_counter()
-        self._read: dict[int, Mark] = {}  # by address: reached when the last copy out of it is complete
+        self._read: dict[int, Mark] = {}  # by memory: reached when the last copy out of it is complete
         whys = [(one, lane.register(one)) for one in memory if lane.registers]
         self._memory = [one for one, why in whys if why is None]
-        self._not = {_place(one) for one, why in whys if why is not None}
+        self._not = {storage_key(one) for one, why in whys if why is not None}
         if self._memory:
             size, taken = sum(one.nbytes for one in self._memory), time.perf_counter() - start
             log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {taken:.1f} s.")
@@ -54,11 +54,11 @@ class Registered:
             landed = Coming(self._thread.submit(self._send, to, source, after))
         else:
             landed = self.lane.copy(to, source, after)
-        self._read[_place(source)] = landed
+        self._read[storage_key(source)] = landed
         return landed
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if _place(source) in self._not:
+        if storage_key(source) in self._not:
             return self._staging.send(source, to, _asked(after))
         return self.lane.copy(to, source, _asked(after))
 
@@ -85,11 +85,6 @@ class Coming:
 
     def synchronize(self) -> None:
         self.asked.result().synchronize()
-
-
-def _place(memory: Tensor) -> int:
-    """The same for all of it. Args: memory: or a part; in a plan it has no address."""
-    return storage_key(memory)
 
 
 def _asked(mark: Mark) -> Mark:

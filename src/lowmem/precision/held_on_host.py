@@ -180,12 +180,12 @@ class AtRandom(Master):
         if hasattr(optimizer, "step_narrow"):  # in parts, none of which is large
             optimizer.step_narrow(
                 *(gradient, group, self.wide, reading, held),
-                lambda wide, here, _: stochastically(wide, here, random),
+                lambda wide, here, _: stochastically(wide, here, random, on_host=True),
             )
         else:
             self.wide.data = held.float()
             self._stepped(optimizer, group, reading(gradient))
-            stochastically(self.wide.data, held, random)
+            stochastically(self.wide.data, held, random, on_host=True)
             self.wide.data = nowhere(self.wide)
         if narrow is not held:
             narrow.copy_(held)

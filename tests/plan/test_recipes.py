@@ -548,7 +548,7 @@ def streaming(*way):
     return as_override(*recipe) | {"weights": "streamed", "weights.resident_blocks": str(staying)}
 
 
-@pytest.mark.parametrize("way", [*STREAMED[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in STREAMED[2:])])
+@pytest.mark.parametrize("way", [STREAMED[0], *(pytest.param(way, marks=pytest.mark.slow) for way in STREAMED[1:])])
 def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(composed, way):
     """Also where some blocks stay. Wrong on purpose: as if one less of them did."""
     rates, recipe = replace(machine(), overhead=0.0), streaming(*way)
@@ -594,6 +594,7 @@ def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
     assert said and not any(c.streams for c in said)
 
 
+@pytest.mark.slow
 def test_what_fits_on_the_device_stays_there():
     """Where it does not, as many blocks as fit stay; where none does, none."""
     lines = ("model.architecture.n_embd=1024", *SHAPE[1:3], "model.architecture.vocab_size=300", "seq_len=16")
@@ -606,7 +607,7 @@ def test_what_fits_on_the_device_stays_there():
     (only,) = planned(2**40).recipes
     assert only.overrides == () and only.traced
     need = only.prediction.device_need
-    for room, staying in ((0.95, 4), (0.5, 1)):
+    for room, staying in ((0.95, 4),):
         plan = planned(int(room * need))
         assert plan.chosen.overrides == ("weights=streamed", f"weights.resident_blocks={staying}")
         assert plan.chosen.traced and plan.chosen.changes == () and plan.chosen.seconds > only.seconds

@@ -76,6 +76,7 @@ class Resident:
         self, network: nn.Module | None = None, steps_in: str = "sixteen", head_in_tiles: bool = False
     ) -> None:
         self.homes: list[Home] = []
+        self.edges: list = []  # weights outside the blocks that are on the host, too (`edges.py`)
 
     def move_in(self, device: torch.device) -> None:
         """The precision calls this when every weight has its dtype. Args: device: that computes."""

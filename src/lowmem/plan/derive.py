@@ -23,6 +23,7 @@ from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
 from lowmem.plan.window import PASSES, STEP, TRAVEL, seconds, window
 from lowmem.settings import Settings
+from lowmem.techniques import techniques
 from lowmem.units import CATEGORIES
 
 FEWEST = 3  # blocks with a first, a last and something between
@@ -81,6 +82,7 @@ class Derivation:
         passes = Corners(self.traced(*self.needed(recipe, cfg)[0]), self.depth, int(recipe["batch_size"]))
         parameters = self._parameters(recipe, cfg)
         of_passes = {"pinned": _pinned(passes), "advice": passes.any.advice, "estimate": passes.any.estimate}
+        of_passes["leaves"] = passes.bytes(lambda t: t.leaves)
         derived = replace(self.of_parameters(recipe, cfg), **of_passes)
         leave = Settings(cfg).masters or Settings(cfg).in_backward
         derived.phases |= {
@@ -122,6 +124,8 @@ class Derivation:
             blocks=(self.depth, parameters.any.blocks[1]),
             held=parameters.bytes(lambda t: t.held),
             streamed=parameters.bytes(lambda t: t.streamed),
+            outside=parameters.any.outside,
+            head=parameters.any.head,
             phases={"step": Point("step", held | {"activations": 0}, parameters.bytes(_host("step")))},
         )
 
@@ -149,7 +153,9 @@ class Derivation:
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
             passes |= {"weights": recipe["weights"], STAY: "0"}
             parameters |= {"weights": recipe["weights"], STAY: "0"}
-        parameters |= {"loss": "full", "seq_len": str(SHORT)}
+            if techniques("loss")[recipe["loss"]].head_in_tiles:  # which is then on the host
+                parameters["loss"] = recipe["loss"]
+        parameters = {"loss": "full", "seq_len": str(SHORT)} | parameters
         several = Settings(cfg).masters and micro_batches(cfg, recipe) > 1  # then the host sums gradients in fp32
         passes["accumulation"], parameters["accumulation"] = "none", "fixed" if several else "none"
         return (passes, self.batches), (parameters, (1, 1))

@@ -249,7 +249,8 @@ def needs(
     size, loaded = (getattr(torch, name).itemsize for name in (cfg.weights_dtype, Settings(cfg).loaded_in))
     steps_beside_card = on_card and shapes.steps_on_host
     # a gradient on its way to the host, in 16 bits
-    leaving = shapes.largest_trained * HALF if steps_beside_card else 0
+    largest = shapes.leaves if shapes.streamed else shapes.largest_trained * HALF
+    leaving = largest if steps_beside_card else 0
     built_on = {
         "libraries": libraries,
         "cuda": CUDA_ON_HOST if on_card else 0,

@@ -15,7 +15,7 @@ from lowmem.plan.candidates import Candidate, Training, Typed, candidates, micro
 from lowmem.plan.changes import Change, Tier
 from lowmem.plan.derive import STAY, Derivation, Needed
 from lowmem.plan.helper import Helper
-from lowmem.plan.machine import machine
+from lowmem.plan.machine import Machine, machine
 from lowmem.plan.prediction import SMALLEST, Prediction, needs, outline, outlined, predict
 from lowmem.plan.recorder import stack_of
 from lowmem.plan.tracing import trace_all
@@ -60,6 +60,7 @@ class Plan:
     ram: int | None
     traces: int
     hopeless: int = 0
+    machine: Machine | None = None
 
     @property
     def gpu(self) -> int | None:
@@ -106,7 +107,7 @@ def search(
         raise Refused(next(said for training in it.trainings for said in refused(typed.config(training.chosen))))
     fitting = [r for r in tried if r.fits(it.gpu, ram)]
     others = sorted((r for r in tried if not r.fits(it.gpu, ram)), key=lambda r: r.prediction.device_need)
-    return Plan(typed, fitting + others, card, ram, it.derivation.traces, len(it.hopeless))
+    return Plan(typed, fitting + others, card, ram, it.derivation.traces, len(it.hopeless), it.derivation.machine)
 
 
 class _Search:

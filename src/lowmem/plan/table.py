@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from lowmem.overrides import as_mapping, replaced
 from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.recipes import Plan, Recipe
+from lowmem.plan.window import free_from
+from lowmem.settings import Settings
 from lowmem.techniques import CHANGEABLE
 from lowmem.units import GIB
 
@@ -94,11 +96,22 @@ def _facts(plan: Plan) -> list[str]:
     ]
     if plan.recipes[0].prediction.paged:
         found.append(_paged(plan.recipes[0].prediction, plan.gpu))
+    if plan.recipes[0].prediction.shapes.streamed:
+        found.append(_streams(plan))
     return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
 
 
 def _beside(prediction: Prediction) -> str:
     return f"{prediction.beside / GIB:.2f} GiB for CUDA's context and kernels"
+
+
+def _streams(plan: Plan) -> str:
+    recipe = plan.typed.config(as_mapping(plan.recipes[0].overrides))
+    tokens = free_from(plan.machine, Settings(recipe).multiplies_in)
+    return (
+        f"Streaming is free from about {round(tokens, -1):,.0f} tokens per micro-batch on {plan.machine.name}; this "
+        f"recipe has {recipe.batch_size * recipe.seq_len:,}."
+    )
 
 
 def _paged(prediction: Prediction, gpu: int | None) -> str:

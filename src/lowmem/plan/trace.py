@@ -99,7 +99,10 @@ class Trace:
     paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
     blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
     held: int = 0  # bytes of weights and masters that the host holds
-    streamed: int = 0  # of weights that come from the host for each pass
+    streamed: int = 0  # of blocks' weights that come from the host for each pass
+    outside: int = 0  # of weights outside the blocks that wait there, too
+    head: int = 0  # of those, what comes for each pass, in tiles
+    leaves: int = 0  # bytes of the largest gradient that leaves at once
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
     # of the device, (serial, bytes): + born, - died; a window, what was there before it included
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -166,6 +169,9 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         blocks=_blocks(module.model),
         held=recorder.held,
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
+        outside=sum(edge.weight.nbytes for edge in module.weights.edges),
+        head=sum(edge.weight.nbytes for edge in module.weights.edges if edge.head is not None),
+        leaves=max(point.bytes["gradients"] for point in window.points),
         phases=_phases(recorder, on_card),
         events=window.events,
         work=shapes.work,

@@ -67,11 +67,13 @@ def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
     host, travel = machine.host or machine, HALF * shapes.trained / machine.link
-    kept = max(0, shapes.trained - shapes.streamed // HALF)  # weights that are brought to the device after a step
+    # weights that are brought to the device after a step
+    kept = max(0, shapes.trained - (shapes.streamed + shapes.outside) // HALF)
     update *= pace_of_update(host, cfg)
     update += 2 * HALF * kept / host.bandwidth  # read and written again: into the link's slots
     # The last block is where the forward pass has left it when backward begins.
-    comes, again = (size / machine.link for size in (shapes.streamed, max(0, shapes.streamed - shapes.blocks[1])))
+    comes = (shapes.streamed + shapes.head) / machine.link
+    again = (max(0, shapes.streamed - shapes.blocks[1]) + shapes.head) / machine.link
     forward_takes = max(forward, offloaded, comes)
     backward_takes = max(backward, offloaded + again, travel, taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)

@@ -3,11 +3,14 @@
 import pytest
 
 from lowmem.module import CausalLM
-from parity import CHOICES, COMPILED
+from parity import CHOICES, COMPILED, WITH
 from same import last, same
 
 EVERY = [
-    choice for choice in CHOICES if choice.startswith(("optim=", "precision=", "adapter=")) and choice != "adapter=none"
+    choice
+    for choice in CHOICES
+    if choice.startswith(("optim=", "precision=", "adapter=", "weights="))
+    and choice not in ("adapter=none", "weights=resident")
 ]
 EACH = [pytest.param(t, marks=pytest.mark.slow if t in COMPILED else []) for t in EVERY]
 
@@ -58,7 +61,8 @@ def life(fit, monkeypatch):
 
     def live(name, technique, consumed, resume=None, death=None):
         state.update(windows=len(consumed), batches=0, death=death, consumed=consumed)
-        lines = [technique, *RUN, *([f"resume={resume}"] if resume else [])]
+        beside = WITH.get(technique, []) if technique.startswith("weights=") else []
+        lines = [technique, *beside, *RUN, *([f"resume={resume}"] if resume else [])]
         if death is None:
             return fit(*lines, folder=name)[1]
         with pytest.raises(Died):

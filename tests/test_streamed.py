@@ -13,8 +13,10 @@ from lowmem.errors import NotFinite
 from lowmem.internals import in_backward
 from lowmem.offload.home import Home
 from lowmem.precision.held_on_host import Halves
+from lowmem.precision.split import joined
 from lowmem.streamed import Streamed
 from made_up import ClockLane, LateLane, SlowLane
+from same import last, same
 from streams import MODELS, POLICIES, lines, trained
 
 LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
@@ -106,6 +108,41 @@ def test_so_they_have_where_some_blocks_stay(config, resident, blocks):
 def test_so_they_have_with_steps_in_backward_and_any_clipping(config, resident, clip, optim):
     arguments = lines("llama", "loss=chunked", "max_steps=2", clip=clip, optim=optim)
     assert trained(config, streamed(), "llama", arguments).same(resident(config, "llama", arguments))
+
+
+# --- a long run -------------------------------------------------------------------------------------------------------
+
+LONG = (
+    *("gradient_checkpointing=every_layer", "accumulation=fixed", "accumulation.batches=3", "batch_size=1", "lr=1e-2"),
+    *("clip=0.5", "max_steps=32", "scheduler=linear", "val_every=10", "save_every=8", "model.architecture.n_layer=4"),
+    *("model.architecture.resid_pdrop=0.1", "optim=adamw8bit", "model.architecture.n_embd=64", "sample_tokens=4"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", MASTERS)
+def test_a_long_run_with_evaluations_samples_and_resumes_either_way_has_those_bits(fit, tmp_path, precision):
+    lines = [*LONG, f"precision={precision}"]
+    if precision == "16-master":
+        lines.append("trainer.plugins.precision.init_scale=1e9")
+    one, whole = fit(*lines, folder="resident")
+    assert (one["skipped_steps"] > 0) == (precision == "16-master")
+    right = held(whole)
+    other, again = fit(*lines, "weights=streamed", folder="streamed")
+    assert one["val_loss"] == other["val_loss"] and same(held(again), right)
+    for first, then in (("streamed", "streamed"), ("streamed", "resident"), ("resident", "streamed")):
+        folder = f"{first}-{then}"
+        fit(*lines, f"weights={first}", "max_steps=13", "scheduler.total_steps=32", folder=f"{folder}-1")
+        _, resumed = fit(*lines, f"weights={then}", f"resume={tmp_path / folder}-1", folder=folder)
+        assert same(held(resumed), right), folder
+
+
+def held(run):
+    """What the last checkpoint of a run holds, its halves put together."""
+    found = last(run)
+    for name, rest in found.pop("rests", {}).items():
+        found["state_dict"][name] = joined(found["state_dict"][name], rest)
+    return {key: found[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "lowmem", "global_step")}
 
 
 # --- late copies ------------------------------------------------------------------------------------------------------

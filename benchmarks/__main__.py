@@ -21,6 +21,7 @@ EVERY = {
     "claims": "what guides say, beside what is",
     "host_optimizer": "the optimizer's step on the host",
     "gpt2_xl": "GPT-2 XL with masters on the host",
+    "streamed": "weights that stream: what it reaches, costs and carries, and 8B parameters trained here",
     "architectures": "every causal family of transformers under the techniques that reach into a model",
     "prepare": "making tokens of 1 and 3 GB of text",
     "packing": "documents packed into rows, in every causal family: exact or refused",

@@ -145,7 +145,7 @@ def table_of_eight(one: Mapping) -> str:
     asked = "" if one["rss_peak"] <= RESIDENT_ASKED else " (missed)"
     return "\n".join(
         [
-            f"`{' '.join(EIGHT[:13])}`, on this CPU, from a random start, nothing saved:",
+            f"`{' '.join(EIGHT)}`, on this CPU, from a random start, nothing saved:",
             "",
             "| parameters, M | losses | s of each step | s in all | highest resident GiB | asked | device GiB |",
             "|---|---|---|---|---|---|---|",

@@ -145,6 +145,38 @@ def held(run):
     return {key: found[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "lowmem", "global_step")}
 
 
+# --- what is frozen, and whoever else reads weights -------------------------------------------------------------------
+
+RUN = (
+    "gradient_checkpointing=every_layer",
+    "model.architecture.n_layer=4",
+    "lr=1e-2",
+    "val_every=2",
+    "sample_tokens=4",
+)
+RUNS = {
+    "lora": ["adapter=lora", "merge=true"],
+    "dora": ["adapter=dora", "precision=16-master"],
+    "frozen": ["freeze=[transformer.h.0.*,transformer.h.2.*,transformer.wte.*]"],
+    "fp32 export": ["export_dtype=float32"],
+    "aside": ["adapter=lora", "adapter.target=[c_fc]", "clip=null"],
+}
+
+
+@pytest.mark.parametrize(
+    "lines", [pytest.param(r, marks=[] if n == "frozen" else pytest.mark.slow, id=n) for n, r in RUNS.items()]
+)
+def test_a_run_has_the_evaluations_and_samples_and_leaves_the_model_of_one_whose_weights_stay(fit, lines):
+    lines = ["precision=bf16-master", *RUN, *lines]
+    one, stay = fit(*lines, folder="stay")
+    other, stream = fit(*lines, "weights=streamed", folder="stream")
+    assert one["val_loss"] == other["val_loss"]
+    assert (stay / "samples.jsonl").read_text() == (stream / "samples.jsonl").read_text()
+    assert same(held(stay), held(stream))
+    written = {file.name: file.read_bytes() for file in (stay / "model").glob("*.safetensors")}
+    assert written and all((stream / "model" / name).read_bytes() == held for name, held in written.items())
+
+
 # --- late copies ------------------------------------------------------------------------------------------------------
 
 LATE = [("llama", "every_k", 3, "off")]

@@ -139,7 +139,7 @@ def unknown_keys(text: str) -> list[str]:
 def _known(key: str, value: str, page: str) -> bool:
     if not (CONF / key).is_dir():
         return key in KEYS
-    names = [name.strip("'\".") for name in value.split(",")]
+    names = [name.strip("'\".:;") for name in value.split(",")]
     files = (f"conf/{key}/{name}.yaml" for name in names if name and not name.startswith("<"))
     return all((ROOT / file).exists() or file in own_files(page) for file in files)
 

@@ -1,4 +1,4 @@
-"""16-bit weights for the device, all else of them on the host: exact small updates, and 2 bytes each on the card or less.
+"""16-bit weights for the device, all else of them on the host: exact small updates, at most 2 bytes each on the card.
 
 The device holds the weights in 16 bits, or with weights=streamed those of the blocks whose turn it is, and what the
 current backward pass needs. The host holds what the optimizer steps (`held_on_host.py`: fp32 masters, or what makes one

@@ -8,16 +8,23 @@ from contextlib import suppress
 from itertools import product
 
 import pytest
+import torch
+from torch import nn
 
-from lowmem.errors import NotFinite
+from lowmem import loss as losses
+from lowmem.data.loader import MicroBatch
+from lowmem.errors import NotFinite, Refused
+from lowmem.gradient_checkpointing import every_layer
 from lowmem.internals import in_backward
 from lowmem.offload.home import Home
+from lowmem.offload.link import StagedLink
 from lowmem.precision.held_on_host import Halves
 from lowmem.precision.split import joined
 from lowmem.streamed import Streamed
 from made_up import ClockLane, LateLane, SlowLane
 from same import last, same
 from streams import MODELS, POLICIES, lines, trained
+from test_loss import VOCABULARY, network
 
 LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
 MASTERS = ("bf16-master", "16-master")
@@ -294,3 +301,74 @@ def test_a_wrong_variant_is_not_finite_or_has_other_bits(config, resident, monke
     lane = SlowLane() if wrong is brought_before_the_step_is_done else None
     with suppress(NotFinite):
         assert not trained(config, streamed(slots), "llama", arguments, lane=lane).same(right)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_steps_no_weight_that_is_still_being_copied(waits):
+    """A backward pass has used what it steps, so that only whoever brings a weight early and does not use it sees it.
+    The wrong variant: the copy is not told of."""
+    lane, p = SlowLane(), nn.Parameter(torch.ones(1000))
+    copied, link, home = torch.empty(4000, dtype=torch.uint8), StagedLink(lane, slot_bytes=64, slots=2), Home([p])
+    lane.copies.submit(time.sleep, 0.05)
+    landed = lane.copy(copied, home.flat, lane.mark())
+    home.read = landed if waits else None
+    link.at_home(home, lambda: home.tensors[p].zero_())
+    link.finish()
+    landed.synchronize()
+    link.close()
+    assert bool((copied.view(torch.float32) == 1).all()) == waits
+
+
+# --- which weights stream ---------------------------------------------------------------------------------------------
+
+
+def test_outside_its_turn_a_weight_is_not_a_number_and_after_the_run_it_is_itself():
+    model = network("llama", num_hidden_layers=4)
+    right = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = Streamed(model)
+    weights.move_in(torch.device("cpu"))
+    streaming = {name for name, p in model.named_parameters() if weights.home(p)}
+    assert streaming == {name for name in right if ".layers." in name or "embed_tokens" in name}
+    assert all(
+        p.isnan().all() == (name in streaming) and p.shape == right[name].shape for name, p in model.named_parameters()
+    )
+    weights.start()
+    weights.stop()
+    assert all(torch.equal(p, right[name]) for name, p in model.named_parameters())
+
+
+def test_what_blocks_share_stays_and_a_block_may_be_called_twice():
+    """A model whose blocks two and four share their MLP, and that goes through all of them two times."""
+    batch = MicroBatch(*torch.randint(0, VOCABULARY, (2, 3, 20)))
+
+    def gradients(streams):
+        model = network("llama", num_hidden_layers=4)
+        model.get_input_embeddings().requires_grad_(False)
+        layers = model.model.layers
+        layers[3].mlp = layers[1].mlp
+        forward = model.model.forward
+        model.model.forward = lambda **given: forward(inputs_embeds=forward(**given)[0], use_cache=False)
+        every_layer(model)
+        if streams:
+            weights = Streamed(model)
+            weights.move_in(torch.device("cpu"))
+            assert weights.home(layers[1].mlp.up_proj.weight) is None and weights.home(layers[0].mlp.up_proj.weight)
+            weights.start()
+        losses.full(model, batch).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, gradients(streams=True), gradients(streams=False)))
+
+
+def test_what_cannot_stream_is_refused():
+    with pytest.raises(Refused, match="weights=resident"):
+        Streamed(network("llama", num_hidden_layers=1))
+    always_the_same = network("llama", num_hidden_layers=3)
+    always_the_same.model.layers = nn.ModuleList([always_the_same.model.layers[0]] * 3)
+    with pytest.raises(Refused, match="0 block with weights of its own"):
+        Streamed(always_the_same)
+    for count, instead in ((-1, 2), (3, 2), (9, 2)):
+        with pytest.raises(Refused, match=f"weights.resident_blocks={instead}"):
+            Streamed(network("llama", num_hidden_layers=4), resident_blocks=count)
+    with pytest.raises(Refused, match=r"weights\.slots=2"):
+        Streamed(network("llama", num_hidden_layers=4), slots=1)

@@ -49,8 +49,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.masters and run.in_backward,
-        "optim.in_backward=true: with this precision the weights on the device have no optimizer; their masters step "
-        "on the host, with clip=null and bf16-master as soon as each gradient is there. Type optim.in_backward=false.",
+        "optim.in_backward=true: with this precision the weights on the device have no optimizer; the host steps them, "
+        "with clip=null and no loss scale as soon as each gradient is there. Type optim.in_backward=false.",
         "masters_take_no_part_in_backward",
     ),
     Refusal(
@@ -61,15 +61,15 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.masters and not (run.cfg.trainer.get("strategy", "auto") == "auto" and _one(run.cfg.trainer)),
-        "trainer.strategy, trainer.devices: this precision keeps the masters of one whole model beside one device. "
+        "trainer.strategy, trainer.devices: with this precision the host steps one whole model beside one device. "
         "Type precision=bf16 for several, or leave both out.",
         "each_process_would_step_masters_of_its_own",
     ),
     Refusal(
         lambda run: run.streams and not run.masters,
         "weights=streamed: this precision steps on the device, where the weights are only for their turn. Type "
-        "precision=bf16-master gradient_checkpointing=every_layer; 16-master and bf16-sr step on the host, too, and "
-        "any gradient_checkpointing works that computes blocks again.",
+        "precision=bf16-master gradient_checkpointing=every_layer, or weights=resident. 16-master and bf16-sr step on "
+        "the host, too, and any gradient_checkpointing works that computes blocks again.",
         "weights_that_stream_are_not_there_to_be_stepped",
     ),
     Refusal(

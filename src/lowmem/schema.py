@@ -312,6 +312,7 @@ ARGUMENTS: dict[str, Any] = {
     "enabled": Switch,
     "early_step": Switch,
     "resident_blocks": Whole,
+    "steps_in": _words("what weights= gives it: leave it out", Literal["sixteen", "on_host"]),
     "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),
     **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),

@@ -234,6 +234,75 @@ def test_the_device_waits_for_no_weight_that_travels_for_less_than_a_block_compu
     assert waits(1.1) > 2 * steps
 
 
+# --- what travels, and when -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun():
+    """(lane, frozen blocks) -> (a Llama of four blocks, its weights, that have started to stream)."""
+    started = []
+
+    def begin(lane=None, frozen=0):
+        model = network("llama", num_hidden_layers=4, tie_word_embeddings=False)
+        every_layer(model)
+        for part in [model.model.embed_tokens, *model.model.layers[:frozen]]:
+            part.requires_grad_(False)
+        weights = Streamed(model)
+        weights.edges = []
+        weights.move_in(torch.device("cpu"))
+        weights.lane = lane
+        weights.start()
+        started.append(weights)
+        return model, weights
+
+    yield begin
+    for weights in started:
+        weights.stop()
+
+
+IDS = torch.arange(8).view(1, 8)
+
+
+def test_what_no_gradient_reaches_travels_once(begun):
+    for frozen in (0, 2):
+        model, weights = begun(frozen=frozen)
+        model(IDS, use_cache=False).logits.sum().backward()
+        assert weights.fetched == 4 + 3 - frozen  # up to the last; and down from it, which stays
+
+
+def test_after_a_pass_without_gradients_comes_the_first_block_again(begun):
+    lane = ClockLane(0.9)
+    model, weights = begun(lane)
+    for block in weights.blocks:
+        block.register_forward_pre_hook(lambda *_: lane.computes(1.0))
+    with torch.no_grad():
+        for _ in range(3):
+            model.eval()(IDS, use_cache=False)
+    assert lane.waits == 1 and weights.fetched == 3 * 4 + 1
+
+
+def test_a_block_may_return_its_hidden_states_in_anything_that_has_them(begun, monkeypatch):
+    _, weights = begun()
+    reached = []
+    monkeypatch.setattr(weights, "_reached", reached.append)
+    for number, inside in enumerate((lambda x: {"hidden": x}, lambda x: (x, None), lambda x: [x])):
+        output = torch.ones(2, requires_grad=True) * 2
+        weights._leaves(number, inside(output))
+        output.sum().backward()
+    assert reached == [0, 1, 2]
+    with pytest.raises(Refused, match="LlamaDecoderLayer returns a object"):
+        weights._leaves(3, object())
+
+
+def test_no_slot_is_taken_from_a_block_that_backward_reads(begun, monkeypatch):
+    _, weights = begun()
+    weights._bind(0)
+    weights.homes[0].steps += 1
+    monkeypatch.setattr("lowmem.streamed.in_backward", lambda: True)
+    with pytest.raises(AssertionError, match="backward still reads"):
+        weights._bind(0)
+
+
 # --- deliberately wrong variants --------------------------------------------------------------------------------------
 
 

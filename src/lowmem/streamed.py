@@ -12,13 +12,14 @@ Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.068
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
 from lowmem.errors import Refused
 from lowmem.gradient_checkpointing import blocks
-from lowmem.internals import in_backward
+from lowmem.internals import in_backward, tree_leaves
 from lowmem.memory.process import trim
 from lowmem.memory.tracker import belongs
 from lowmem.offload.edges import Outlet, edges
@@ -78,11 +79,13 @@ class Streamed(Resident):
             )
         self._owned = [owned[block] for block in self.blocks]
         self.edges = edges(network, head_in_tiles)
+        self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self.lane: Lane | None = None
         self._up: Registered | None = None  # that lane, from the homes to the device
         self._homes: dict[nn.Parameter, Home] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
+        self._lowest = 0  # block that a gradient reaches
         self.fetched = 0  # copies to the device
 
     # --- where weights are ----------------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ class Streamed(Resident):
             trim()
 
     def takes(self, p: nn.Parameter) -> bool:
-        return any(p is one for owned in (*self._owned, [edge.weight for edge in self.edges]) for one in owned)
+        return p in self._taken
 
     def home(self, p: nn.Parameter) -> Home | None:
         return self._homes.get(p)
@@ -115,6 +118,7 @@ class Streamed(Resident):
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
 
+    @torch.inference_mode(False)  # of an evaluation: other threads write what is made here
     def start(self, outlet: Outlet | None = None) -> None:
         if self._hooks or not self.homes:
             return
@@ -137,11 +141,14 @@ class Streamed(Resident):
             hook.remove()
         for edge in self.edges:
             edge.stop()
+        told = suppress(Exception)  # of what went wrong was whoever waited for it: the run still has to end
         if self._up is not None:
-            self._up.close()
+            with told:
+                self._up.close()
         self._hooks, self._slots, self._up = [], [], None
         for p, home in self._homes.items():
-            home.arrived()
+            with told:
+                home.arrived()
             p.data = home.tensors[p]
 
     # --- whose turn it is -----------------------------------------------------------------------------------------
@@ -150,7 +157,11 @@ class Streamed(Resident):
         if in_backward():  # it is computed again: it has been brought, unless it is one of a segment of several
             self._bind(number)
             return
-        coming = range(number + 1, min(number + self.count, len(self.blocks)))
+        coming = range(number + 1, number + self.count)
+        if torch.is_grad_enabled():
+            coming = [ahead for ahead in coming if ahead < len(self.blocks)]
+        else:  # no backward pass follows, but perhaps the next forward pass
+            coming = [ahead % len(self.blocks) for ahead in coming]
         self._release(lambda other, slot: other != number and (slot.bound or other not in coming))
         self._bind(number)
         for ahead in coming:
@@ -159,18 +170,26 @@ class Streamed(Resident):
     def _leaves(self, number: int, output: object) -> None:
         if in_backward():
             return
-        hidden = output[0] if isinstance(output, tuple | list) else output
-        if isinstance(hidden, Tensor) and hidden.requires_grad:
+        hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        if hidden is None and output is not None:  # None: it raised
+            raise Refused(
+                f"weights=streamed: a {type(self.blocks[number]).__name__} returns a {type(output).__name__}, in which "
+                "there is no tensor to wait for its gradient. Type weights=resident."
+            )
+        if hidden is not None and hidden.requires_grad:
             hidden.register_hook(lambda _: self._reached(number))
+            self._lowest = min(self._lowest, number)
             if number == len(self.blocks) - 1:  # where backward begins
                 return
+        else:
+            self._lowest = number + 1
         self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
         """The gradient is at the output of a block: all above have theirs."""
         self._release(lambda other, _: other > number)
         self._bind(number)
-        for below in reversed(range(number)):
+        for below in reversed(range(self._lowest, number)):
             if not self._fetch(below):
                 return
 
@@ -193,6 +212,7 @@ class Streamed(Resident):
             return True
         for slot in self._slots:
             if slot.home is self.homes[number]:
+                assert not (slot.bound and in_backward()), "a block was stepped that backward still reads"
                 self._free(slot)  # as they were before a step
         slot = next((slot for slot in self._slots if slot.home is None), None)
         if slot is None:

@@ -12,9 +12,9 @@ from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.module import CausalLM
 from lowmem.offload import edges
-from lowmem.offload.edges import Edge
+from lowmem.offload.edges import Edge, Outlet
 from lowmem.offload.home import Home
-from lowmem.offload.link import AtOnceLane, StagedLink
+from lowmem.offload.link import AtOnceLane, Link, StagedLink
 from lowmem.precision.held_on_host import Halves
 from made_up import SlowLane
 from test_loss import VOCABULARY, WIDTH, network
@@ -174,6 +174,62 @@ def test_an_embedding_that_is_read_twice_is_refused(started):
         apart.model.embed_tokens(ids)
     del first
     apart.model.embed_tokens(ids)  # what never saw a backward pass is forgotten
+
+
+def test_a_padding_row_has_no_gradient_although_the_next_lookup_is_under_way(started):
+    """The host takes rows while the embedding has others in place of its weight, which have no padding."""
+    whole, apart = started("llama")
+    (edge,) = edges.edges(apart, head_in_tiles=False)
+    home, embedding, taken = Home([whole.model.embed_tokens.weight]), edge.embedding, []
+    home.tensors = {edge.weight: home.flat.view(torch.float32).view_as(edge.weight)}
+
+    class Meanwhile(Link):
+        def fetch(self, gradient, take):
+            with edge._in_place_of_the_weight(nn.Parameter(gradient)):
+                super().fetch(gradient, take)
+
+    class Held:
+        def use(self, start, piece):
+            taken.append(piece)
+
+    embedding.__dict__.pop("forward")
+    edge.start(home, AtOnceLane(), Outlet(Meanwhile(), lambda p: Held(), lambda p: None))
+    ids = torch.tensor([[7, 3, 7, 5, 3]])
+    for model in (whole, apart):
+        model.model.embed_tokens(ids).sum().backward()
+    right = whole.model.embed_tokens.weight.grad
+    assert not right[7].any() and right[3].all()
+    assert torch.equal(taken[0].view_as(right), right)
+
+
+def test_whoever_reads_no_further_gives_no_memory_back_into_which_a_tile_travels(started):
+    class Noted(AtOnceLane):
+        asked, held = [], []
+
+        def copy(self, *of):
+            self.asked.append(super().copy(*of))
+            return self.asked[-1]
+
+        def hold(self, until):
+            self.held.append(until)
+
+    _, apart = started("llama")
+    edge, lane = apart.lm_head.source, Noted()
+    edge.lane = lane
+    tiles = edge.tiles(96)
+    next(tiles)
+    assert len(lane.asked) == 2 and len(lane.held) == 1
+    tiles.close()
+    assert set(lane.asked) <= set(lane.held)
+
+
+def test_what_a_pass_that_raised_has_left_over_is_nobodys(started):
+    _, apart = started("gpt2")
+    edge = apart.lm_head.source
+    edge.start_gradient()
+    ids = apart.transformer.wte(torch.zeros(1, 4, dtype=int))
+    edge.stop()
+    assert ids is not None and edge._of_head is None and edge._rows() is None
 
 
 def test_what_others_read_or_a_lookup_changes_stays_on_the_device():

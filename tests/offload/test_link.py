@@ -150,6 +150,26 @@ def test_an_error_of_a_copy_is_told_and_not_waited_for():
     link.close()
 
 
+def test_a_link_that_was_closed_serves_a_second_fit():
+    link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2), []
+    for _ in range(2):
+        link.fetch(torch.ones(4), lambda start, piece: taken.append(float(piece.sum())))
+        link.finish()
+        link.close()
+    assert taken == [4.0, 4.0]
+
+
+def test_a_gradient_travels_when_it_is_flat(monkeypatch):
+    """To flatten one that lies otherwise is work for the device, of which the mark must know."""
+    done, link = [], StagedLink(SlowLane(), slot_bytes=64, slots=2)
+    mark, reshape = link.lane.mark, torch.Tensor.reshape
+    monkeypatch.setattr(link.lane, "mark", lambda: done.append("mark") or mark())
+    monkeypatch.setattr(torch.Tensor, "reshape", lambda one, *to: done.append("flat") or reshape(one, *to))
+    link.fetch(torch.ones(2, 3).T, lambda start, piece: None)
+    link.close()
+    assert done.index("flat") < done.index("mark")
+
+
 # --- on a card --------------------------------------------------------------------------------------------------------
 
 ELEMENTS = 5_000_000  # 20 MB: a segment of its own

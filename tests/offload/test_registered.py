@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -11,6 +12,8 @@ from lowmem import streamed
 from lowmem.offload.link import AtOnce, CudaLane
 from lowmem.offload.registered import Registered
 from made_up import Reached, SlowLane
+from test_loss import VOCABULARY, network
+from tolerances import FP32_REORDERED
 from two_models import configured, equal, ours
 
 WHY = "operation not permitted"
@@ -137,6 +140,44 @@ def test_an_error_of_staging_is_told_to_whoever_waits_and_what_was_registered_is
     with pytest.raises(ZeroDivisionError, match="in the copy"):
         way.close()
     assert lane.registered.total() == 0
+
+
+@pytest.mark.parametrize("most", [0, 9])
+def test_an_evaluation_reads_what_other_threads_copy(monkeypatch, most):
+    """In torch's inference mode, which is a thread's own."""
+    monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
+    whole, apart = (network("llama", tie_word_embeddings=False).eval() for _ in range(2))
+    weights = streamed.Streamed(apart, head_in_tiles=True)
+    weights.move_in(torch.device("cpu"))
+    weights.lane, ids = Container(most), torch.randint(0, VOCABULARY, (2, 9))
+    with torch.inference_mode():
+        weights.start()
+        torch.testing.assert_close(apart(ids).logits, whole(ids).logits, rtol=0, atol=FP32_REORDERED)
+    weights.stop()
+
+
+@pytest.mark.parametrize("failed", ["copy", "step"])
+def test_whatever_went_wrong_meanwhile_all_is_put_back(failed):
+    class Broken(SlowLane):
+        def copy(self, to, source, after):
+            raise ZeroDivisionError("in the copy")
+
+    model = network("llama", tie_word_embeddings=False)
+    right = [p.detach().clone() for p in model.parameters()]
+    weights = streamed.Streamed(model)
+    weights.move_in(torch.device("cpu"))
+    lane = weights.lane = Container(0)
+    weights.start()
+    if failed == "copy":
+        lane.copy = Broken().copy
+        weights._fetch(0)
+    else:
+        step = Future()
+        step.set_exception(ZeroDivisionError("in a step"))
+        weights.homes[0].updates.append(step)
+    weights.stop()
+    assert all(map(torch.equal, right, model.parameters()))
+    assert not weights._hooks and not weights._slots
 
 
 # --- on a card --------------------------------------------------------------------------------------------------------

@@ -308,3 +308,16 @@ def test_halves_rounded_to_nearest_even_in_the_pass_are_seen(monkeypatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wide = every_magnitude(torch.bfloat16)
     assert compiled.library(adamw8bit.SOURCE) is not None and not unmoved(wide[wide.isfinite()])
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("tiny", [1e-36, 1e-34, 1e-38])
+def test_a_block_of_next_to_nothing_counts_as_nothing(way, tiny):
+    """Its codes would come from infinity, and of the zeros among them from what is no number."""
+    p = nn.Parameter(torch.ones(4096))
+    optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)
+    gradient[::2] = tiny
+    for _ in range(2):
+        optimizer.step_from(gradient, optimizer.param_groups[0], p)
+    state = optimizer.state[p]
+    assert not state["m"].any() and (state["u"] == adamw8bit.LEAST).all() and p.eq(1).all()

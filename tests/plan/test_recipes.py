@@ -596,7 +596,7 @@ def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
 
 @pytest.mark.slow
 def test_what_fits_on_the_device_stays_there():
-    """Where it does not, as many blocks as fit stay; where none does, none."""
+    """Where it does not, as many blocks as fit stay. Wrong: a recipe that streams beside one that fits."""
     lines = ("model.architecture.n_embd=1024", *SHAPE[1:3], "model.architecture.vocab_size=300", "seq_len=16")
     lines += ("batch_size=1", "device=cpu", "precision=bf16-master", "optim=adamw", "loss=full")
     asked = typed(*lines, "gradient_checkpointing=offload", may_change=[])
@@ -606,11 +606,9 @@ def test_what_fits_on_the_device_stays_there():
 
     (only,) = planned(2**40).recipes
     assert only.overrides == () and only.traced
-    need = only.prediction.device_need
-    for room, staying in ((0.95, 4),):
-        plan = planned(int(room * need))
-        assert plan.chosen.overrides == ("weights=streamed", f"weights.resident_blocks={staying}")
-        assert plan.chosen.traced and plan.chosen.changes == () and plan.chosen.seconds > only.seconds
-        none = next(recipe for recipe in plan.recipes if recipe.overrides == ("weights=streamed",))
-        assert none.seconds > plan.chosen.seconds
+    plan = planned(int(0.95 * only.prediction.device_need))
+    assert plan.chosen.overrides == ("weights=streamed", "weights.resident_blocks=4")
+    assert plan.chosen.traced and plan.chosen.changes == ()
+    none = next(recipe for recipe in plan.recipes if recipe.overrides == ("weights=streamed",))
+    assert none.seconds > plan.chosen.seconds and none.prediction.device_peak < plan.chosen.prediction.device_peak
     assert planned(none.prediction.device_peak // 2).chosen is None

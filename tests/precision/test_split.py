@@ -102,3 +102,9 @@ def test_a_trace_sees_few_operators_however_many_numbers_there_are():
         assert (upper.dtype, rest.dtype, upper.shape) == (torch.bfloat16, torch.int16, wide.shape)
         assert split.joined(upper, rest).dtype == torch.float32
         assert shapes.operators < 30
+
+
+def test_what_is_not_fp32_is_no_weight_to_be_split():
+    """Read as bits, a bf16 weight would be half as many numbers."""
+    with pytest.raises(TypeError, match="bfloat16"):
+        split.halves(torch.ones(2, 2, dtype=torch.bfloat16))

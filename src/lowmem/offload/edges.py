@@ -58,6 +58,9 @@ class Edge:
     def start(self, home: Home, lane: Lane, outlet: Outlet | None) -> None:
         self.home, self.lane, self.outlet = home, lane, outlet
         if self.embedding is not None:
+            # as they are now: the host reads them while the next lookup has the embedding changed
+            padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
+            self._padding = -1 if padding is None else padding
             self._room, self._sent = lane.staging(0), lane.mark()
             self._embed = self.embedding.forward
             self._patches.enter_context(patch.object(self.embedding, "forward", self._look_up))
@@ -67,13 +70,14 @@ class Edge:
 
     def stop(self) -> None:
         self._patches.close()
-        self._room = None
+        self._room = self._sent = self._of_head = None  # also what a pass that raised has left over
+        self._rows = lambda: None
 
     # --- the embedding --------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: Tensor) -> Tensor:
         """ids (B, T) -> (B, T, H)."""
-        at = ids.flatten().cpu()
+        at = ids.flatten().cpu()  # waits for the device, which is at the end of the micro-batch before
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
             if self._rows() is not None:
@@ -86,6 +90,7 @@ class Edge:
         with self._in_place_of_the_weight(rows):
             return self._embed(torch.arange(len(at), device=ids.device).view_as(ids))
 
+    @torch.inference_mode(False)  # another thread may write what is made here
     def _gathered(self, at: Tensor) -> Tensor:
         """Rows of the weight on the device, as it was last stepped. Args: at: (N,), in host memory."""
         self.home.arrived()
@@ -127,16 +132,16 @@ class Edge:
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
-        padding = -1 if self.embedding.padding_idx is None else self.embedding.padding_idx
-        by_frequency = self.embedding.scale_grad_by_freq
+        how = len(self.weight), self._padding, self._by_frequency
         with host_side(), torch.no_grad():
-            whole = torch.ops.aten.embedding_dense_backward(landed, at, len(self.weight), padding, by_frequency)
+            whole = torch.ops.aten.embedding_dense_backward(landed, at, *how)
             if of_head is not None:
                 whole += of_head
         self.outlet.held(self.weight).use(0, whole.view(-1))
 
     # --- the head: a source of tiles as `tiles.Whole` -----------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
         """(first token of the vocabulary, tile (C, H)), each valid until the next is asked for."""
         self.home.arrived()
@@ -152,13 +157,17 @@ class Edge:
 
         landed = [*free]
         fetch(0)
-        for number, piece in enumerate(pieces):
-            which = number % len(slots)
-            if number + 1 < len(pieces):
-                fetch(number + 1)
-            self.lane.hold(landed[which])
-            yield number * columns, slots[which][: len(piece)]
-            free[which] = self.lane.mark()
+        try:
+            for number, piece in enumerate(pieces):
+                which = number % len(slots)
+                if number + 1 < len(pieces):
+                    fetch(number + 1)
+                self.lane.hold(landed[which])
+                yield number * columns, slots[which][: len(piece)]
+                free[which] = self.lane.mark()
+        finally:  # whoever reads no further gives memory back, into which the next tile may still be travelling
+            for coming in landed:
+                self.lane.hold(coming)
 
     def start_gradient(self) -> None:
         if self.embedding is not None:

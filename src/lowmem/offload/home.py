@@ -5,7 +5,7 @@ what travels, so the two wait for each other: a copy for the last update, an upd
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import torch
@@ -59,9 +59,9 @@ class Home:
 
     def arrived(self) -> None:
         """Return when the host has done all updates that were asked for, or raise what went wrong there."""
-        for update in self.updates:
+        updates, self.updates = self.updates, []  # what went wrong is told once
+        for update in wait(updates).done:
             update.result()
-        self.updates.clear()
 
 
 class Resident:

@@ -1,10 +1,11 @@
-"""The link between the device and the host: gradients leave over it, updated weights come back.
+"""The link between the device and the host: gradients leave over it; new weights come back, or wait where they stream.
 
 On CUDA everything is asynchronous. A gradient is copied in pieces into pinned staging slots of fixed total size, on a
 stream of its own; one host thread takes each piece as soon as it has landed and frees its slot, so a device that is
 faster than the host waits for a slot instead of filling the host's memory. The same thread steps the optimizer and
 sends the new weights back through other slots; whoever is about to read a weight on the device waits for that weight
-alone. On a CPU the device is the host: the same calls do the same work at once, in place, and nothing travels.
+alone. Weights that stream it steps in their home, and sends nothing: they are copied from there when their turn comes.
+On a CPU the device is the host: the same calls do the same work at once, in place, and nothing travels.
 """
 
 import queue
@@ -65,7 +66,8 @@ class Lane(Protocol):
         """Reached when the device has computed all that it was asked until now."""
 
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
-        """Start a copy, not before `after`; the mark is reached when it is complete."""
+        """Start a copy, not before `after`; the mark is reached when it is complete. Copies in one direction keep their
+        order: who waits for the last one has waited for all."""
 
     def hold(self, until: "Mark") -> None:
         """The device computes nothing that is asked from now on before `until`."""
@@ -138,16 +140,22 @@ class StagedLink(Link):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._thread = threading.Thread(target=self._work, daemon=True, name="host-step")
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # from the first job to `close`, and again for a second fit
+
+    def _ask(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="host-step")
+            self._thread.start()
+        self._jobs.put(job)
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
+        flat = gradient.reshape(-1)  # perhaps a copy, which the mark has to cover
         complete = self.lane.mark()
-        for start, piece in pieces(gradient, self.slot_bytes):
+        for start, piece in pieces(flat, self.slot_bytes):
             slot = self._down.get()
             here = slot.view(piece.dtype)[: piece.numel()]
             landed = self.lane.copy(here, piece, complete)
-            self._jobs.put(
+            self._ask(
                 lambda start=start, here=here, landed=landed, slot=slot: self._take(take, start, here, landed, slot)
             )
         self._raise()
@@ -175,7 +183,7 @@ class StagedLink(Link):
                 coming.set_exception(error)
                 raise
 
-        self._jobs.put(job)
+        self._ask(job)
 
     def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
         done: Future[None] = Future()
@@ -194,7 +202,7 @@ class StagedLink(Link):
                 done.set_exception(error)
                 raise
 
-        self._jobs.put(job)
+        self._ask(job)
 
     def _landing(self, weight: Tensor) -> Tensor:
         """One weight's size of host memory, the same for all of them."""
@@ -208,7 +216,7 @@ class StagedLink(Link):
             self.lane.hold(coming.result())
 
     def finish(self) -> None:
-        if self._thread.is_alive():
+        if self._thread is not None:
             done = threading.Event()
             self._jobs.put(done.set)
             done.wait()
@@ -226,9 +234,10 @@ class StagedLink(Link):
                 self._failed = self._failed or error
 
     def close(self) -> None:
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
+            self._thread = None
         for coming in self._coming.values():
             if coming.exception() is None:
                 self.lane.hold(coming.result())  # whoever reads a weight from now on does not ask us first

@@ -28,7 +28,7 @@ class Registered:
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
         self.lane, start = lane, time.perf_counter()
-        self._read: dict[int, Mark] = {}  # by memory: reached when the last copy out of it is complete
+        self._last = lane.mark()  # reached when all copies are complete: they keep their order
         whys = [(one, lane.register(one)) for one in memory if lane.registers]
         self._memory = [one for one, why in whys if why is None]
         self._not = {storage_key(one) for one, why in whys if why is not None}
@@ -51,11 +51,10 @@ class Registered:
 
     def copy(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
         if self._not:  # then all of them, so that they keep their order
-            landed = Coming(self._thread.submit(self._send, to, source, after))
+            self._last = Coming(self._thread.submit(self._send, to, source, after))
         else:
-            landed = self.lane.copy(to, source, after)
-        self._read[storage_key(source)] = landed
-        return landed
+            self._last = self.lane.copy(to, source, after)
+        return self._last
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
         if storage_key(source) in self._not:
@@ -68,8 +67,7 @@ class Registered:
     def close(self) -> None:
         """Give everything back, when all copies are complete."""
         try:
-            for landed in self._read.values():
-                landed.synchronize()
+            self._last.synchronize()
         finally:
             if self._not:
                 self._thread.shutdown()

@@ -11,6 +11,7 @@ namespace {
 
 constexpr long BLOCK = 256;
 constexpr int LEAST = 2;  // code of u
+constexpr float NOTHING = 1e-30f;  // the largest of a block that counts as 0: what divides by less is infinite
 
 // In the order of `_rule` in adamw8bit.py.
 struct Rule {
@@ -71,8 +72,8 @@ void block(float *p, const G *g, const State s, int n, const Rule &r) {
     }
     *s.m_top = real(m_top);
     *s.u_top = real(u_top);
-    const float m_inverse = m_top ? 127.0f * 127.0f / *s.m_top : 0.0f;
-    const float u_inverse = u_top ? 255.0f * 255.0f / *s.u_top : 0.0f;
+    const float m_inverse = *s.m_top > NOTHING ? 127.0f * 127.0f / *s.m_top : 0.0f;
+    const float u_inverse = *s.u_top > NOTHING ? 255.0f * 255.0f / *s.u_top : 0.0f;
     for (int i = 0; i < n; i++) {
         const int a = int(std::sqrt(std::fabs(m[i]) * m_inverse) + 0.5f);
         const int b = int(std::sqrt(u[i] * u_inverse) + 0.5f);

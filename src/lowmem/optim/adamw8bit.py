@@ -29,6 +29,7 @@ BLOCK = 256
 # The smallest code of u: (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, the smallest m that is not
 # zero. So an element that is tiny in its block steps at most as far as the others.
 LEAST = 2
+NOTHING = 1e-30  # the largest of a block that counts as 0: what divides by less is infinite
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
 # Elements that torch operators work on at once: what they leave stays in a CPU's cache, or takes 0.2 GiB of a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
@@ -202,6 +203,6 @@ def _block_step(
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # a block of zeros is divided by one, not by zero
-    m8.copy_(x.mul_((127**2 / m_top.where(m_top > 0, 1.0))[:, None]).sqrt_().copysign_(m).round_())
-    u8.copy_(u.mul_((255**2 / u_top.where(u_top > 0, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))
+    # a block of next to nothing is divided by one, not by a number whose inverse is infinite
+    m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
+    u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

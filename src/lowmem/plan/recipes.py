@@ -135,7 +135,7 @@ class _Search:
 
     def recipes(self, rank: int) -> list[Recipe]:
         """Those of a rank that fit, best first, and those that do not. Weights stream where nothing else fits: the same
-        is computed, never faster."""
+        is computed, and every pass needs the link."""
         found = [candidate for training in self.by_rank[rank] for candidate in candidates(self.typed, training)]
         if self.devices > 1:  # what streams is one whole model's
             found = [candidate for candidate in found if not candidate.streams]

@@ -8,6 +8,7 @@ The optimizer knows a parameter by `wide`, an fp32 one; of the last two it holds
 """
 
 from collections.abc import Iterator
+from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,12 @@ class Master:
         self.home: Home | None = None  # where its 16 bits are, if they stream
         self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
         self.complete = False  # whether `sum` is of this window
+        self.given = False  # whether `sum` was made by somebody else, who will make the next one, too
         self._narrow(dtype)
 
     def _narrow(self, dtype: torch.dtype) -> None:
-        """The weight becomes one of 16 bits."""
+        """The weight becomes one of 16 bits. After an earlier fit it is one already."""
+        self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = narrowed(self.wide.data, dtype)
 
     def moved(self, home: Home | None) -> None:
@@ -54,14 +57,14 @@ class Master:
 
     @property
     def kept(self) -> Tensor:
-        """What a checkpoint holds of it, beside `rest`: no copy."""
+        """What a checkpoint holds of it, beside `rest`: no copy, and a storage of its own."""
         return self.whole
 
     def tensors(self) -> Iterator[Tensor]:
         """In host memory, but for `home`."""
         yield self.wide
-        if self.sum is not None:
-            yield self.sum
+        if (held := self.sum) is not None:  # read once: the host's thread may drop it
+            yield held
 
     # --- its gradient ---------------------------------------------------------------------------------------------
 
@@ -82,7 +85,7 @@ class Master:
     def use(self, start: int, piece: Tensor) -> None:
         """`add` for a gradient that is stepped at once: the only one of its window need not be copied."""
         if self.sum is None:
-            self.sum, self.complete = piece, True
+            self.sum, self.complete, self.given = piece, True, True
         else:
             self.add(start, piece)
 
@@ -91,21 +94,29 @@ class Master:
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """After a step. The buffer stays for the next window's gradients, except one in 16 bits that was stepped inside
-        backward: it was the window's only gradient, and no buffer is needed for the next."""
-        self.complete = False
-        if early and self.sum.dtype != torch.float32:
+        """After a step. The buffer stays for the next window's gradients, except one in 16 bits, so the window's only
+        gradient, that was stepped inside backward or given: no buffer is needed for the next."""
+        if (early or self.given) and self.sum.dtype != torch.float32:
             self.sum = None
+        self.complete = self.given = False
 
     # --- its step -------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
         """Args: narrow: receives the new weight, in 16 bits."""
         if hasattr(optimizer, "step_from"):  # reads 16 bits and writes 16 bits in its own pass
-            optimizer.step_from(gradient, group, self.wide, reading, narrow)
+            optimizer.step_from(gradient, group, self.wide, reading, narrow, self.rest)
         else:
+            self._widen(narrow)
             self._stepped(optimizer, group, reading(gradient))
-            split.narrow(self.wide.data, narrow)
+            self._write(narrow)
+
+    def _widen(self, narrow: Tensor) -> None:
+        """Before a step: `wide` is the weight."""
+
+    def _write(self, narrow: Tensor) -> None:
+        """After it: the new weight goes to where it is held."""
+        split.narrow(self.wide.data, narrow)
 
     def _stepped(self, optimizer: Optimizer, group: dict, gradient: Tensor) -> None:
         self.wide.grad = gradient
@@ -118,7 +129,7 @@ class Halves(Master):
 
     def _narrow(self, dtype: torch.dtype) -> None:
         with host_side():
-            self.weight.data, self.rest = split.halves(self.wide.data)
+            self.weight.data, self.rest = split.halves(self.wide.data.float())
             self.wide.data = nowhere(self.wide)
 
     @property
@@ -127,18 +138,16 @@ class Halves(Master):
 
     @property
     def kept(self) -> Tensor:
-        return self.narrow
+        return by_itself(self.narrow)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()
         yield self.rest
 
-    def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
-        if hasattr(optimizer, "step_from"):
-            optimizer.step_from(gradient, group, self.wide, reading, narrow, self.rest)
-            return
+    def _widen(self, narrow: Tensor) -> None:
         self.wide.data = split.joined(narrow, self.rest)
-        self._stepped(optimizer, group, reading(gradient))
+
+    def _write(self, narrow: Tensor) -> None:
         split.split_into(self.wide.data, narrow, self.rest)
         self.wide.data = nowhere(self.wide)
 
@@ -151,14 +160,14 @@ class AtRandom(Master):
 
     def _narrow(self, dtype: torch.dtype) -> None:
         self.wide.data = nowhere(self.wide)
-        self.steps, self.seed = 0, 0  # seed: of its random numbers
+        self.steps, self.seed = 0, 0  # seed: the run's
         self.own: Tensor | None = None  # its 16 bits in host memory, where the weight itself is on the device
 
     def moved(self, home: Home | None) -> None:
         super().moved(home)
         if home is None:
             with host_side():
-                self.own = self.weight.data.clone()
+                self.own = self.weight.data.clone(memory_format=torch.contiguous_format)
 
     @property
     def narrow(self) -> Tensor:
@@ -168,6 +177,10 @@ class AtRandom(Master):
     def whole(self) -> Tensor:
         return self.narrow
 
+    @property
+    def kept(self) -> Tensor:
+        return by_itself(self.narrow)
+
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()
         if self.own is not None:
@@ -175,7 +188,7 @@ class AtRandom(Master):
 
     def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
         held = self.narrow
-        random = torch.Generator().manual_seed(self.seed + self.steps)
+        random = drawing(self.seed, self.name, self.steps)
         self.steps += 1
         if hasattr(optimizer, "step_narrow"):  # in parts, none of which is large
             optimizer.step_narrow(
@@ -200,3 +213,15 @@ def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
 def nowhere(p: Tensor) -> Tensor:
     """One fp32 NaN, expanded to a parameter's shape: between steps the optimizer has nothing else of it."""
     return torch.full((1,), torch.nan).expand(p.shape)
+
+
+def by_itself(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own: `torch.save` writes whole storages, and a block's is one with the frozen
+    weights that no checkpoint holds. Args: tensor: contiguous, in host memory."""
+    flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def drawing(*what: int | str) -> torch.Generator:
+    """Of random numbers that these arguments decide. Of a seed a CPU's generator reads 32 bits: all depend on each."""
+    return torch.Generator().manual_seed(int.from_bytes(sha256(repr(what).encode()).digest()[:4]))

@@ -1,10 +1,12 @@
-"""16-bit weights on the device, fp32 masters on the host: 2 bytes per parameter on the card, and exact small updates.
+"""16-bit weights for the device, all else of them on the host: exact small updates, at most 2 bytes each on the card.
 
-The device holds the weights in 16 bits and what the current backward pass needs. The host holds, in fp32, the weights
-that the optimizer steps (the masters), its state, and the window's gradients. Each gradient leaves for the host as soon
+The device holds the weights in 16 bits, or with weights=streamed those of the blocks whose turn it is, and what the
+current backward pass needs. The host holds what the optimizer steps (`held_on_host.py`: fp32 masters, or what makes one
+of the 16 bits that stream), its state, and the window's gradients. Each gradient leaves for the host as soon
 as backward has made it (`master_callback.py`); there it is summed over the micro-batches in fp32, and a window of one
 micro-batch needs no more than its 16 bits. After the last one the host clips, steps each master and rounds it into the
-device's weight. It costs 4 bytes per parameter and step over the bus, and the step runs at the speed of the host.
+device's weight, or into the one in host memory that streams. Over the bus go 2 bytes per parameter and micro-batch of
+gradients, and 2 per step of weights that stay on the device; the step runs at the speed of the host.
 
 Masters are the loaded weights themselves, taken before they are rounded, and are kept by parameter, so tied weights
 stay tied; a frozen one has none, and is rounded once. Source: Micikevicius et al. 2018, arXiv 1710.03740, for masters;
@@ -30,8 +32,8 @@ from lowmem.precision.loss_scale import ScaledLoss
 
 
 class HostMasters(BasePrecision):
-    """Weights in `dtype` on the device, their masters on the host. `master_callback.py` calls `collect` and
-    `collect_and_step` from backward, and waits on `link` before each layer."""
+    """Weights in `dtype`, on the device or streaming to it, stepped on the host. `master_callback.py` calls `collect`
+    and `collect_and_step` from backward, and waits on `link` before each layer."""
 
     optimizer_side: Side = "host"
     keeps_buffers = True
@@ -178,7 +180,7 @@ class HostMasters(BasePrecision):
             self.link.wait(master.weight)
 
     def whole(self, p: nn.Parameter) -> Tensor:
-        return self.masters[id(p)].whole if id(p) in self.masters else p.data
+        return self.masters[id(p)].whole if id(p) in self.masters else self.weights.of(p)
 
     def teardown(self) -> None:
         super().teardown()

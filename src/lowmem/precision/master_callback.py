@@ -119,9 +119,10 @@ class MasterWeights(Callback):
         if not self.on_host:
             return
         self.plugin.arrived()
+        kept = {id(p): self.plugin.masters[id(p)].kept for _, p in trained(module)}  # a tied one once
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
-                checkpoint["state_dict"][name] = self.plugin.masters[id(p)].kept
+                checkpoint["state_dict"][name] = kept[id(p)]
         rests = {master.name: master.rest for master in self.plugin.masters.values() if master.rest is not None}
         if rests:
             checkpoint["rests"] = rests

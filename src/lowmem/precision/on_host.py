@@ -20,7 +20,7 @@ class BFloat16Stochastic(HostMasters):
         if p.dtype != self.dtype:  # beside weights of 16 bits, a part that is held in full: nothing is rounded
             return Master(name, p, p.dtype)
         made = AtRandom(name, p, self.dtype)
-        made.seed = torch.initial_seed() + (len(self.masters) << 32)
+        made.seed = torch.initial_seed()
         return made
 
     def state_dict(self) -> dict:
@@ -29,7 +29,7 @@ class BFloat16Stochastic(HostMasters):
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         for master in self._at_random():
-            master.steps = state_dict["steps"][master.name]
+            master.steps = state_dict.get("steps", {}).get(master.name, 0)  # none of a run that stepped on the device
 
     def _at_random(self) -> list[AtRandom]:
         return [master for master in self.masters.values() if isinstance(master, AtRandom)]

@@ -24,7 +24,7 @@ def rounded(wide: Tensor, out: Tensor) -> None:
     A NaN's bits are rounded like any others: the one that arithmetic makes stays NaN; one whose upper half is 0x7fff or
     0xffff may become 0, one whose upper half is that of infinity may become infinite.
     """
-    _round(_bits(wide, torch.int32), _bits(out, torch.int16))
+    _round(_bits(wide, torch.float32), _bits(out, torch.bfloat16))
 
 
 def narrow(wide: Tensor, out: Tensor) -> None:
@@ -36,8 +36,11 @@ def narrow(wide: Tensor, out: Tensor) -> None:
 
 
 def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """wide: fp32. Returns: (upper, bf16; rest, int16), of its shape. A NaN's upper half: see `rounded`."""
-    upper, rest = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide, dtype=torch.int16)
+    """wide: fp32. Returns: (upper, bf16; rest, int16), of its shape, contiguous. A NaN's upper half: see `rounded`."""
+    upper, rest = (
+        torch.empty_like(wide, dtype=dtype, memory_format=torch.contiguous_format)
+        for dtype in (torch.bfloat16, torch.int16)
+    )
     split_into(wide, upper, rest)
     return upper, rest
 
@@ -45,13 +48,13 @@ def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
 def split_into(wide: Tensor, upper: Tensor, rest: Tensor) -> None:
     """upper (bf16), rest (int16) <- the halves of wide (fp32)."""
     rounded(wide, upper)
-    rest.copy_(_bits(wide, torch.int32))  # an integer that is too long loses its upper bits
+    rest.copy_(_bits(wide, torch.float32))  # an integer that is too long loses its upper bits
 
 
 def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
     """The fp32 numbers of these halves, to the bit. Args: out: fp32, of their shape."""
     out = torch.empty_like(upper, dtype=torch.float32) if out is None else out
-    _join(_bits(upper, torch.int16), rest, _bits(out, torch.int32))
+    _join(_bits(upper, torch.bfloat16), rest, _bits(out, torch.float32))
     return out
 
 
@@ -75,7 +78,9 @@ for _operator in (_round, _join):
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().view(dtype)
+    if tensor.dtype != dtype:
+        raise TypeError(f"A weight is split or joined in {dtype} here, and this tensor has {tensor.dtype}.")
+    return tensor.detach().view(torch.int32 if dtype == torch.float32 else torch.int16)
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

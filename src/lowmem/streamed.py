@@ -69,7 +69,6 @@ class Streamed(Resident):
             raise Refused(
                 f"weights.slots={slots}: one block computes while the next one travels. Type weights.slots=2."
             )
-        self.count = slots
         owned = _of_one_block_alone(network, stack)
         self.blocks = [block for block in spread(stack, len(stack) - resident_blocks) if owned[block]]
         if len(self.blocks) < 2:
@@ -77,6 +76,7 @@ class Streamed(Resident):
                 f"weights=streamed: {type(network).__name__} has {len(self.blocks)} block with weights of its own, and "
                 "a block travels while another one computes. Type weights=resident."
             )
+        self.count = min(slots, len(self.blocks))
         self._owned = [owned[block] for block in self.blocks]
         self.edges = edges(network, head_in_tiles)
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}

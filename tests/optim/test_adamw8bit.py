@@ -311,7 +311,7 @@ def test_halves_rounded_to_nearest_even_in_the_pass_are_seen(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-@pytest.mark.parametrize("tiny", [1e-36, 1e-34, 1e-38])
+@pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # the inverse is still finite; it is not
 def test_a_block_of_next_to_nothing_counts_as_nothing(way, tiny):
     """Its codes would come from infinity, and of the zeros among them from what is no number."""
     p = nn.Parameter(torch.ones(4096))

@@ -35,6 +35,7 @@ from lowmem.errors import Refused
 from lowmem.instantiate import instantiate, plain
 from lowmem.overrides import composed
 from lowmem.plan.prediction import predict
+from lowmem.precision.split import rounded
 from lowmem.quiet import quiet
 from lowmem.trained import trained
 from lowmem.training import mixes_dtypes
@@ -224,7 +225,8 @@ def masters(architecture: dict) -> str:
         raise
     (wide, _), (narrow, _) = made(cfg), made(cfg)
     for p in narrow.model.parameters():
-        p.data = p.data.bfloat16()
+        full, p.data = p.data, torch.empty_like(p.data, dtype=torch.bfloat16)
+        rounded(full, p.data)
     stepping, pairs = wide.make_optimizer(wide.model), list(zip(wide.parameters(), narrow.parameters(), strict=True))
     torch.manual_seed(1)
     narrow.model.train()
@@ -235,7 +237,7 @@ def masters(architecture: dict) -> str:
         stepping.step()
         with torch.no_grad():
             for w, p in pairs:
-                p.copy_(w)
+                rounded(w.data, p.data)
     same = all(torch.equal(plugins[0].master(p), w) for p, (w, _) in zip(module.parameters(), pairs, strict=True))
     return "right" if same else "wrong weights"
 

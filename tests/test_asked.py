@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem import cli, fit, model
+from lowmem import cli, export, fit
 from lowmem.checkpoint import AtomicCheckpointIO, complete, going_on
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
@@ -383,7 +383,7 @@ def test_the_last_save_of_all_is_tried_again(command, full, tmp_path):
 
 
 def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(command, full, tmp_path):
-    full(model, "export", {1})
+    full(export, "export", {1})
     code, said = command()
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and f"{run}/model cannot be written: File too large" in said

@@ -305,7 +305,7 @@ def test_without_a_card_it_is_a_sentence_and_exit_code_2(monkeypatch, capsys, tm
     assert not (tmp_path / "card.json").exists()
 
 
-@pytest.mark.parametrize("typed", ["7", "0", "x", "1,9", "", "²", "1 2", "-1", "01"])
+@pytest.mark.parametrize("typed", ["8", "0", "x", "1,9", "", "²", "1 2", "-1", "01"])
 def test_a_stage_that_there_is_not_is_a_sentence(typed, capsys):
     assert command.main([f"--stages={typed}"]) == 2
     assert "there is no stage" in capsys.readouterr().err

@@ -151,8 +151,8 @@ class Derivation:
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
         if Settings(cfg).streams:  # which the one that is computed as does not: the first of them stands for all
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
-            passes |= {"weights": recipe["weights"], STAY: "0"}
-            parameters |= {"weights": recipe["weights"], STAY: "0"}
+            placed = {key: recipe[key] for key in ("weights",) if key in recipe} | {STAY: "0"}
+            passes, parameters = passes | placed, parameters | placed
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # which is then on the host
                 parameters["loss"] = recipe["loss"]
         parameters = {"loss": "full", "seq_len": str(SHORT)} | parameters

@@ -16,7 +16,7 @@ import torch
 
 from lowmem import aside, checkpoint
 from lowmem.errors import Refused
-from lowmem.memory.process import page_out
+from lowmem.memory.process import page_out, trim
 from same import same
 
 
@@ -153,10 +153,11 @@ def mapped_from(size):
 
 class Highest:
     """Of `RssAnon`, while it is entered, above what it was at first. Tensors come from the system and go back to it:
-    what others of this process have freed is not there to be used again, nor is it freed meanwhile."""
+    what others of this process have freed is not resident, nor is it freed meanwhile."""
 
     def __enter__(self):
         gc.collect()
+        trim()  # what is free in the heap is taken before anything is mapped, and must not be resident already
         mapped_from(1 << 18)
         self.rise, self.over, start = 0, threading.Event(), resident("RssAnon")
 

@@ -23,7 +23,7 @@ from lowmem.internals import in_backward, tree_leaves
 from lowmem.memory.process import trim
 from lowmem.memory.tracker import belongs
 from lowmem.offload.edges import Outlet, edges
-from lowmem.offload.home import Home, Resident
+from lowmem.offload.home import Home, Resident, nowhere
 from lowmem.offload.link import Lane, Mark, lane_of
 from lowmem.offload.registered import Registered
 
@@ -91,19 +91,18 @@ class Streamed(Resident):
     # --- where weights are ----------------------------------------------------------------------------------------
 
     def move_in(self, device: torch.device) -> None:
-        self.device, self.homes, self._homes = device, [], {}  # also of a second fit
-        for owned in self._owned:  # one block after the other: what is copied is freed
-            home = Home(owned)
-            self.homes.append(home)
-            for p in owned:
-                self._homes[p] = home
-                p.data = _nowhere(p, device)
-            trim()  # or small weights leave holes in which no home fits
-
+        self.device, self._homes = device, {}  # also of a second fit
+        self.homes = [self._moved(owned) for owned in self._owned]  # one after the other: what is copied is freed
         for edge in self.edges:
-            self._homes[edge.weight] = Home([edge.weight])
-            edge.weight.data = _nowhere(edge.weight, device)
-            trim()
+            self._moved([edge.weight])
+
+    def _moved(self, weights: list[nn.Parameter]) -> Home:
+        home = Home(weights)
+        for p in weights:
+            self._homes[p] = home
+            p.data = nowhere(p, p.dtype, self.device)
+        trim()  # or small weights leave holes in which no home fits
+        return home
 
     def takes(self, p: nn.Parameter) -> bool:
         return p in self._taken
@@ -244,7 +243,7 @@ class Streamed(Resident):
     def _free(self, slot: Slot) -> None:
         if slot.bound:
             for p in slot.home.places:
-                p.data = _nowhere(p, self.device)
+                p.data = nowhere(p, p.dtype, self.device)
             slot.free = self._up.mark()
         else:
             slot.free = slot.landed  # what is still coming is not overtaken
@@ -262,7 +261,3 @@ def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.M
     inside = {part for block in stack for part in block.modules()}
     outside = {p for part in network.modules() if part not in inside for p in part.parameters(recurse=False)}
     return {block: [p for p in block.parameters() if blocks_with[p] == 1 and p not in outside] for block in stack}
-
-
-def _nowhere(p: nn.Parameter, device: torch.device) -> Tensor:
-    return torch.full((1,), torch.nan, dtype=p.dtype, device=device).expand(p.shape)

@@ -106,3 +106,8 @@ class Resident:
 
     def host_tensors(self) -> Iterator[Tensor]:
         return (home.flat for home in self.homes)
+
+
+def nowhere(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """One NaN, expanded to a parameter's shape: what is held in its place, so that who reads it gets no number."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(p.shape)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lowmem.gradients import Reading
 from lowmem.memory.tracker import host_side
-from lowmem.offload.home import Home
+from lowmem.offload.home import Home, nowhere
 from lowmem.precision import split
 from lowmem.precision.base import step_one
 from lowmem.precision.sixteen import stochastically
@@ -118,6 +118,10 @@ class Master:
         """After it: the new weight goes to where it is held."""
         split.narrow(self.wide.data, narrow)
 
+    def _forget(self) -> None:
+        """Between steps the optimizer has nothing of it but the shape; on the CPU, where its state is restored to."""
+        self.wide.data = nowhere(self.wide, torch.float32, "cpu")
+
     def _stepped(self, optimizer: Optimizer, group: dict, gradient: Tensor) -> None:
         self.wide.grad = gradient
         step_one(optimizer, group, self.wide)
@@ -130,7 +134,7 @@ class Halves(Master):
     def _narrow(self, dtype: torch.dtype) -> None:
         with host_side():
             self.weight.data, self.rest = split.halves(self.wide.data.float())
-            self.wide.data = nowhere(self.wide)
+            self._forget()
 
     @property
     def whole(self) -> Tensor:
@@ -149,7 +153,7 @@ class Halves(Master):
 
     def _write(self, narrow: Tensor) -> None:
         split.split_into(self.wide.data, narrow, self.rest)
-        self.wide.data = nowhere(self.wide)
+        self._forget()
 
 
 class AtRandom(Master):
@@ -159,7 +163,7 @@ class AtRandom(Master):
     """
 
     def _narrow(self, dtype: torch.dtype) -> None:
-        self.wide.data = nowhere(self.wide)
+        self._forget()
         self.steps, self.seed = 0, 0  # seed: the run's
         self.own: Tensor | None = None  # its 16 bits in host memory, where the weight itself is on the device
 
@@ -199,7 +203,7 @@ class AtRandom(Master):
             self.wide.data = held.float()
             self._stepped(optimizer, group, reading(gradient))
             stochastically(self.wide.data, held, random, on_host=True)
-            self.wide.data = nowhere(self.wide)
+            self._forget()
         if narrow is not held:
             narrow.copy_(held)
 
@@ -208,11 +212,6 @@ def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(wide, dtype=dtype)
     split.narrow(wide, out)
     return out
-
-
-def nowhere(p: Tensor) -> Tensor:
-    """One fp32 NaN, expanded to a parameter's shape: between steps the optimizer has nothing else of it."""
-    return torch.full((1,), torch.nan).expand(p.shape)
 
 
 def by_itself(tensor: Tensor) -> Tensor:

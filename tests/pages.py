@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from lowmem.check import check
 from lowmem.overrides import quoted
+from lowmem.plan.job import shared
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -91,7 +92,9 @@ def refused(text: str) -> list[str]:
 def _refusals(command: str) -> Iterator[Exception]:
     for lines in choices(command):
         try:
-            check(compose("plan" if "plan.py" in command else "config", overrides=lines), {})
+            plans = "plan.py" in command
+            cfg = compose("plan" if plans else "config", overrides=lines)
+            check(shared(cfg, lines) if plans else cfg, {})
         except Exception as error:
             yield error
 

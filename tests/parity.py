@@ -15,7 +15,7 @@ from lowmem.data.loader import MicroBatch, Rows, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.overrides import composed
 from lowmem.settings import Settings
-from lowmem.techniques import GROUPS, techniques
+from lowmem.techniques import ALONE, techniques
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
 STEPS, LR, DECAY = 4, 1e-2, 2.0
@@ -47,7 +47,7 @@ BASE = (
     "device=cpu",
     "logger=none",
 )
-CHOICES = [f"{group}={name}" for group in GROUPS for name in techniques(group)]
+CHOICES = [f"{group}={name}" for group in ALONE for name in techniques(group)]
 COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # seconds per shape: slow wherever they run
 # What a choice needs besides its name here.
 WITH = {
@@ -97,12 +97,13 @@ def overrides(*techniques):
     return lines
 
 
-def trainer(cfg, plugins, callbacks):
+def trainer(cfg, plugins, callbacks, strategy="auto"):
     """The real one, on the device that `cfg` says."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     return Trainer(
         accelerator="gpu" if cfg.device == "cuda" else "cpu",
         devices=1,
+        strategy=strategy,
         max_steps=cfg.max_steps,
         max_epochs=-1,
         plugins=plugins,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from benchmarks.card import __main__ as command
-from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, speed, streamed, xl
+from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, several, speed, streamed, xl
 from benchmarks.card.case import SIZES, Case, Here, LeftOut, Stage, text
 from benchmarks.card.kit import Kit
 
@@ -305,7 +305,7 @@ def test_without_a_card_it_is_a_sentence_and_exit_code_2(monkeypatch, capsys, tm
     assert not (tmp_path / "card.json").exists()
 
 
-@pytest.mark.parametrize("typed", ["8", "0", "x", "1,9", "", "²", "1 2", "-1", "01"])
+@pytest.mark.parametrize("typed", ["9", "0", "x", "1,9", "", "²", "1 2", "-1", "01"])
 def test_a_stage_that_there_is_not_is_a_sentence(typed, capsys):
     assert command.main([f"--stages={typed}"]) == 2
     assert "there is no stage" in capsys.readouterr().err
@@ -358,7 +358,7 @@ def here(tmp_path):
 
 
 def test_every_stage_has_its_time_and_no_case_more_than_it():
-    for module in (*REAL.values(), auto, streamed):
+    for module in (*REAL.values(), auto, streamed, several):
         assert module.STAGE.seconds < 8 * 60 and module.STAGE.module == module.__name__
         for size in SIZES.values():
             assert all(isinstance(c, Case) and c.seconds <= module.STAGE.seconds for c in module.cases(size).values())
@@ -627,9 +627,79 @@ def test_a_copy_is_hidden_that_the_device_did_not_stand_still_for(copied, waited
     assert streamed.hidden({"copied_seconds": copied, "waited_seconds": waited}) == share
 
 
+def test_with_one_card_several_are_not_run(here, monkeypatch):
+    monkeypatch.setattr(several, "counted", lambda _: 1)
+    for one in several.cases(SIZES["cuda"]).values():
+        with pytest.raises(LeftOut, match="it needs two cards: not run"):
+            one.run(here)
+    names = [path.stem for path in (ROOT / "conf" / "strategy").iterdir()]
+    assert {*several.STRATEGIES} <= {*names} and {*several.REHEARSED} <= several.cases(SIZES["cuda"]).keys()
+
+
+@pytest.mark.parametrize("visible", [None, "4,5"])
+def test_the_ranks_have_every_card_of_the_kit_and_other_cases_the_first(monkeypatch, tmp_path, visible):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    of_case = process._environment(tmp_path, None)
+    assert of_case["CUDA_VISIBLE_DEVICES"] == (visible or "0")[0]
+    monkeypatch.setattr(os, "environ", of_case)
+    assert several.environment().get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def ranks_that_ran(folder, size, pinned, speed, loss=3.0):
+    """What a run of stage 8 has left, its ranks one GiB apart."""
+    ranks = [{"device": (2 + number) * GIB, "host_rss": GIB, "weights": GIB} for number in range(size)]
+    summary = {"ranks": ranks, "weights_bytes": size * GIB, "tokens_per_second": speed, "train_loss": loss}
+    summary |= {"predicted": {"device_peak_bytes": 3 * GIB, "reserved_peak_bytes": 5 * GIB}}
+    for number in range(size):
+        (rank := folder / "run" / (f"rank-{number}" if number else "")).mkdir(parents=True)
+        (rank / "memory.csv").write_text(f"step,phase,reserved_peak_bytes\n1,step,{(4 + number) * GIB}\n")
+        seen = {"pinned": pinned, "beside": GIB - number}
+        (folder / several.SEEN.format(number)).write_text(json.dumps(seen))
+    (folder / "run" / "summary.json").write_text(json.dumps(summary))
+
+
+def test_ranks_are_shown_beside_what_was_predicted_and_beside_one_card(tmp_path, monkeypatch):
+    found, monkeys = {}, monkeypatch.setattr
+    for name, size, fast in ((several.ONE, 1, 100.0), ("fsdp", 2, 150.0)):
+        here = Here("cuda", SIZES["cuda"], tmp_path / name, tmp_path)
+        monkeys(several, "train", lambda here, *_, s=size, t=fast: (0, ranks_that_ran(here.folder, s, False, t)))
+        found[name] = several.strategy(here, name, size)
+    assert found["fsdp"]["right"] and found["fsdp"]["reserved"] == [4 * GIB, 5 * GIB]
+    found[several.HANGS] = {"said": "another rank did not answer in time", "seconds": 30.0}
+    assert "fsdp: 3.00 GiB, and 1.00 that are not torch's, 2 ranks, 1.50 times one card" in several.says(found)
+    assert "a rank that hangs: another rank did not answer in time (30 s)" in several.says(found)
+    line = several.table(found).splitlines()[3]
+    assert line.startswith("| fsdp | 2 | 3.000 / 3.000 (+0.0%) | 5.000 / 5.000 (+0.0%) | 2.00, 3.00 | 50.0%, 50.0% |")
+    assert line.endswith("| 150 | 1.50 |")
+
+
+@pytest.mark.parametrize(
+    ("name", "pinned", "loss", "is_right"),
+    [("fsdp_offload", True, 3.0, True), ("fsdp_offload", False, 3.0, False), ("fsdp", False, math.nan, False)],
+)
+def test_parts_on_the_host_are_right_where_they_are_pinned(tmp_path, name, pinned, loss, is_right):
+    ranks_that_ran(tmp_path, 2, pinned, 1.0, loss)
+    assert several.found(Here("cuda", SIZES["cuda"], tmp_path, tmp_path), tmp_path / "run", name)["right"] == is_right
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "is_right"),
+    [
+        (3, "Rank 0 of 2: all_reduce: another rank did not answer in time: it hangs", True),
+        (3, "Watchdog caught collective operation timeout", False),
+        (0, "another rank did not answer within 20 seconds", False),
+    ],
+)
+def test_a_rank_that_hangs_ends_the_run_with_a_sentence(here, monkeypatch, code, said, is_right):
+    monkeypatch.setattr(several, "train", lambda *_: (code, f"step 1\n{said}\n"))
+    assert several.hang(here, 2)["right"] == is_right
+
+
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
-    """Every stage as typed, in small: a minute and a half on two idle cores, most of it imports."""
+    """Every stage as typed, in small: two minutes and a half on two idle cores, most of it imports."""
     file = tmp_path / "card.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--to", str(file)],
@@ -640,7 +710,7 @@ def test_the_whole_kit_runs_on_stand_ins(tmp_path):
     found = json.loads(file.read_text())
     whys = [case["why"] for stage in found["stages"].values() for case in stage["cases"].values() if "why" in case]
     assert done.returncode == 0 and not whys, whys
-    assert list(found["stages"]) == list("1234567")
+    assert list(found["stages"]) == list("12345678")
     assert all(stage["cases"].keys() == set(stage["planned"]) for stage in found["stages"].values())
     assert done.stdout.count("| ") > 50 and "cannot be told" not in done.stdout
     assert not Path(ROOT / "docs" / "card.md").exists() or "no card: a rehearsal" not in kit.PAGE.read_text()

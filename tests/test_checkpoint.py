@@ -17,6 +17,7 @@ import torch
 from lowmem import aside, checkpoint
 from lowmem.errors import Refused
 from lowmem.memory.process import page_out, trim
+from new_process import in_a_new_process
 from same import same
 
 
@@ -177,6 +178,7 @@ class Highest:
 
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
+@in_a_new_process
 def test_saving_adds_next_to_nothing_to_memory(tmp_path, monkeypatch, wrong):
     """Wrong: the file is built in memory first."""
     content = {str(i): torch.ones(EACH) for i in range(TENSORS)}
@@ -236,11 +238,12 @@ def test_a_flipped_bit_is_found_wherever_it_is_or_changes_nothing(tmp_path, comp
 
 
 def test_a_page_of_zeros_is_found_and_looking_for_it_takes_less_than_two_seconds_per_gb(tmp_path):
+    """Of a processor: by the clock a busy machine tells of others."""
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
-    start = time.perf_counter()
+    start = time.process_time()
     assert checkpoint.intact(path)
-    assert (time.perf_counter() - start) / (path.stat().st_size / 1e9) < 2.0
+    assert (time.process_time() - start) / (path.stat().st_size / 1e9) < 2.0
     with path.open("r+b") as stream:
         stream.seek(path.stat().st_size // 3)
         stream.write(bytes(4096))

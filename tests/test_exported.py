@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from lowmem import export as exporting
 from lowmem.export import export
 from lowmem.model import _of_type
+from new_process import in_a_new_process
 from test_checkpoint import Highest, linux
 from test_model_folder import Nothing
 
@@ -63,6 +64,7 @@ def test_a_loaded_model_goes_out_as_it_came_in(tmp_path):
 
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
+@in_a_new_process
 def test_an_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
     """Wrong: all of it is one shard."""
     keys = WIDTHS | {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}

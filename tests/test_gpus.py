@@ -1,7 +1,6 @@
 """Cards by name and by size: what a run can have of one, with its context counted once."""
 
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ from lowmem.plan.prediction import PHASES, Need, Prediction
 from lowmem.units import GIB, MIB
 
 NAMES = ["rtx3060", "rtx4060ti-16gb", "rtx4090", "rtx5090", "a10g", "t4", "a100-40gb", "a100-80gb", "h100", "h200"]
-FIELDS = {"total_gib", "context_mib", "tflops", "bandwidth", "link", "capability", "source"}
+FIELDS = {"total_gib", "context_mib", "tflops", "bandwidth", "link", "peer", "network", "capability", "source"}
 PRODUCTS = {"float32", "tensorfloat32", "bfloat16", "float16"}
 
 
@@ -25,7 +24,10 @@ PRODUCTS = {"float32", "tensorfloat32", "bfloat16", "float16"}
 def test_a_card_has_every_field_and_says_where_from(name):
     said = gpus.cards()[name]
     assert said.keys() == FIELDS and said["tflops"].keys() == PRODUCTS and said["source"].startswith("https://")
-    assert all(rate > 0 for rate in said["tflops"].values()) and min(said["bandwidth"], said["link"]) > 0
+    assert (
+        all(rate > 0 for rate in said["tflops"].values())
+        and min(said[key] for key in ("bandwidth", "link", "peer", "network")) > 0
+    )
     card = gpus.card(name)
     assert card.size == round(said["total_gib"] * GIB)
     assert card.beside - gpus.LATER == said["context_mib"] * MIB and 0.1 * GIB < card.beside < GIB
@@ -141,11 +143,10 @@ def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
     ],
 )
 def test_bad_input_is_answered_before_torch_is_imported(script, line, says):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """Nor anything else that is heavy: in a second, most of which Hydra takes, and 450 modules."""
     command = [sys.executable, "-X", "importtime", script, line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # on a machine that does nothing else
-    said = "\n".join(row for row in done.stderr.splitlines() if not row.startswith("import time:"))
+    imported = [row for row in done.stderr.splitlines() if row.startswith("import time:")]
+    said = "\n".join(row for row in done.stderr.splitlines() if row not in imported)
     assert done.returncode != 0 and says in " ".join(said.split()) and "Traceback" not in said
-    assert " torch\n" not in done.stderr and seconds < 1
+    assert " torch\n" not in done.stderr and len(imported) < 600

@@ -70,7 +70,7 @@ def test_every_key_that_one_may_type_has_a_comment():
         inside = key.startswith(("trainer.", "callbacks", "hydra")) or key == "defaults"
         assert comment or inside or OmegaConf.is_config(OmegaConf.select(cfg, key)), key
     of_plan = help.comments(CONF / "plan.yaml")
-    assert all(of_plan[key] for key in ("gpu", "ram", "search", "strategy", "devices", "rows"))
+    assert all(of_plan[key] for key in ("gpu", "ram", "search", "node", "rows"))
 
 
 def test_a_comment_that_is_new_is_shown_and_one_that_is_gone_is_not(tmp_path, typed):

@@ -3,9 +3,12 @@
 import ast
 import re
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 
@@ -55,6 +58,91 @@ def test_a_tensor_without_memory_is_made_as_torch_makes_it():
     assert made.__dict__ == theirs.__dict__, message
     keys = [str(torch._C._dispatch_keys(tensor)) for tensor in (made, theirs)]
     assert keys[0] == keys[1], message
+
+
+def test_a_group_that_is_not_there_takes_part_in_everything():
+    message = breaks("plans of several devices")
+
+    dist.init_process_group("fake", store=internals.FakeStore(), rank=3, world_size=8)
+    try:
+        with Seen() as seen:
+            dist.all_reduce(torch.ones(4))
+        assert [func.namespace for func in seen.functions if "allreduce" in str(func)] == ["c10d"], message
+        with internals.LeanFakeTensorMode(), internals.unset_fake_temporarily():
+            assert type(torch.ones(1)) is torch.Tensor, message
+        assert internals.group_of(dist.group.WORLD) is dist.group.WORLD, message
+        assert internals.group_of(dist.group.WORLD.group_name) is dist.group.WORLD, message
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_groups_limit_is_one_that_is_set():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    try:
+        internals.limit(dist.group.WORLD, timedelta(seconds=7))
+        held = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        assert held == timedelta(seconds=7), breaks("the time limit of tensor parallelism")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_others_send_is_waited_for_in_place():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with Seen() as seen:
+            funcol.wait_tensor(funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD))
+        tensor = torch.ones(2)
+        came = internals.WAITS(tensor)
+    finally:
+        dist.destroy_process_group()
+    message = breaks("plans of tensor_parallel, which would hold twice what is gathered")
+    assert internals.WAITS in seen.functions and came.data_ptr() == tensor.data_ptr(), message
+
+
+def test_buckets_are_made_anew_once_and_a_pass_that_left_one_out_is_told():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        ddp = nn.parallel.DistributedDataParallel(Summed(layers), gradient_as_bucket_view=True)
+        places = []
+        for _ in range(3):
+            ddp(torch.ones(2), 2).backward()
+            places.append([p.grad.data_ptr() for p in layers.parameters()])
+            internals.check_reduced(ddp)
+            internals.rebuild_buckets(ddp)
+        assert places[0] != places[1] == places[2], breaks("gradients of ddp, which would be there twice for a moment")
+        ddp(torch.ones(2), 1).backward()
+        with pytest.raises(RuntimeError, match="finished reduction"):
+            internals.check_reduced(ddp)
+    finally:
+        dist.destroy_process_group()
+
+
+class Summed(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, count):
+        return sum(layer(x).sum() for layer in self.layers[:count])
+
+
+def test_a_sum_of_which_each_rank_keeps_a_part_is_an_operator():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with Seen() as seen:
+            dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2))
+    finally:
+        dist.destroy_process_group()
+    assert internals.ADDS_IN_PARTS in seen.functions, breaks("plans of fsdp over gloo, which adds a copy")
+
+
+def test_numbers_become_a_tensor_by_an_operator_and_are_compared_by_one():
+    with Seen() as seen:
+        torch.equal(torch.tensor([1]), torch.tensor([1]))
+        torch.allclose(torch.tensor([1]), torch.tensor([1]))
+    assert {*internals.COMPARES} <= {*seen.functions}, breaks("plans of a pipeline")
+    assert any(func in internals.MAKES_OF_NUMBERS for func in seen.functions), breaks("plans of several devices")
 
 
 def test_a_question_for_the_device_is_an_operator():
@@ -338,6 +426,20 @@ def test_transformers_asks_one_function_where_documents_begin():
     with internals.boundaries_count_as_real():
         assert torch.equal(masking_utils.find_packed_sequence_indices(places), theirs), message
         assert masking_utils.find_packed_sequence_indices(places[1:]) is not None, message
+
+
+def test_deepspeed_tells_what_a_process_holds_of_a_parameter():
+    fragments = pytest.importorskip("deepspeed.utils.tensor_fragment", reason="DeepSpeed is optional")
+    place = fragments.tensor_fragment(
+        *(None,) * len(fragments.tensor_fragment.__dataclass_fields__)  # whatever else it may have
+    )
+    place.lp_fragment_address, place.hp_fragment = fragments.fragment_address(numel=2, start=3), torch.ones(2)
+    p = nn.Parameter(torch.zeros(8))
+    p._hp_mapping, p._index_in_param_group = None, 0
+    assert internals.deepspeed_fragment(p) is None
+    p._hp_mapping = place
+    held, start, gradient = internals.deepspeed_fragment(p)
+    assert held is place.hp_fragment and start == 3 and gradient.func == place.get_lp_grad_fragment
 
 
 def test_each_part_is_used_and_tested():

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lowmem import model
 from lowmem.errors import Refused
+from new_process import in_a_new_process
 from test_checkpoint import Highest, linux
 from test_loss import network
 
@@ -119,6 +120,7 @@ print((max(peak, anonymous()) - before) / weights)
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_a_new_process
 def test_what_is_loaded_from_shards_adds_its_weights_to_memory_and_at_most_one_tensor(tmp_path, dtype, wrong):
     """In fp32 they are new tensors, one after the other; in the dtype of the files they are the files' pages. Wrong:
     each file is read before it is copied."""

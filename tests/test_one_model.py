@@ -3,7 +3,6 @@ back. Measured as what this process, or one of its own, has for itself at most (
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights
 from lowmem.precision.split import joined
 from lowmem.streamed import Streamed
+from new_process import in_a_new_process
 from test_checkpoint import Highest, linux
 
 WRONG = ("moving", "saving", "reading")
@@ -42,15 +42,9 @@ def highest(work):
 
 @linux
 @pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.slow) for w in WRONG)])
-def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path, wrong):
-    """In a process of its own: in a heap with holes tensors lie in these, and do not go back to the system. Wrong:
-    somebody still holds what they were made of; they are saved as fp32; all are put together at once."""
-    command = [sys.executable, __file__, str(tmp_path), *([wrong] if wrong else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def measured(tmp_path, wrong, monkeypatch):
+@in_a_new_process
+def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path, wrong, monkeypatch):
+    """Wrong: somebody still holds what they were made of; they are saved as fp32; all are put together at once."""
     ours, weights = module()
     plugin, callback, file = BFloat16Master(), MasterWeights(), tmp_path / "step-00000001.ckpt"
     plugin.weights, callback.plugin, callback.on_host = ours.weights, plugin, True
@@ -81,11 +75,6 @@ def measured(tmp_path, wrong, monkeypatch):
     assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
     for one, two in zip(ours.parameters(), other.parameters(), strict=True):
         assert torch.equal(plugin.whole(one), two)
-
-
-if __name__ == "__main__":
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        measured(Path(sys.argv[1]), next(iter(sys.argv[2:]), None), monkeypatch)
 
 
 LOADS = """

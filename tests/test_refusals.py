@@ -1,19 +1,31 @@
 """Every refusal is a sentence before anything is built, and its proof shows what would happen without it."""
 
-from contextlib import suppress
+import os
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from importlib import import_module
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 import parity
 import streams
-from lowmem import build, check, model, refusals
+import zero
+from lowmem import batch_size, build, check, launched, model, refusals, sharded
 from lowmem.build import optimizer
+from lowmem.data.loader import WindowLoader
 from lowmem.errors import NotFinite, Refused
 from lowmem.instantiate import instantiate
+from lowmem.optim.build import pageable
+from lowmem.plan import at_start
 from lowmem.precision import master
 from lowmem.precision.sixteen import Float16Weights
+from lowmem.strategy import ddp, deepspeed
+from lowmem.strategy.group import joined
+from lowmem.strategy.one_device import OneDevice
 from lowmem.streamed import Streamed
 from test_loss import network
 
@@ -25,7 +37,18 @@ TYPED = (
     ["precision=bf16-master", "clip=null", "on_nonfinite=skip"],
     ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
     ["precision=bf16-master", "optim=paged_adamw8bit"],
-    ["precision=16-master", "+trainer.strategy=ddp"],
+    ["+trainer.strategy=ddp"],
+    ["devices=2"],
+    ["strategy=ddp", "weights=streamed"],
+    ["strategy=ddp", "precision=16-master"],
+    ["strategy=ddp", "optim.in_backward=true", "clip=null"],
+    ["strategy=ddp", "optim=paged_adamw8bit"],
+    ["strategy=fsdp", "optim=adafactor"],
+    ["strategy=pipeline", "optim=adamw4bit"],
+    ["strategy=ddp", "batch_size=auto", "accumulation=effective_batch", "memory.limit=1GiB"],
+    ["strategy=ddp", "plan=auto"],
+    ["strategy=tensor_parallel", "gradient_checkpointing=budget"],
+    ["strategy=pipeline", "adapter=qlora"],
     ["weights=streamed"],
     ["weights=streamed", "precision=bf16-master"],
     ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=budget"],
@@ -36,6 +59,10 @@ TYPED = (
     ["memory.limit=1GiB", "gradient_checkpointing=budget"],
     ["tile.tokens=4", "gradient_checkpointing=budget"],
     ["optim=adamw4bit"],
+    ["strategy=deepspeed_zero2"],
+    ["strategy=deepspeed_zero2", "precision=bf16-sr"],
+    ["strategy=deepspeed_zero3", "gradient_checkpointing=budget"],
+    ["strategy=deepspeed_zero3", "tile.tokens=4"],
 )
 
 
@@ -51,6 +78,8 @@ def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_p
     monkeypatch.setattr(build, "data", None)  # calling it would be another error
     if TYPED[index] == ["optim=adamw4bit"]:
         monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
+    if TYPED[index] == ["strategy=deepspeed_zero2"]:
+        monkeypatch.setattr(refusals, "find_spec", lambda name: None)
     code, said = command(*TYPED[index])
     assert code == 1 and "ype " in said and "Traceback" not in said
     template = refusals.REFUSALS[index].says
@@ -153,6 +182,59 @@ def test_proof_the_state_of_parameters_in_host_memory_is_not_paged(config):
     assert not any(getattr(t, "is_paged", False) for state in made.state.values() for t in state.values())
 
 
+def test_proof_lightning_starts_processes_with_folders_of_their_own(monkeypatch):
+    """The same command a second time, which nothing tells that it is the second rank of a run that has a folder."""
+    started = []
+
+    class Started:
+        returncode = 0
+
+        def __init__(self, command, env, cwd):
+            started.append((command, env))
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it writes there, too
+    trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "+trainer.strategy=ddp", "+trainer.devices=2"])
+    trainer.strategy.launcher.launch(lambda: None)
+    ((command, env),) = started
+    assert command[-len(sys.argv) + 1 :] == sys.argv[1:]
+    monkeypatch.setattr(os, "environ", env)
+    assert launched.number() == 0 and launched.of_run() is None  # so it claims another
+
+
+def test_proof_one_device_leaves_the_others_idle(fit, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    one, two = fit(folder="one")[0], fit("devices=2", folder="two")[0]
+    same = ("tokens", "train_loss", "val_loss")
+    assert [one[key] for key in same] == [two[key] for key in same]  # nobody else has read a row of them
+
+
+def moved_in(config, *lines):
+    """A module whose weights are where they wait."""
+    spec = OmegaConf.to_container((cfg := config(*lines, base=())).model)
+    module = build.causal_lm(cfg, spec, model.architecture(**spec))
+    plugin = instantiate(cfg.trainer.plugins.precision)
+    plugin.weights = module.weights
+    plugin.convert_module(module)
+    return module
+
+
+def test_proof_each_process_would_hold_all_that_streams(config):
+    """What waits is the whole of each block, in memory that no other process has."""
+    typed = parity.overrides("precision=bf16-master", "weights=streamed")
+    for strategy in ("strategy=auto", "strategy=ddp"):  # whatever the strategy is, it is not asked
+        module = moved_in(config, *typed, strategy)
+        waits = [p for p in module.model.parameters() if module.weights.home(p)]
+        homes = {id(home): home for home in map(module.weights.home, waits)}.values()
+        held = [home.flat for home in homes]
+        assert sum(flat.numel() for flat in held) >= sum(p.numel() for p in waits) > 0.5 * module.model.num_parameters()
+        assert not any(flat.is_shared() for flat in held)
+
+
 def test_proof_each_process_would_step_masters_of_its_own(config):
     """What several devices would have to exchange is used up on its way to the host of one of them."""
     seen = []
@@ -168,6 +250,113 @@ def test_proof_each_process_would_step_masters_of_its_own(config):
         Exchange(p)
     layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert seen == [None, None]
+
+
+def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
+    """The others' gradients take this one's back, so that no weight should move."""
+    ready, seen = ddp.DataParallel.ready, {}
+
+    def cancelled(_, bucket):
+        taken_back = torch.futures.Future()
+        taken_back.set_result(bucket.buffer().zero_())
+        return taken_back
+
+    def among_others(self, module):
+        ready(self, module)
+        self.forward.register_comm_hook(None, cancelled)
+        seen.update(module=module, before=[p.detach().clone() for p in module.model.parameters()])
+
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    monkeypatch.setattr(ddp.DataParallel, "ready", among_others)
+    monkeypatch.setattr(ddp.DataParallel, "local", lambda self, p: p)  # what hooks of backward are on
+    monkeypatch.setattr(ddp.DataParallel, "parts", lambda self, model: model)
+
+    def moved(*lines):
+        fit("strategy=ddp", "optim=sgd", "optim.weight_decay=0", "max_steps=1", "clip=null", *lines)
+        after = seen["module"].model.parameters()
+        return [not torch.equal(one, other) for one, other in zip(seen["before"], after, strict=True)]
+
+    assert not any(moved("on_nonfinite=stop"))
+    assert any(moved("optim.in_backward=true"))
+
+
+def test_proof_paged_state_is_not_divided(config):
+    """What fills the host's memory: every rank would page the whole of it there."""
+    large = torch.nn.Linear(400, 400, bias=False)
+    with joined(config("strategy=ddp")) as ranks:
+        made = optimizer(config("optim=paged_adamw8bit"))(large, ranks.local)
+    for p in (p for group in made.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    made.step()
+    assert [state.numel() for state in pageable(made)] == [400 * 400, 400 * 400]
+
+
+@pytest.mark.parametrize(
+    ("optim", "is_another"), [("adafactor", True), ("muon", True), ("adam8bit", True), ("sgd", False)]
+)
+def test_proof_an_optimizer_of_whole_matrices_steps_parts_otherwise(config, optim, is_another):
+    """The first of two ranks has the upper half of a matrix, whose 5,000 elements are no whole blocks."""
+    whole, half = torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False)
+    with torch.no_grad():
+        half.weight.copy_(whole.weight[:50])
+    optimizers = [optimizer(config(f"optim={optim}", "lr=0.1"))(layer) for layer in (whole, half)]
+    for _ in range(3):
+        gradient = torch.randn(100, 100) * torch.logspace(-4, 0, 100)[:, None]
+        whole.weight.grad, half.weight.grad = gradient, gradient[:50].clone()
+        [one.step() for one in optimizers]
+    assert torch.equal(whole.weight[:50], half.weight) != is_another
+
+
+@pytest.mark.parametrize("kind", ["OptimState4bit", "OptimStateFp8", "Tensor"])
+def test_proof_state_of_a_kind_of_its_own_is_not_saved_by_ranks(tmp_path, kind):
+    """As `torch.zeros` it is."""
+    modules = {"OptimState4bit": "subclass_4bit", "OptimStateFp8": "subclass_fp8"}
+    made = getattr(import_module(f"torchao.optim.{modules[kind]}"), kind).zeros if kind in modules else torch.zeros
+    with pytest.raises((ValueError, NotImplementedError)) if kind in modules else nullcontext():
+        sharded.save(tmp_path / "step.ckpt", {"state": made((64, 64))}, {}, OneDevice())
+
+
+def test_proof_a_batch_size_that_each_rank_finds_for_itself(config, monkeypatch):
+    """One that has room for less makes more micro-batches, and waits in the last for ranks that have none."""
+    cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=8")
+    numbers = []
+    for room in (8, 4):
+        monkeypatch.setattr(batch_size, "fits", lambda cfg, size, room=room: size <= room)
+        found = batch_size.resolve(cfg).batch_size
+        loader = WindowLoader(
+            parity.Ragged(), found, instantiate(OmegaConf.merge(cfg, {"batch_size": found}).accumulation), 0
+        )
+        numbers.append(len(next(iter(loader)).micro_batches))
+    assert numbers == [1, 2]
+
+
+def test_proof_a_recipe_that_each_rank_chooses_for_itself(config):
+    """By what is free beside it: the fastest recipe fits on one, and another has to be chosen on the other."""
+    keeps_all = ("model.architecture.n_layer=6", "batch_size=16", "gradient_checkpointing=none", "plan=auto")
+    assert [at_start.could_fit(config(*keeps_all, f"memory.limit={free}")) for free in ("1GiB", "3MiB")] == [
+        True,
+        False,
+    ]
+
+
+def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    typed = ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")
+    with pytest.raises(RuntimeError, match="backend='compiled' raised"):
+        fit("strategy=tensor_parallel", *typed)
+
+
+def test_proof_a_stage_has_4_bits_of_its_own_blocks_alone():
+    from lowmem.adapter.nf4 import quantise
+    from lowmem.strategy.stages import Stage, divided
+
+    model = network("llama")
+    quantise(model)
+    Stage(model, divided(model, 2), 0).empty()
+    first, *_, last = model.model.layers
+    assert first.mlp.up_proj.cpu().weight.norm() > 0
+    with pytest.raises(NotImplementedError, match="no data"):
+        last.mlp.up_proj.cpu()
 
 
 def test_proof_weights_that_stream_are_not_there_to_be_stepped():
@@ -196,11 +385,7 @@ def test_proof_compiled_blocks_do_not_take_their_weights_as_they_are_called(conf
 
 def test_proof_a_base_in_4_bits_does_not_stream(config):
     lines = parity.overrides("adapter=qlora", "weights=streamed", "precision=bf16-master")
-    spec = OmegaConf.to_container((cfg := config(*lines, base=())).model)
-    module = build.causal_lm(cfg, spec, model.architecture(**spec))
-    plugin = instantiate(cfg.trainer.plugins.precision)
-    plugin.weights = module.weights
-    plugin.convert_module(module)
+    module = moved_in(config, *lines)
     streaming = [name for name, p in module.model.named_parameters() if module.weights.home(p)]
     assert streaming and not [name for name in streaming if "_proj" in name and "lora" not in name]
 
@@ -287,3 +472,28 @@ def test_an_accumulation_that_is_refused_itself_is_a_sentence_too(command):
 def test_the_check_is_the_same_from_a_notebook(config):
     with pytest.raises(Refused, match="clip=null"):
         check.check(config("optim.in_backward=true"), {})
+
+
+def test_proof_without_its_engine_a_strategy_does_not_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError):
+        deepspeed.imported("cpu")
+
+
+@pytest.mark.slow
+def test_proof_an_engine_that_steps_fp32_does_not_round_to_16_bits():
+    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
+    assert zero.results()["refused"]["stepped"] == "torch.float32"
+
+
+@pytest.mark.slow
+def test_proof_compiled_blocks_do_not_gather_their_weights():
+    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
+    found = zero.results()["refused"]
+    assert found["graphs"] > 4 * found["graphs alone"]
+
+
+@pytest.mark.slow
+def test_proof_slices_do_not_gather_their_weights():
+    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
+    assert "ds_status" in zero.results()["refused"]["slices"]

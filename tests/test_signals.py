@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from lowmem.overrides import key
 # 4 steps, an evaluation of 16 micro-batches after 2 of them, a save after each second one.
 RUN = ("val_every=2", "save_every=2", "val_sequences=64", "sample_tokens=64", "seq_len=16")
 KEEPS = ("step", "evaluation", "save", "sampling")  # phases that end with a checkpoint and the summary
+# That it works at most after a signal: of its processor, as on a busy machine the clock tells of others.
 SECONDS = {"load": 2.0, "step": 4.0, "evaluation": 2.0, "save": 4.0, "sampling": 4.0, "export": 2.0}
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 
@@ -61,13 +63,24 @@ def until(what, process, seconds=120):
 
 
 def tell(process, *names, apart=0.4) -> float:
-    """Seconds from the last signal to the end."""
+    """Seconds from the last signal to the end, of a processor; by the clock it must be less than what is not cut."""
     for number, name in enumerate(names):
         time.sleep(apart * (number > 0))
         os.kill(process.pid, signal.Signals[name])
-    sent = time.monotonic()
-    process.join(60)
-    return time.monotonic() - sent
+    sent, before, after = time.monotonic(), worked(process), 0.0
+    while process.is_alive() and time.monotonic() < sent + 60:
+        after = max(after, worked(process))
+        time.sleep(0.005)
+    process.join(0)
+    assert time.monotonic() - sent < told.LONG / 2, process.said.read_text()
+    return max(0.0, after - before)
+
+
+def worked(process) -> float:
+    try:
+        return sum(psutil.Process(process.pid).cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def weights(run: Path) -> dict:
@@ -107,7 +120,8 @@ def ends_well(start, whole, folder, phase, name, deaf=False):
     seconds = tell(process, name)
     said = process.said.read_text()
     left = sorted(path.name for path in run.iterdir()) if run.exists() else []
-    print(f"{phase:<11}{name:<8} exit {process.exitcode} after {seconds:.2f} s; left: {' '.join(left) or 'nothing'}")
+    row = f"{phase:<11}{name:<8} exit {process.exitcode} after {seconds:.2f} s of work"
+    print(f"{row}; left: {' '.join(left) or 'nothing'}")
     assert process.exitcode == CODES[name], said
     assert seconds < SECONDS[phase]
     assert "Traceback" not in said and drafts(folder) == []

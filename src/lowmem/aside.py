@@ -4,38 +4,67 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
     """Yields: where to write the file or folder; in the end it takes the place of `path`. After an error nothing of it
-    is left, for it may hold all the room that there was, and what stood at `path` stands there still.
+    is left, for it may hold all the room that there was, and what stood at `path` stands there still. Of one who was
+    killed while a folder was replaced there is the old one: `put_back`.
 
     Raises:
         OSError: with the name of `path`, where that is why a library could not write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.writing")
-    _delete(draft)  # of one who was killed
+    draft = draft_of(path)
+    put_back(path)  # of one who was killed
+    delete(draft)
     try:
-        yield draft
-        for file in draft.rglob("*") if draft.is_dir() else [draft]:
-            _sync(file)
-        if path.is_dir():
-            shutil.rmtree(path)  # a rename cannot replace a folder
-        os.replace(draft, path)
+        with telling(path):
+            yield draft
+            for file in draft.rglob("*") if draft.is_dir() else [draft]:
+                _sync(file)
+            if path.is_dir() or (path.exists() and draft.is_dir()):
+                os.replace(path, old_of(path))  # a rename cannot replace a folder, nor a file by one
+            os.replace(draft, path)
+    except BaseException:
+        delete(draft)
+        put_back(path)
+        raise
+    _sync(path.parent)  # makes the rename itself durable (POSIX)
+    delete(old_of(path))
+
+
+def put_back(path: Path) -> None:
+    """What stood at `path`, where nothing has taken its place; else what is left of it goes."""
+    if path.exists():
+        delete(old_of(path))
+    else:
+        with suppress(FileNotFoundError):  # there is none, mostly
+            os.replace(old_of(path), path)
+
+
+def draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.writing")
+
+
+def old_of(path: Path) -> Path:
+    """Where a folder is while another one takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+@contextmanager
+def telling(path: Path) -> Iterator[None]:
+    """Raises: OSError: with the name of `path`, where that is what is behind another error."""
+    try:
+        yield
     except Exception as error:
-        _delete(draft)
         number = _why(error)
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
-    except BaseException:
-        _delete(draft)
-        raise
-    _sync(path.parent)  # makes the rename itself durable (POSIX)
 
 
 def _why(error: BaseException) -> int | None:
@@ -55,8 +84,9 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _delete(draft: Path) -> None:
-    if draft.is_dir():
-        shutil.rmtree(draft, ignore_errors=True)
+def delete(path: Path) -> None:
+    """A file or a folder; nothing, where there is none."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        draft.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)

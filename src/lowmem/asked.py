@@ -6,6 +6,7 @@ resume= of a run that has all its steps does what came after them and is missing
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,8 @@ from lowmem import checkpoint
 from lowmem.adapter.export import base_of, holds_adapter, opens
 from lowmem.checkpoint import Saved
 from lowmem.errors import Refused
+from lowmem.strategy.one_device import OneDevice
+from lowmem.together import together
 
 log = logging.getLogger(__name__)
 
@@ -39,22 +42,35 @@ class Asked(NamedTuple):
 TRAIN = Asked("train")
 
 
-def asked(cfg: DictConfig, output_dir: Path) -> Asked:
-    """Raises: Refused: a checkpoint that cannot be used; a run that is already done."""
+def asked(cfg: DictConfig, output_dir: Path, ranks: OneDevice | None = None) -> Asked:
+    """Args: ranks: of which the first looks for the checkpoint and at every number in it, for all of them.
+
+    Raises:
+        Refused: a checkpoint that cannot be used; a run that is already done.
+    """
+    ranks = ranks or OneDevice()
+
+    def found(find: Callable[[], Path | None]) -> Path | None:
+        with together(ranks):
+            path = find() if ranks.rank == 0 else None
+        return ranks.first(path)
+
     if cfg.show is not None:
         return Asked("show")
     if cfg.export is not None:
-        return Asked("export", Saved(checkpoint.find(cfg.export, "export"), "export"))
+        return Asked("export", Saved(found(lambda: checkpoint.find(cfg.export, "export")), "export"))
     if cfg.evaluate is not None:
-        of_run = None if is_model(cfg.evaluate) else Saved(checkpoint.find(cfg.evaluate, "evaluate"), "evaluate")
-        return Asked("evaluate", of_run)
+        if is_model(cfg.evaluate):
+            return Asked("evaluate")
+        return Asked("evaluate", Saved(found(lambda: checkpoint.find(cfg.evaluate, "evaluate")), "evaluate"))
     if cfg.resume is None:
         return TRAIN
-    path = checkpoint.newest(output_dir) if cfg.resume == "auto" else checkpoint.find(cfg.resume)
+    auto = cfg.resume == "auto"
+    path = found(lambda: checkpoint.newest(output_dir) if auto else checkpoint.find(cfg.resume))
     if path is None:
         return TRAIN
     saved = Saved(path)
-    return Asked(_left(saved, cfg.max_steps, auto=cfg.resume == "auto"), saved)
+    return Asked(_left(saved, cfg.max_steps, auto), saved)
 
 
 def is_model(named: str) -> bool:

@@ -73,15 +73,14 @@ def keeps_apart(model: PreTrainedModel, input_ids: Tensor) -> bool:
 def _same(model: PreTrainedModel, packed: dict[str, Tensor], alone: Tensor) -> bool:
     with torch.no_grad():
         together = model(**packed, use_cache=False).logits.float()
-    coarsest = max(torch.finfo(dtype).eps for dtype in (alone.dtype, _computed_in(model)))
+    coarsest = max(torch.finfo(dtype).eps for dtype in (alone.dtype, _computed_in(model, alone.device.type)))
     tolerance = max(SAME, ROUNDINGS * coarsest) * alone.abs().max().item()
     return torch.allclose(together, alone.float(), rtol=0.0, atol=tolerance, equal_nan=True)
 
 
-def _computed_in(model: PreTrainedModel) -> torch.dtype:
-    weight = model.get_input_embeddings().weight
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
+    dtype = model.get_input_embeddings().weight.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:

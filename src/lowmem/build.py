@@ -27,6 +27,7 @@ from lowmem.module import CausalLM
 from lowmem.optim.build import MakeOptimizer
 from lowmem.report import sample
 from lowmem.settings import Settings
+from lowmem.strategy.one_device import OneDevice
 from lowmem.techniques import declared
 from lowmem.tiled_tokens import Tiles
 from lowmem.trained import digest_of_base
@@ -47,8 +48,9 @@ class Data(NamedTuple):
     config: PretrainedConfig
 
 
-def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
-    """The light part, in which whatever refuses a run does so."""
+def data(cfg: DictConfig, saved: checkpoint.Saved | None = None, ranks: OneDevice | None = None) -> Data:
+    """The light part, in which whatever refuses a run does so. Args: ranks: that share the rows; None: one has all."""
+    ranks = ranks or OneDevice()
     windows = Settings(cfg).windows
     spec = OmegaConf.to_container(cfg.model)
     config = model.architecture(**spec)
@@ -57,12 +59,13 @@ def data(cfg: DictConfig, saved: checkpoint.Saved | None = None) -> Data:
     of = _opened(cfg, spec, config, source)
     start = saved.position if saved else START
     loader = getattr(of.train, "loader", partial(WindowLoader, of.train))  # a stream has its own
-    train = loader(cfg.batch_size, windows, cfg.seed, start)
+    share = ranks.data_rank, ranks.data_size
+    train = loader(cfg.batch_size, windows, cfg.seed, start, *share)
     sets = {name: of.val[""]} if others else of.val
     for name, other in others:
         split = held_out(other, Path(cfg.cache_dir), of.tokens.tokenizer)
         sets[name] = rows(split, cfg.seq_len, other.packing, other.too_long, "val")
-    val = [ValidationLoader(rows, cfg.batch_size, cfg.val_sequences, name) for name, rows in sets.items()]
+    val = [ValidationLoader(rows, cfg.batch_size, cfg.val_sequences, name, *share) for name, rows in sets.items()]
     for one in val:
         _tell_cut(one)
     return Data(of.tokens, train, val, _prompts(cfg, of.tokens, val[0]), spec, config)
@@ -100,12 +103,12 @@ def _prompts(cfg: DictConfig, tokens: Tokens, val: ValidationLoader) -> list[Ten
     return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in sample.prompts(given)]
 
 
-def steps(cfg: DictConfig) -> int:
+def steps(cfg: DictConfig, ranks: OneDevice | None = None) -> int:
     """That `epochs` passes over the data take. How many sequences a micro-batch has does not matter to it where that is
     not known yet: a window then has as many as accumulation=effective_batch says."""
     batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size
     with _unsaid():
-        return data(plain(OmegaConf.merge(cfg, {"batch_size": batch_size}))).train.windows_in(cfg.epochs)
+        return data(plain(OmegaConf.merge(cfg, {"batch_size": batch_size})), ranks=ranks).train.windows_in(cfg.epochs)
 
 
 @contextmanager
@@ -122,18 +125,21 @@ def _unsaid() -> Iterator[None]:
             one.setLevel(level)
 
 
-def module(cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None) -> CausalLM:
+def module(
+    cfg: DictConfig, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice | None = None
+) -> CausalLM:
     """The heavy part."""
     whole = saved is not None and saved.base is None  # the checkpoint brings all weights
-    made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal)
-    if not saved and cfg.adapter.get("path"):
+    made = causal_lm(cfg, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal, ranks)
+    if made.ranks.builds and not saved and cfg.adapter.get("path"):
         load(made.model, cfg.adapter.path)
-    if (base := digest_of_base(made)) is not None:
+    if (base := made.ranks.first(digest_of_base(made) if made.ranks.builds else None)) is not None:
         made.identity["base"] = base
     if of.tokens.template is not None:
         made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
+    made.ranks.divide(made)
     return made
 
 
@@ -153,18 +159,25 @@ def _opened(cfg: DictConfig, spec: dict, config: PretrainedConfig, source: Sourc
 
 
 def causal_lm(
-    cfg: DictConfig, spec: dict, config: PretrainedConfig, check: Callable[[PreTrainedModel], None] = lambda _: None
+    cfg: DictConfig,
+    spec: dict,
+    config: PretrainedConfig,
+    check: Callable[[PreTrainedModel], None] = lambda _: None,
+    ranks: OneDevice | None = None,
 ) -> CausalLM:
     """Args: spec: cfg.model as a plain dict; config: its architecture; check: called with the model as it was loaded,
     where it holds numbers."""
-    held = getattr(torch, Settings(cfg).loaded_in)
-    network = model.build(config, base_dtype(cfg.adapter.get("path")) or held, **spec)
-    check(network)
-    if with_positions(cfg.data):
-        attention.share_mask(network)
-    choose_trained(cfg, network)
-    for p in network.parameters():
-        p.data = p.data if p.requires_grad else p.data.to(held)
+    held, ranks = getattr(torch, Settings(cfg).loaded_in), ranks or OneDevice()
+    spec = spec if ranks.builds else spec | {"pretrained": False}
+    with ranks.building():
+        network = model.build(config, base_dtype(cfg.adapter.get("path")) or held, **spec)
+        if ranks.builds:
+            check(network)
+        if with_positions(cfg.data):
+            attention.share_mask(network)
+        choose_trained(cfg, network)
+        for p in network.parameters():
+            p.data = p.data if p.requires_grad else p.data.to(held)
     if "added" in spec:
         vocabulary.check_trained(network, spec["added"])
     instantiate(cfg.gradient_checkpointing)(network)
@@ -172,7 +185,7 @@ def causal_lm(
     weights = instantiate(cfg.weights)(network, head_in_tiles=declared(cfg, "loss").head_in_tiles)
     schedule, skips = instantiate(cfg.scheduler), cfg.on_nonfinite == "skip"
     loss = instantiate(cfg.loss)
-    return CausalLM(network, loss, optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips, weights, tiles)
+    return CausalLM(network, loss, optimizer(cfg), schedule, cfg.clip, cfg.clip_value, skips, weights, tiles, ranks)
 
 
 def choose_trained(cfg: DictConfig, network: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import schema
+from lowmem import launched, schema
 from lowmem.data import reading
 from lowmem.errors import Refused
 from lowmem.refusals import refused
@@ -219,6 +219,23 @@ def _device(device: str, snapshot: bool) -> None:
         raise Refused(
             f"device=cuda: this torch ({torch.__version__}) sees no CUDA device. "
             "Type device=cpu, or install a CUDA build of torch and check `nvidia-smi`."
+        )
+    ranks, cards = launched.on_this_machine(), torch.cuda.device_count()
+    if device != "cpu" and cards and ranks > cards:
+        why = f"which has {cards} CUDA device{'s' * (cards > 1)}, and each takes one"
+        if "LOCAL_WORLD_SIZE" not in os.environ:
+            raise Refused(
+                f"LOCAL_WORLD_SIZE is not set: all {ranks} ranks would be on this machine, {why}. Start them with "
+                "torchrun, or set LOCAL_WORLD_SIZE to how many are here."
+            )
+        raise Refused(
+            f"devices={launched.size()}: {ranks} of these ranks are on this machine, {why}. Type devices={cards}, or "
+            "device=cpu."
+        )
+    if device != "cpu" and cards and ranks > 1 and "LOCAL_RANK" not in os.environ:
+        raise Refused(
+            f"LOCAL_RANK is not set, and all {ranks} ranks of this machine would take its first CUDA device. Start "
+            "them with torchrun, or set LOCAL_RANK to the number of each one's device."
         )
 
 

@@ -1,7 +1,9 @@
 """Checkpoints: always between windows, written aside, synced, then renamed; verified before they are used.
 
-A file under its final name is therefore complete, when it was written. What happened to it since is told by the CRC-32
-that torch writes beside every tensor into the zip archive that a checkpoint is, and that torch itself never looks at.
+One is a file, or where several processes have divided the model among them, a folder (`sharded.py`); either is read by
+any number of processes, whatever they divide. What stands under its final name is complete, when it was written. What
+happened to it since is told by the CRC-32 that torch writes beside every tensor into the zip archive that a checkpoint
+is, and that torch itself never looks at.
 """
 
 import hashlib
@@ -11,7 +13,7 @@ import re
 import time
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.aside import aside
+from lowmem import by_name, sharded
+from lowmem.aside import aside, delete, draft_of, put_back
 from lowmem.check import no_such_run
 from lowmem.data.loader import Position, WindowLoader
 from lowmem.errors import NotFinite, Refused
@@ -28,6 +31,8 @@ from lowmem.gradients import finite
 from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
+from lowmem.strategy.one_device import OneDevice
+from lowmem.together import together
 from lowmem.trained import saved
 from lowmem.units import steps_or_seconds
 
@@ -37,18 +42,35 @@ _NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's own builds the file in memory first and does not sync it."""
+    """Lightning's own builds the file in memory first and does not sync it.
+
+    Args: module: whose checkpoints they are; None: of one process.
+    """
+
+    def __init__(self, module: CausalLM | None = None) -> None:
+        self.module = module
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
-        with aside(Path(path)) as draft, draft.open("wb") as stream:
-            torch.save(checkpoint, stream)
+        """By all processes. Raises: OSError: on all of them, where one cannot write."""
+        ranks = self.module.ranks if self.module else OneDevice()
+        if ranks.divides:
+            sharded.save(Path(path), *by_name.divided(checkpoint, self.module), ranks)
+            return
+        with together(ranks):
+            if ranks.rank == 0:
+                with aside(Path(path)) as draft, draft.open("wb") as stream:
+                    torch.save(checkpoint, stream)
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
+        if Path(path).is_dir():
+            return by_name.load(Path(path))
         # mmap: tensors are read when they are copied into the model, never all at once beside it.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path) -> None:
-        Path(path).unlink(missing_ok=True)
+        """Aside first: what is killed meanwhile is a draft, and no checkpoint without an end."""
+        if Path(path).exists():
+            delete(Path(path).rename(draft_of(Path(path))))
 
 
 class Checkpoints(Callback):
@@ -75,18 +97,23 @@ class Checkpoints(Callback):
         self.best_step, self.best_loss = -1, math.inf
         self.saved_step = -1
         self.failures = 0  # in a row
+        self._unwritten: Path | None = None  # the last that failed: what training ends with is tried twice
         self._since = 0.0  # when the last one was saved or tried
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._since = time.monotonic()
-        for draft in self.folder.glob(".step-*.ckpt.writing"):  # of a life of this run that was killed in a save
-            draft.unlink()
+        drafts = self.folder.glob(".step-*.ckpt.writing")  # of a life of this run that was killed in a save
+        for draft in drafts if module.ranks.rank == 0 else ():
+            delete(draft)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
-        step = trainer.global_step
-        due = outputs["stepped"] and (step % self.steps == 0 or time.monotonic() - self._since >= self.seconds)
+        due = outputs["stepped"] and (trainer.global_step % self.steps == 0 or self._late(module.ranks))
         if due or trainer.should_stop:  # at the end, and after a signal, before the last evaluation
             self.save(trainer)
+
+    def _late(self, ranks: OneDevice) -> bool:
+        """By the clock of rank 0: others differ by what they waited."""
+        return self.seconds < math.inf and ranks.first(time.monotonic() - self._since >= self.seconds)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         training = (
@@ -106,7 +133,7 @@ class Checkpoints(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         for held in (checkpoint["state_dict"], checkpoint.get("rests", {})):
-            page_out(held.values())  # the model has its copies by now
+            page_out(one for one in held.values() if not one.is_meta)  # the model has its copies by now
         self.saved_step = checkpoint["global_step"]
 
     def state_dict(self) -> dict:
@@ -122,23 +149,29 @@ class Checkpoints(Callback):
         Refused: this file and the one before could not be written.
         """
         trainer.precision_plugin.arrived()
-        if not _all_finite(trainer):
+        ranks = trainer.lightning_module.ranks
+        if ranks.any(not _all_finite(trainer)):
             raise NotFinite(f"A weight is no longer finite at step {trainer.global_step}; nothing was saved.")
         self._since = time.monotonic()
         try:
             with self.paused(), self.metered(trainer):
                 trainer.save_checkpoint(self._path(trainer.global_step))
         except OSError as error:
-            return self._could_not(error)
+            return self._could_not(self._path(trainer.global_step), error)
         self.saved_step, self.failures = trainer.global_step, 0
-        self._prune()
+        if ranks.rank == 0:
+            self._prune()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.ckpt"
 
-    def _could_not(self, error: OSError) -> None:
+    def _could_not(self, path: Path, error: OSError) -> None:
         self.failures += 1
-        said = f"{error.filename} cannot be written: {error.strerror}."
+        said, again, self._unwritten = f"{path} cannot be written: {error.strerror}.", path == self._unwritten, path
+        if again:
+            raise Refused(
+                f"{said} Training has ended, and its last steps are not saved. Make room. {going_on(self.folder)}"
+            ) from error
         if self.failures == 2:
             raise Refused(
                 f"{said} Nor could the one before it be, so the run ends here. Make room. {going_on(self.folder)}"
@@ -151,12 +184,14 @@ class Checkpoints(Callback):
         until_now = [path for path in complete(self.folder) if _step(path) <= self.saved_step]
         for old in until_now[:-newest]:
             if self.keep != "best" or _step(old) != self.best_step:
-                old.unlink()
+                AtomicCheckpointIO().remove_checkpoint(old)
 
 
 def _all_finite(trainer: Trainer) -> bool:
-    stored = trainer.precision_plugin.stored
-    return all(finite(stored(p)) for p in trainer.lightning_module.parameters())
+    """Of what this process has."""
+    stored, local = trainer.precision_plugin.stored, trainer.lightning_module.ranks.local
+    held = (stored(local(p)) for p in trainer.lightning_module.parameters())
+    return all(finite(part) for part in held if not part.is_meta)
 
 
 def going_on(folder: Path) -> str:
@@ -173,6 +208,8 @@ def complete(folder: Path) -> list[Path]:
 
 
 def _has_its_end(path: Path) -> bool:
+    if path.is_dir():
+        return sharded.has_its_end(path)
     try:
         return zipfile.is_zipfile(path)
     except zipfile.BadZipFile:  # of what stands there it can make no sense
@@ -180,6 +217,9 @@ def _has_its_end(path: Path) -> bool:
 
 
 def _named(folder: Path) -> list[Path]:
+    for old in folder.glob(".step-*.ckpt.old"):  # of one who was killed while he replaced it
+        with suppress(OSError):  # another one's folder
+            put_back(folder / old.stem.removeprefix("."))
     return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=_step)
 
 
@@ -188,11 +228,13 @@ def _step(path: Path) -> int:
 
 
 def intact(path: Path) -> bool:
-    """Whether every tensor of the file, and what else is in it, is what was written.
+    """Whether every tensor of the file or folder, and what else is in it, is what was written.
 
     A CRC-32 finds any flipped bit and any changed run of up to four bytes, and of every other damage, such as a page
     of zeros, all but one in 4 billion. It reads 1 GB in 0.3 s, where a cryptographic digest takes a second.
     """
+    if path.is_dir():
+        return sharded.intact(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -213,13 +255,13 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(named: str, key: str = "resume") -> Path:
-    """The checkpoint that is meant by what was typed behind `key=`: the file itself, or a run folder's newest.
+    """The checkpoint that is meant by what was typed behind `key=`: it itself, or a run folder's newest.
 
     Raises:
         Refused: when there is none, or it is cut short or damaged.
     """
     path, asked = Path(named).expanduser(), f"{key}={named}"
-    if path.is_dir():
+    if path.is_dir() and not _is_one(path):
         whole = complete(path / "checkpoints") or complete(path)
         if not whole:
             raise Refused(f"{asked}: this folder has no complete checkpoint. {_instead(key)}")
@@ -227,10 +269,16 @@ def find(named: str, key: str = "resume") -> Path:
     if not path.exists():
         raise no_such_run(key, named)
     if not _has_its_end(path):
-        raise Refused(f"{asked}: this checkpoint is incomplete; its end is missing. {_instead(key, path)}")
+        missing = "one of its files is missing or cut short" if path.is_dir() else "its end is missing"
+        raise Refused(f"{asked}: this checkpoint is incomplete; {missing}. {_instead(key, path)}")
     if not intact(path):
         raise Refused(f"{asked}: {path.name} is damaged: it is not what was written. {_instead(key, path)}")
     return path
+
+
+def _is_one(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, and not that of a run."""
+    return (folder / sharded.INDEX).exists() or _NAME.fullmatch(folder.name) is not None
 
 
 def _instead(key: str, broken: Path | None = None) -> str:
@@ -242,7 +290,8 @@ def _instead(key: str, broken: Path | None = None) -> str:
 
 
 class Saved:
-    """What a checkpoint holds, read from the mapped file: asked before the model is built, and checked against it.
+    """What a checkpoint holds, read from the mapped file or the folder's index: asked before the model is built, and
+    checked against it.
 
     Args:
         key: which setting named it, for messages.

@@ -5,6 +5,7 @@ Nothing heavy is imported at module level: `--help` answers in well under a seco
 
 import atexit
 import gc
+import json
 import logging
 import os
 import signal
@@ -23,9 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import help, signals, spelling
+from lowmem import help, launch, launched, signals, spelling
 from lowmem.check import check_places, check_values
-from lowmem.errors import Refused
+from lowmem.errors import RankLost, Refused
 from lowmem.overrides import CONF, composed, in_place_of, key, parted, quoted, said_anew, unquoted, without
 from lowmem.plan.helper import helper
 from lowmem.runs import claim, folders, sweep
@@ -33,6 +34,7 @@ from lowmem.starting import undisturbed
 from lowmem.terminal import folded
 
 SWEEP = ("-m", "--multirun")
+ALONE = ("generate", "show", "export")  # what one process does for all ranks
 LOADING = "Loading torch, Lightning and transformers ..."  # for some five seconds
 
 NOTHING_FITS = 2  # the exit code of a plan that was made, and has nothing to recommend
@@ -50,6 +52,7 @@ def start(main: Callable[[], None]) -> None:
     sweep.Report.failed = ()
     OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
     config = Path(sys.argv[0]).stem.replace("train", "config")  # train.py reads config.yaml, plan.py plan.yaml
+    launched.leashed()
     try:
         with signals.handled(signals.at_once):
             sys.argv[1:] = prepare(sys.argv[1:], config)
@@ -79,7 +82,8 @@ def _nobody_reads() -> None:
 
 
 def _exit(message: str) -> NoReturn:
-    sys.exit(folded(message, sys.stderr))
+    launched.report("failed", message)
+    sys.exit(folded(message, sys.stderr) if launched.says(message) else 1)
 
 
 def prepare(arguments: list[str], config: str = "config") -> list[str]:
@@ -107,10 +111,14 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
         raise Refused(f"{shows[0]}: it shows one run, and -m makes several. Leave -m out.")
     lines = without(said_anew(typed), _resumed_overrides(typed)) + typed
     lines += in_place_of(lines)
+    if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
+        lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
     sweep = bool({*flags} & {*SWEEP})
     if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
         spelling.check_lines(lines)
-        if not sweep:
+        if sweep:
+            launched.check_sweep()
+        else:
             _check(lines, config)
     return [*flags, *(quoted(line, sweep) for line in lines)]
 
@@ -123,6 +131,12 @@ def _check(lines: list[str], config: str) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         raise Refused(spelling.explained(error, lines, config)) from None
     check_values(cfg)
+    if config == "config" and not _alone(cfg):
+        launched.check(cfg.devices)
+
+
+def _alone(cfg: DictConfig) -> bool:
+    return any(cfg[name] is not None for name in ALONE)
 
 
 def _resumed_sweep(arguments: list[str]) -> list[str]:
@@ -181,6 +195,8 @@ def run(cfg: DictConfig) -> float:
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         check_values(cfg)
         check_places(cfg)
+        if cfg.devices > 1 and not launched.is_rank():
+            return _ranks(output_dir, cfg.devices)
         with undisturbed():
             from lowmem.fit import fit  # which imports torch
 
@@ -194,12 +210,26 @@ def run(cfg: DictConfig) -> float:
         _log_beside_stdout()
         print(generate(cfg))
 
+    if launched.number() and _alone(cfg):
+        return float("nan")
     summary = _guarded(job if cfg.generate is None else prints, cfg)
     if not summary:
         return float("nan")
     if summary["interrupted"]:
+        launched.report("interrupted", summary["signal"])
         raise signals.Ended(signal.Signals[summary["signal"]])
+    launched.report("done")
     return summary["val_loss"]
+
+
+def _ranks(output_dir: Path, size: int) -> dict:
+    """Returns: what matters of their summary."""
+    overrides = HydraConfig.get().overrides
+    of_hydra = [line for line in overrides.hydra if key(line) not in ("hydra.run.dir", "hydra.mode")]
+    interrupted = launch.run(output_dir, [*overrides.task, *of_hydra], size)
+    if interrupted:
+        return {"interrupted": True, "signal": interrupted.name}
+    return json.loads((output_dir / "summary.json").read_text())
 
 
 def _log_beside_stdout() -> None:
@@ -238,10 +268,13 @@ def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], cfg:
         return None
     except (Exception, signals.Ended) as error:
         if ended := signals.ending(error):
+            launched.report("ended", ended.said)
             _leave(output_dir, ended.said)
-            print(ended.said, file=sys.stderr)
+            if launched.number() or not launched.of_run():
+                print(ended.said, file=sys.stderr)
             raise ended from None
         message = _message(error, debug)
+        launched.report("lost" if isinstance(error, RankLost) else "failed", message)
         _failures.append(message)
         _leave(output_dir, message)
         return None
@@ -259,8 +292,9 @@ def _message(error: Exception, debug: bool) -> str:
 
 
 def _leave(output_dir: Path, message: str) -> None:
-    """The reason in the folder of a failed run; one that was refused before it wrote anything leaves it as it was."""
-    if claim.untouched():
+    """The reason in the folder of a failed run; one that was refused before it wrote anything leaves it as it was. Of
+    several ranks who has claimed the folder says so."""
+    if claim.untouched() or launched.of_run() or launched.number():
         return
     with suppress(OSError):  # a full disk may be what it failed of
         (output_dir / folders.FAILED).write_text(message + "\n")

@@ -7,3 +7,7 @@ class Refused(Exception):
 
 class NotFinite(Refused):
     """A loss, gradient or weight is inf or nan: which, and where. `training.py` adds what to do about it."""
+
+
+class RankLost(Refused):
+    """Another rank is gone or does not answer: which collective waited for it. Its own end, not this, is the cause."""

@@ -3,9 +3,12 @@
 transformers writes it, from tensors that are made when their shard is written. Each says its shape and dtype before;
 where something is computed with one, as with the experts of a mixture, which files hold apart, it is made at once.
 So the peak over the model is one shard, and of a mixture its experts.
+
+Of a divided model the first process writes, and asks the others for one weight after the other (`Gathered`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lowmem.aside import aside
 from lowmem.internals import tree_map_only
 from lowmem.stable_embedding import folded
+from lowmem.strategy.one_device import OneDevice
+from lowmem.together import together
+from lowmem.trained import shape
 
 CARD = "README.md"  # what the hub shows of a model
 SHARD = "2GB"  # or one tensor, where that is larger
@@ -43,6 +49,53 @@ class Later(Tensor):
         return func(*args, **kwargs)
 
 
+class Gathered:
+    """The weights of a divided model: asked for by the first process, which writes them, and answered by the others.
+
+    Args: part: what a process has of a parameter at full precision; of one that it has nothing of, something.
+    """
+
+    def __init__(self, network: nn.Module, ranks: OneDevice, part: Callable[[nn.Parameter], Tensor]) -> None:
+        self.ranks, self.part = ranks, part
+        network.state_dict()  # what an engine has put together for a forward pass, it takes apart for this
+        self._named = dict(network.named_parameters())
+        self._names = {p: name for name, p in self._named.items()}
+
+    def whole(self, p: nn.Parameter) -> Tensor:
+        """By the first process. A parameter that is not of the model was made here, and is whole."""
+        if p not in self._names:
+            return p.data
+        return self._gathered(self._said(self._names[p]))
+
+    def dtype_of(self, p: nn.Parameter) -> torch.dtype:
+        return self.part(p).dtype if p in self._names else p.dtype
+
+    @contextmanager
+    def together(self) -> Iterator[bool]:
+        """Yields: whether this is the process that writes, as the body of the `with`. The others answer until it has
+        done so, or has failed, and then fail of the same."""
+        with together(self.ranks):
+            if self.ranks.rank == 0:
+                try:
+                    yield True
+                finally:
+                    self._said(None)
+            else:
+                while (name := self._said(None)) is not None:
+                    self._gathered(name)
+                yield False
+
+    def _said(self, name: str | None) -> str | None:
+        """By the first process: what is written before takes its time."""
+        with self.ranks.watched("write the model"):
+            pass
+        return self.ranks.first(name)
+
+    def _gathered(self, name: str) -> Tensor | None:
+        p = self._named[name]
+        return self.ranks.whole(p, self.part(p))
+
+
 def export(
     network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -50,6 +103,7 @@ def export(
     dtype: str | None = None,
     card: str = "",
     whole: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
+    dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
 ) -> None:
     """Weights (safetensors), configuration and tokenizer. Whole or not at all.
 
@@ -57,23 +111,30 @@ def export(
         dtype: of the written weights, such as bfloat16; None: as they are.
         card: README.md.
         whole: what a parameter is at full precision.
+        dtype_of: of that; None: it is looked at.
     """
+    dtype_of = dtype_of or (lambda p: whole(p).dtype)
     with aside(folder) as draft, folded(network, whole):
-        held = network.state_dict() | _laters(network, dtype, whole)
+        held = network.state_dict() | _laters(network, dtype, whole, dtype_of)
         network.save_pretrained(draft, state_dict=_once(network, held), max_shard_size=SHARD)
         # transformers says the dtype of the parameters as they are
-        network.config.dtype = dtype or str(whole(next(network.parameters())).dtype).removeprefix("torch.")
+        network.config.dtype = dtype or str(dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         (draft / CARD).write_text(card)
 
 
-def _laters(network: nn.Module, dtype: str | None, whole: Callable[[nn.Parameter], Tensor]) -> dict[str, Later]:
+def _laters(
+    network: nn.Module,
+    dtype: str | None,
+    whole: Callable[[nn.Parameter], Tensor],
+    dtype_of: Callable[[nn.Parameter], torch.dtype],
+) -> dict[str, Later]:
     """Of every parameter, under each of its names."""
 
     def later(p: nn.Parameter) -> Later:
-        kind = getattr(torch, dtype) if dtype else whole(p).dtype
-        return Later.of(lambda: whole(p).to("cpu", kind), p.shape, kind)
+        kind = getattr(torch, dtype) if dtype else dtype_of(p)
+        return Later.of(lambda: whole(p).to("cpu", kind), shape(p), kind)
 
     return {name: later(p) for name, p in network.named_parameters(remove_duplicate=False)}
 

@@ -43,7 +43,10 @@ class Faults:
 def told(module: LightningModule, loss: Tensor, window: Window) -> str:
     """Which step, what is not finite, and on which sequences."""
     trainer = module.trainer
-    name = trainer.precision_plugin.first_not_finite(module)
+    names = module.ranks.every(
+        trainer.precision_plugin.first_not_finite(module.ranks.parts(module))
+    )  # of its part each knows
+    name = next(filter(None, names), None)
     what = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]
     what += [f"the gradient of {name}, the model's first of which that is so, is not finite"] if name else []
     sequences = trainer.train_dataloader.between(module.position, window.end)

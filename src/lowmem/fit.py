@@ -21,6 +21,7 @@ from lowmem.adapter.export import export, is_adapted
 from lowmem.asked import Asked, asked, summary_of, with_model
 from lowmem.check import check, targets
 from lowmem.errors import Refused
+from lowmem.export import Gathered
 from lowmem.generation import end_tokens
 from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
@@ -34,8 +35,10 @@ from lowmem.report.hub import push
 from lowmem.report.model_card import card
 from lowmem.runs import folders
 from lowmem.settings import Settings
+from lowmem.strategy.group import joined
+from lowmem.strategy.one_device import OneDevice
 from lowmem.terminal import folded
-from lowmem.trained import parameters
+from lowmem.trained import parameters, shape
 from lowmem.trained import trained as trained_of
 from lowmem.training import DidNotFit, Training, trained
 
@@ -64,16 +67,25 @@ def fit(
     choices = choices or {}
     check(cfg, choices)
     quiet()
-    cfg, typed = _counted(_placed(cfg, output_dir), overrides)
-    wanted = asked(cfg, output_dir)  # before anything is planned for it
+    cfg = _placed(cfg, output_dir)
+    with joined(cfg) as ranks:
+        return _fitted(cfg, output_dir, choices, overrides, ranks)
+
+
+def _fitted(
+    cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], overrides: Sequence[str], ranks: OneDevice
+) -> dict:
+    with ranks.in_turn("count the rows"):  # what the first has written the others read
+        cfg, typed = _counted(cfg, overrides, ranks)
+    wanted = asked(cfg, output_dir, ranks)  # before anything is planned for it
     if wanted.work == "nothing":
         return summary_of(wanted.saved)
-    cfg, prediction = _planned(cfg, typed, wanted)
+    cfg, prediction = _planned(cfg, typed, wanted, first=ranks.rank == 0)
     if wanted.work == "show":
         _show(cfg)
         return {}
     try:
-        with _named(output_dir), trained(cfg, output_dir, wanted) as training:
+        with _named(output_dir), trained(cfg, output_dir, wanted, ranks=ranks) as training:
             summary = _summary(training, cfg) | _what(training, cfg, choices) | {"overrides": list(overrides)}
             summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
             if wanted.work == "export":
@@ -81,13 +93,18 @@ def fit(
             if wanted.work == "train":
                 if prediction:
                     summary["predicted"]["seconds_per_step"] = at_start.refined(cfg, prediction, training.metrics)
-                _picture(training, cfg, output_dir, summary, choices)
-            _report(training, output_dir, summary)
+                if ranks.rank == 0:
+                    _picture(training, cfg, output_dir, summary, choices)
+            if ranks.rank == 0:
+                _report(training, output_dir, summary)
             training.stop.waits_no_longer(summary["interrupted"])
-            if wanted.exports and not summary["interrupted"]:  # of an interrupted run its checkpoint is what goes on
+            if (
+                wanted.exports and not summary["interrupted"] and (ranks.divides or not ranks.rank)
+            ):  # of an interrupted run its checkpoint is what goes on
                 _export(training, cfg, output_dir, summary)
-            (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
-            _tell_files(output_dir)
+            if ranks.rank == 0:
+                (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
+                _tell_files(output_dir)
             return summary
     except DidNotFit as error:
         planned = at_start.smaller_recipe(cfg, typed, prediction)
@@ -102,17 +119,22 @@ def _placed(cfg: DictConfig, output_dir: Path) -> DictConfig:
     return cfg
 
 
-def _counted(cfg: DictConfig, typed: Sequence[str]) -> tuple[DictConfig, Sequence[str]]:
+def _counted(cfg: DictConfig, typed: Sequence[str], ranks: OneDevice) -> tuple[DictConfig, Sequence[str]]:
     """epochs= as the steps that they take, which only the data tells; in the lines too, which recipes are made of."""
     if cfg.epochs is None or cfg.evaluate is not None or cfg.export is not None:
         return cfg, typed
-    cfg.max_steps = build.steps(cfg)
+    cfg.max_steps = build.steps(cfg, ranks)
     log.info(f"epochs={cfg.epochs}: {cfg.max_steps} optimizer steps.")
     return cfg, replaced(typed, {"epochs": None, "max_steps": str(cfg.max_steps)})
 
 
-def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[DictConfig, Prediction | None]:
-    """With the recipe and the batch size that were asked for, as plain values; and what they are predicted to need."""
+def _planned(
+    cfg: DictConfig, overrides: Sequence[str], wanted: Asked, first: bool = True
+) -> tuple[DictConfig, Prediction | None]:
+    """With the recipe and the batch size that were asked for, as plain values; and what they are predicted to need.
+
+    Args: first: of several ranks, whose
+    word holds for all."""
     if wanted.work != "train":  # a plan is one of training
         cfg = with_model(cfg, cfg.evaluate) if wanted.work == "evaluate" and not wanted.saved else cfg
         cfg.batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size
@@ -121,7 +143,7 @@ def _planned(cfg: DictConfig, overrides: Sequence[str], wanted: Asked) -> tuple[
     model.check_architecture(cfg)
     cfg = at_start.with_recipe(cfg, overrides)
     cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
-    return cfg, at_start.checked(cfg, overrides)
+    return cfg, at_start.checked(cfg, overrides) if first else None
 
 
 def _show(cfg: DictConfig) -> None:
@@ -164,13 +186,15 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "batch_size": cfg.batch_size,
         "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": parameters(module.model),
-        "trained_parameters": sum(p.numel() for _, p in trained_of(module.model)),
+        "trained_parameters": sum(shape(p).numel() for _, p in trained_of(module.model)),
         "interrupted": training.stop.interrupted,
         "signal": training.stop.signal.name if training.stop.signal else None,
         "stopped_early": training.stopped_early,
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
         "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",
         "versions": report.versions(),
+        "weights_bytes": sum(shape(p).numel() * p.element_size() for p in module.model.parameters()),  # of all ranks
+        "ranks": module.ranks.every(meter.peak_bytes | meter.held()),
     }
 
 
@@ -228,14 +252,18 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapp
         base = cfg.model.name if cfg.model.pretrained else None
         network, tokenizer = training.module.model, training.tokens.tokenizer
         network.generation_config.eos_token_id = end_tokens(tokenizer, network)
-        how = (cfg.export_dtype, cfg.merge, base, card(summary), training.whole)
-        export(network, tokenizer, output_dir / "model", *how)
+        divides = training.module.ranks.divides
+        gathered = Gathered(network, training.module.ranks if divides else OneDevice(), training.part)
+        with gathered.together() as writes:
+            if writes:
+                what = (network, tokenizer, output_dir / "model", cfg.export_dtype, cfg.merge, base, card(summary))
+                export(*what, gathered.whole, gathered.dtype_of if divides else None)
     except OSError as error:
         raise Refused(
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
             f"Make room, and type {in_shell('export', training.resumed_from if cfg.export else output_dir)}."
         ) from error
-    if cfg.push is None:
+    if cfg.push is None or training.module.ranks.rank:
         return
     run = training.resumed_from if cfg.export else output_dir
     if summary["adapter_alone"] and summary["base_model"] is None:

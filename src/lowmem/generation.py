@@ -67,6 +67,8 @@ def continuation(
     tokens: int,
     temperature: float = 0.0,
     stopped: Callable[[], bool] = lambda: False,
+    device: torch.device | None = None,
+    together: bool = False,
 ) -> str:
     """The text that the model, in evaluation mode, writes behind `ids`; it ends at an end token.
 
@@ -75,6 +77,8 @@ def continuation(
         tokens: how many at most; never more than the model has positions.
         temperature: 0: always the likeliest token.
         stopped: asked before each token.
+        device: that computes; None: that of the weights.
+        together: with other processes, each of which has a part of the model: who is at an end goes on until all are.
     """
     length = min(ids.shape[1] + tokens, positions(model.config) or ids.shape[1] + tokens)
     how = GenerationConfig(
@@ -89,10 +93,13 @@ def continuation(
     )
     if ids.shape[1] >= length:
         return ""
-    given = ids.to(model.device)
-    stops = [lambda *_, **__: stopped()]
+    given = ids.to(device or model.device)
     written = model.generate(
-        given, attention_mask=torch.ones_like(given), generation_config=how, stopping_criteria=stops
+        given,
+        attention_mask=torch.ones_like(given),
+        generation_config=how,
+        stopping_criteria=[lambda *_, **__: stopped()],
+        synced_gpus=together,
     )
     before, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
     return whole.removeprefix(before)  # decoded together: a token alone may lose its space

@@ -20,6 +20,7 @@ from lowmem.units import GIB, MIB
 
 KEPT = 0.02  # of a bare size
 CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; the few that have more are the largest
+COMMUNICATOR = 512 * MIB  # of NCCL, for each group of ranks that exchange: 0.5 to 1 GiB were seen (nccl#864, nccl#1685)
 LATER = 128 * MIB  # kernels that load when they are first called, 20 to 70 MiB, and cuBLAS's workspace, 16 to 64
 REACHED = 0.85  # of the bandwidth of a data sheet
 OVERHEAD = 5e-6  # seconds per operator
@@ -85,6 +86,8 @@ def named(name: str) -> Card:
         "bandwidth": REACHED * 1e9 * said["bandwidth"],
         "overhead": OVERHEAD,
         "link": 1e9 * said["link"],
+        "peer": 1e9 * said["peer"],
+        "network": 1e9 * said["network"],
     }
     beside = said["context_mib"] * MIB + LATER
     says = f"{name}, as torch reports it"

@@ -5,8 +5,11 @@ name which one a new version has taken away or changed. Elsewhere a test refuses
 begin with an underscore.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -17,7 +20,10 @@ from torch._ops import OpOverload
 
 # Tensors with shape, dtype and storage and no memory: the planner's runs. Instead: the meta device, and a stand-in for
 # what asks on which device a tensor is.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+# A group of processes that are not there: the planner's runs on several devices. Instead: those processes.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Sees each operator: the meter, the planner and selective checkpointing. torch's notes on extending it name this one;
 # there is no other.
@@ -27,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = (
+    "ADDS_IN_PARTS",
     "ASKS_FOR_DEVICE",
     "ATTENTION",
     "ATTENTION_BACKWARD",
@@ -36,28 +43,38 @@ __all__ = (
     "ATTENTION_FLASH",
     "ATTENTION_MATH",
     "ATTENTION_ON_CPU",
+    "COMPARES",
     "GROUPED_PRODUCTS",
+    "MAKES_OF_NUMBERS",
     "NONZERO",
     "READ_A_NUMBER",
     "SPLIT",
+    "WAITS",
+    "FakeStore",
     "FakeTensor",
     "LeanFakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "attention_taken",
     "boundaries_count_as_real",
+    "check_reduced",
     "compiled_itself",
     "cpu_multiplies_in",
+    "deepspeed_fragment",
+    "group_of",
     "has_kernel",
     "in_backward",
     "is_traceable_wrapper_subclass",
+    "limit",
     "open_checkpoint",
+    "rebuild_buckets",
     "replaced_kernels",
     "schema",
     "storage_key",
     "tensors_count_as_real",
     "tree_leaves",
     "tree_map_only",
+    "unset_fake_temporarily",
     "within_budget",
 )
 
@@ -81,6 +98,10 @@ ATTENTION_BACKWARD = (
 ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
 NONZERO = aten.nonzero.default  # what a mixture calls whose experts take turns: which are used, and by which tokens
+COMPARES = (aten.equal.default, aten.allclose.default)  # what `torch.equal` and `torch.allclose` call
+MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # what `torch.tensor` calls
+ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # what fully_shard divides gradients with
+WAITS = torch.ops._c10d_functional.wait_tensor.default  # what yields a tensor that others send, when it has come
 SPLIT = aten.split_with_sizes.default  # what another one calls, with the tokens of each expert
 ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where a tensor without memory would lie
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
@@ -114,6 +135,25 @@ def storage_key(tensor: Tensor | UntypedStorage) -> int:
 def schema(func: OpOverload) -> torch.FunctionSchema:
     """What an operator takes, returns and changes in place. Instead: `str(func)` looked up by hand."""
     return func._schema
+
+
+def group_of(asked: object) -> torch.distributed.ProcessGroup:
+    """The process group that an operator is handed: boxed, or by its name. Instead: nothing public opens the box."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    if isinstance(asked, str):
+        return _resolve_process_group(asked)
+    group = torch.distributed.ProcessGroup
+    return asked if isinstance(asked, group) else group.unbox(asked)
+
+
+def limit(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
+    """Of what is said in it from now on. Instead: a mesh makes groups with torch's own limit, and takes no other."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Set timeout is now only supported")  # one that sends nothing has none
+        _set_pg_timeout(timeout, group)
 
 
 def compiled_itself(module: nn.Module) -> bool:
@@ -193,3 +233,28 @@ def tensors_count_as_real() -> AbstractContextManager:
     """transformers takes tensors without memory for a graph that is recorded for later, and writes every mask out.
     Instead: a way to tell it that nothing is recorded. A mock in its place would hold all tensors it is asked about."""
     return patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False)
+
+
+def deepspeed_fragment(p: nn.Parameter) -> tuple[Tensor, int, Callable[[], Tensor]] | None:
+    """Of a parameter that ZeRO-2 divides, what this process holds of it: (the elements, the number of the first, their
+    gradient); None: nothing. Instead: what `deepspeed.utils` has to read a whole one, which gathers it."""
+    place = p._hp_mapping
+    if place is None:
+        return None
+    gradient = partial(place.get_lp_grad_fragment, p._index_in_param_group)
+    return place.hp_fragment, place.lp_fragment_address.start, gradient
+
+
+def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """In the order in which gradients have come: DDP does it once, before the second window. Instead: that."""
+    ddp.reducer._rebuild_buckets()
+
+
+def check_reduced(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Whether the last backward pass has averaged all gradients; DDP asks before the next one, after the step. Instead:
+    that.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    ddp._check_reducer_finalized()

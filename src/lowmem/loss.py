@@ -20,6 +20,7 @@ from lowmem import attention
 from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.errors import Refused
 from lowmem.head import agrees, enter, finished, multiplied_in
+from lowmem.offload.tiles import matrix_of
 
 VERIFIED = 16  # tokens of a sequence
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
@@ -42,7 +43,8 @@ class Chunked:
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         hidden = hidden.to(multiplied_in(hidden))  # inside the function autocast no longer acts
-        return _ChunkedCrossEntropy.apply(hidden, head.linear.weight, head.linear.bias, labels, self.rows, head.finish)
+        weight, bias = matrix_of(head.linear), head.linear.bias
+        return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, self.rows, head.finish)
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         """Args: batch: a few real tokens of two sequences.

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lowmem import by_name, random_states
 from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
 from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
+from lowmem.sharded import Stored
+from lowmem.strategy.one_device import OneDevice
 from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
@@ -38,6 +41,7 @@ class CausalLM(LightningModule):
         skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
         weights: where they are while no block needs them.
         tiles: the parts of the model that are computed in slices; None: none is.
+        ranks: which part of it is this process's, and the words with the others; None: there are no others.
     """
 
     def __init__(
@@ -51,12 +55,13 @@ class CausalLM(LightningModule):
         skips_faults: bool = False,
         weights: Resident | None = None,
         tiles: Tiles | None = None,
+        ranks: OneDevice | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model, self.weights = model, weights or Resident()
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
-        self.tiles = tiles
+        self.tiles, self.ranks = tiles, ranks or OneDevice()
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value
@@ -67,7 +72,7 @@ class CausalLM(LightningModule):
         self.gradient_norm: Tensor | None = None  # before clipping
         self.identity: dict[str, str] = {}  # of what belongs to these weights, by name: into every checkpoint
         self.last_micro_batch = False  # whether the one under way is its window's last
-        self._random_states: dict[str, Tensor] | None = None
+        self._drawn: dict | None = None  # what a run that goes on had drawn
         self._rests: dict[str, Tensor] = {}  # of weights that are loaded next, see `precision/split.py`
 
     def setup(self, stage: str) -> None:
@@ -78,40 +83,63 @@ class CausalLM(LightningModule):
         Trainer, together with the device that Lightning chooses now.
         """
         strategy = self.trainer.strategy
+        self.trainer.precision_plugin.global_norm = self.ranks.norm
 
         def restore(checkpoint: dict) -> None:
-            for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-                optimizer.load_state_dict(state)
+            (optimizer,) = strategy.optimizers
+            optimizer.load_state_dict(by_name.optimizer_state(self, optimizer, checkpoint))
 
         strategy.load_optimizer_state_dict = restore
+
+    @property
+    def parts(self) -> nn.Module:
+        """Whose parameters are what this process holds of the model's."""
+        return self.ranks.parts(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """That computes. Lightning takes for it where it has moved the module to, and what is divided nobody moves."""
+        return self.ranks.place if self.ranks.divides else super().device
 
     def cpu(self) -> Self:
         """Lightning calls this when a run ends, however it ends."""
         self.weights.stop()
-        return super().cpu()
+        return self if self.ranks.divides else super().cpu()  # what is divided is gathered where it lies
 
     # --- training ------------------------------------------------------------------------------------------------
 
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Returns: the summed loss."""
+        return self.loss(self.model, micro_batch)
+
     def training_step(self, window: Window, _: int) -> dict:
-        loss_sum, auxiliary_sum = torch.zeros((), device=self.device), None
         if not (tokens := window.tokens):
-            return self._nothing_to_learn(loss_sum, window)
-        for number, micro_batch in enumerate(window.micro_batches, start=1):
-            self.last_micro_batch = number == len(window.micro_batches)
-            with self.trainer.precision_plugin.forward_context():
-                loss = self.loss(self.model, micro_batch)
-            loss_sum += loss.detach()
-            if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
-                auxiliary = auxiliary * micro_batch.tokens
-                auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
-                loss = loss + auxiliary
-            self.manual_backward(loss / tokens)
-        stepped = self._step(loss_sum / tokens, window)
+            return self._nothing_to_learn(torch.zeros((), device=self.device), window)
+        loss_sum, auxiliary_sum = self.ranks.passes(self, window)
+        self.ranks.collect()
+        mean = loss_sum / tokens
+        stepped = self._step(mean, window)
         self.position = window.end
         self.tokens += window.tokens
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
-        mean = loss_sum / tokens
         return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
+
+    def passes(self, window: Window) -> tuple[Tensor, Tensor | None]:
+        """Forward and backward of its micro-batches. Returns: sums of their losses and auxiliary ones, of all data."""
+        ranks, auxiliary_sum = self.ranks, None
+        loss_sum = torch.zeros((), device=self.device)
+        for number, micro_batch in enumerate(window.micro_batches, start=1):
+            self.last_micro_batch = number == len(window.micro_batches)
+            with ranks.passing(self.last_micro_batch):
+                with self.trainer.precision_plugin.forward_context():
+                    loss = ranks.forward(micro_batch)
+                loss_sum += loss.detach()
+                if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
+                    auxiliary = auxiliary * micro_batch.tokens
+                    auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
+                    loss = loss + auxiliary
+                self.manual_backward(loss * ranks.factor / window.tokens)
+        return ranks.total(loss_sum), auxiliary_sum if auxiliary_sum is None else ranks.total(auxiliary_sum)
 
     def _nothing_to_learn(self, nothing: Tensor, window: Window) -> dict:
         """A window of which no token counts: a step would shrink weights, and move them by what momentum is left."""
@@ -129,13 +157,16 @@ class CausalLM(LightningModule):
         else:
             self.skipped_steps += 1
         self.trainer.precision_plugin.drop_gradients(optimizer.optimizer)
+        self.ranks.drop()
         return stepped
 
     def _may_step(self, optimizer: Optimizer, loss: Tensor, window: Window) -> bool:
         precision = self.trainer.precision_plugin
         usable = precision.unscale(optimizer)
-        self.gradient_norm = precision.norm(self.model) if usable else None
+        self.gradient_norm = precision.norm(self.parts) if usable else None
         finite = bool((loss if self.gradient_norm is None else loss + self.gradient_norm).isfinite())
+        if self.ranks.data_size < self.ranks.size:  # some compute one loss, each for itself
+            finite = not self.ranks.any(not finite)
         if finite and usable:
             self.faults.none()
         elif not (finite and precision.scales_loss):  # an overflow that the scaler has dealt with is no fault
@@ -146,17 +177,21 @@ class CausalLM(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip, after every callback has seen the gradients at their true size."""
         precision = self.trainer.precision_plugin
-        self.gradient_norm = precision.clip(self.model, self.clip_value, self.clip, self.gradient_norm)
+        self.gradient_norm = precision.clip(self.parts, self.clip_value, self.clip, self.gradient_norm)
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin
-        optimizer = precision.prepare_optimizer(self.make_optimizer(self.model, precision.master))
+        made = self.make_optimizer(self.model, lambda p: precision.master(self.ranks.local(p)))
+        optimizer = precision.prepare_optimizer(made)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
         }
 
     # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Lightning would drop gradients here. A step has; those that `ranks` keep are zero, in memory that is kept."""
 
     def on_validation_epoch_start(self) -> None:
         sets = len(self.trainer.num_val_batches)
@@ -165,14 +200,16 @@ class CausalLM(LightningModule):
         self.val_losses: list[float] = []  # of each set; empty where the evaluation was cut
 
     def validation_step(self, micro_batch: MicroBatch, _: int, dataloader_idx: int = 0) -> None:
-        self._val_loss_sums[dataloader_idx] += self.loss(self.model, micro_batch)
+        self._val_loss_sums[dataloader_idx] += self(micro_batch)
         self._val_tokens[dataloader_idx] += micro_batch.tokens
         self._val_micro_batches += 1
 
     def on_validation_epoch_end(self) -> None:
         if self._val_micro_batches == sum(self.trainer.num_val_batches):
-            sums = zip(self._val_loss_sums.tolist(), self._val_tokens, strict=True)
-            self.val_losses = [loss / tokens if tokens else math.nan for loss, tokens in sums]
+            tokens = self.ranks.total(torch.tensor(self._val_tokens))
+            sums = zip(self.ranks.total(self._val_loss_sums).tolist(), tokens.tolist(), strict=True)
+            losses = [loss / tokens if tokens else math.nan for loss, tokens in sums]
+            self.val_losses = self.ranks.first(losses)  # ranks decide by it whether to save and to stop
 
     @property
     def val_loss(self) -> float | None:
@@ -184,27 +221,33 @@ class CausalLM(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         held = saved(self)
         checkpoint["state_dict"] = {name: one for name, one in checkpoint["state_dict"].items() if name in held}
-        random_states = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random_states["cuda"] = torch.cuda.get_rng_state(self.device)
-        checkpoint["lowmem"] = self.identity | {
-            "position": self.position._asdict(),
-            "order": self.trainer.train_dataloader.order,
-            "tokens": self.tokens,
-            "skipped_steps": self.skipped_steps,
-            "optimizer": self.make_optimizer.name,
-            "random_states": random_states,
-        }
+        checkpoint["lowmem"] = (
+            self.identity
+            | {
+                "position": self.position._asdict(),
+                "order": self.trainer.train_dataloader.order,
+                "tokens": self.tokens,
+                "skipped_steps": self.skipped_steps,
+                "optimizer": self.make_optimizer.name,
+                "stepped": [name for name, _ in by_name.stepped(self)],
+            }
+            | random_states.taken(self.ranks, self.device)
+        )
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         saved = checkpoint["lowmem"]
         self.position = Position(**saved["position"])
         self.tokens, self.skipped_steps = saved["tokens"], saved["skipped_steps"]
-        self._random_states = saved["random_states"]
+        self._drawn = saved
         self._rests = checkpoint.get("rests", {})
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
-        """One weight after the other is put together where the checkpoint holds it in halves."""
+        """One weight after the other is put together where the checkpoint holds it in halves, or in parts."""
+        if self.ranks.divides or isinstance(state_dict, Stored):
+            by_name.load_weights(self, state_dict, self._rests)
+            self.ranks.loaded()
+            self._rests = {}
+            return None
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         held = dict(self.named_parameters())  # a tied one once
         for name, rest in self._rests.items():
@@ -215,7 +258,6 @@ class CausalLM(LightningModule):
     def on_train_start(self) -> None:
         """The last thing before the first window, so that it does not matter who drew random numbers until here."""
         self.model.train()
-        if self._random_states is not None:
-            torch.set_rng_state(self._random_states["cpu"])
-            if self.device.type == "cuda" and "cuda" in self._random_states:
-                torch.cuda.set_rng_state(self._random_states["cuda"], self.device)
+        self.ranks.ready(self)
+        if self._drawn is not None:
+            random_states.go_on(self._drawn, self.ranks, self.device, self.position.window)

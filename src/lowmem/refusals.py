@@ -7,6 +7,7 @@ combination that is tested. A proof runs what is refused: test_proof_<name> of `
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from omegaconf import DictConfig
 
@@ -60,20 +61,86 @@ REFUSALS = (
         "the_state_of_parameters_in_host_memory_is_not_paged",
     ),
     Refusal(
-        lambda run: run.masters and not (run.cfg.trainer.get("strategy", "auto") == "auto" and _one(run.cfg.trainer)),
-        "trainer.strategy, trainer.devices: with this precision the host steps one whole model beside one device. "
-        "Type precision=bf16 for several, or leave both out.",
+        lambda run: run.cfg.trainer.get("strategy", "auto") != "auto" or not _one(run.cfg.trainer),
+        "trainer.strategy, trainer.devices: Lightning would start processes that write folders of their own. Type "
+        "strategy=ddp devices=2, say, and leave both out.",
+        "lightning_starts_processes_with_folders_of_their_own",
+    ),
+    Refusal(
+        lambda run: not run.several and run.cfg.devices != 1,
+        "devices={devices}: strategy=auto is one device. Type strategy=ddp, where the model fits on each, or "
+        "strategy=fsdp, which divides it.",
+        "one_device_leaves_the_others_idle",
+    ),
+    Refusal(
+        lambda run: run.several and run.streams,
+        "weights=streamed: the host holds one whole model, for one device. Type weights=resident strategy=fsdp_offload "
+        "for several, whose hosts hold a part of it for each, or strategy=auto devices=1.",
+        "each_process_would_hold_all_that_streams",
+    ),
+    Refusal(
+        lambda run: run.several and run.masters and not run.streams,
+        "strategy: with this precision the host steps one whole model beside one device. Type precision=bf16-sr or "
+        "bf16 for several, or strategy=auto devices=1.",
         "each_process_would_step_masters_of_its_own",
     ),
     Refusal(
-        lambda run: run.streams and not run.masters,
+        lambda run: run.several and run.in_backward,
+        "optim.in_backward=true: a gradient would step its parameter before those of the other devices are added. "
+        "Type optim.in_backward=false.",
+        "a_step_in_backward_does_not_wait_for_other_ranks",
+    ),
+    Refusal(
+        lambda run: run.several and run.optim.pages,
+        "This optim moves its state to host memory when the card is full, which is measured on one device only. Type "
+        "optim=adamw, whose state strategy=fsdp divides, or fsdp_offload, which holds it there.",
+        "paged_state_is_not_divided",
+    ),
+    Refusal(
+        lambda run: run.strategy.divides and (run.optim.needs_whole or run.optim.state_bits < 32),
+        "strategy: it divides each matrix, and this optim takes means over rows, or holds state in blocks, of the "
+        "whole of it: on a part it would be another update. Type optim=adamw, or strategy=ddp.",
+        "an_optimizer_of_whole_matrices_steps_parts_otherwise",
+    ),
+    Refusal(
+        lambda run: run.saves_parts and run.optim.generates_code and run.optim.state_bits < 32,
+        "strategy: each rank saves what it has, number by number, and the state of this optim is tensors of its own "
+        "kind, which are none. Type optim=adamw8bit or adam8bit with strategy=pipeline, or optim=adamw.",
+        "state_of_a_kind_of_its_own_is_not_saved_by_ranks",
+    ),
+    Refusal(
+        lambda run: run.several and run.cfg.batch_size == "auto",
+        "batch_size=auto: the search is for one device. Type a number; plan.py predicts it for each rank.",
+        "a_batch_size_that_each_rank_finds_for_itself",
+    ),
+    Refusal(
+        lambda run: run.several and run.cfg.plan not in ("check", "off"),
+        "plan={plan}: a recipe is chosen before ranks are started. Type plan=check, or the same words behind plan.py, "
+        "which answers with a command.",
+        "a_recipe_that_each_rank_chooses_for_itself",
+    ),
+    Refusal(
+        lambda run: run.strategy.adds_in_blocks and run.checkpointing.compiles_blocks,
+        "strategy: inside of each block devices add what they have, and torch.compile cannot tell how many bytes of "
+        "that there are. Type gradient_checkpointing=selective or every_layer.",
+        "compiled_blocks_do_not_add_over_devices",
+    ),
+    Refusal(
+        lambda run: run.strategy.together and _merges(run) and "weights" in run.adapter.saves,
+        "strategy=pipeline: the adapter would be merged at the end (merge=true, or a model that starts at random), and "
+        "of weights in 4 bits each stage has its own blocks' alone. Type merge=false with a published model, "
+        "adapter=lora, or strategy=fsdp.",
+        "a_stage_has_4_bits_of_its_own_blocks_alone",
+    ),
+    Refusal(
+        lambda run: run.streams and not run.masters and not run.several,
         "weights=streamed: this precision steps on the device, where the weights are only for their turn. Type "
         "precision=bf16-master gradient_checkpointing=every_layer, or weights=resident. 16-master and bf16-sr step on "
         "the host, too, and any gradient_checkpointing works that computes blocks again.",
         "weights_that_stream_are_not_there_to_be_stepped",
     ),
     Refusal(
-        lambda run: run.streams and run.masters and run.checkpointing.keeps_all,
+        lambda run: run.streams and run.masters and run.checkpointing.keeps_all and not run.several,
         "weights=streamed: without gradient checkpointing autograd keeps every block's weights from forward until "
         "backward, when others lie in their place. Type gradient_checkpointing=every_layer.",
         "autograd_reads_weights_that_have_left",
@@ -97,13 +164,13 @@ REFUSALS = (
         "a_norm_behind_a_trained_embedding_changes_what_it_computes",
     ),
     Refusal(
-        lambda run: run.cfg.batch_size == "auto" and "size" not in run.cfg.accumulation,
+        lambda run: run.cfg.batch_size == "auto" and "size" not in run.cfg.accumulation and not run.several,
         "batch_size=auto: the micro-batch is chosen so that the effective batch stays, and accumulation does not say "
         "one. Type accumulation=effective_batch accumulation.size=64.",
         "auto_without_an_effective_batch_would_decide_the_update",
     ),
     Refusal(
-        lambda run: run.cfg.batch_size == "auto" and run.limit is None and run.device == "cpu",
+        lambda run: run.cfg.batch_size == "auto" and run.limit is None and run.device == "cpu" and not run.several,
         "batch_size=auto: on a CPU there is no card whose memory ends a try. Type memory.limit=12GiB for the card that "
         "you have in mind, or a number for batch_size.",
         "auto_on_a_cpu_without_a_limit_has_no_try_that_fails",
@@ -127,13 +194,47 @@ REFUSALS = (
         "optim=adamw8bit gradient_checkpointing=every_layer.",
         "without_a_compiler_torch_fails_in_the_first_step",
     ),
+    Refusal(
+        lambda run: run.strategy.package is not None and find_spec(run.strategy.package) is None,
+        "strategy: its engine is not installed. Type pip install {package}, or strategy=fsdp, which is torch's own.",
+        "without_its_engine_a_strategy_does_not_start",
+    ),
+    Refusal(
+        lambda run: run.strategy.steps_wide and run.cfg.weights_dtype != "float32",
+        "strategy: its engine steps weights in fp32, and would hold them beside those of 16 bits: nothing would be "
+        "rounded as this precision does it, or saved. Type precision=bf16, 16 or 32, or strategy=fsdp.",
+        "an_engine_that_steps_fp32_does_not_round_to_16_bits",
+    ),
+    Refusal(
+        lambda run: run.strategy.gathers_in_hooks and run.checkpointing.compiles_blocks,
+        "strategy: its engine gathers a module's weights as that is called, where torch.compile has to give up. Type "
+        "gradient_checkpointing=every_layer, or strategy=fsdp.",
+        "compiled_blocks_do_not_gather_their_weights",
+    ),
+    Refusal(
+        lambda run: run.strategy.gathers_in_hooks and run.cfg.tile.tokens is not None,
+        "tile.tokens={tokens}: this strategy's engine gathers a module's weights as that is called, and slices are "
+        "computed with the weights themselves. Type tile.tokens=null, or strategy=fsdp.",
+        "slices_do_not_gather_their_weights",
+    ),
 )
 
 
 def refused(cfg: DictConfig) -> Iterator[str]:
     run = Settings(cfg)
-    typed = {"clip": cfg.clip, "limit": cfg.memory.limit, "tokens": cfg.tile.tokens}
+    typed = {
+        "clip": cfg.clip,
+        "limit": cfg.memory.limit,
+        "tokens": cfg.tile.tokens,
+        "devices": cfg.devices,
+        "plan": cfg.plan,
+        "package": run.strategy.package,
+    }
     return (refusal.says.format(**typed) for refusal in REFUSALS if refusal.applies(run))
+
+
+def _merges(run: Settings) -> bool:
+    return run.adapter.freezes_base and (run.cfg.merge or not run.cfg.model.pretrained)
 
 
 def _one(trainer: DictConfig) -> bool:

@@ -73,6 +73,7 @@ Whole = _words("a whole number of at least 0", int, ge=0)
 Seed = _words("a whole number from 0 to 4294967295", int, ge=0, lt=2**32)
 Number = _words("a number", float, allow_inf_nan=False)
 Positive = _words("a positive number", float, gt=0, allow_inf_nan=False)
+Timeout = _words("a positive number of seconds, at most a week (604800)", float, gt=0, le=604800)
 NotNegative = _words("a number of at least 0", float, ge=0, allow_inf_nan=False)
 Share = _words("a number from 0 to 1", float, ge=0, le=1)
 Decay = _words("a number of at least 0 and below 1", float, ge=0, lt=1)
@@ -203,6 +204,7 @@ class Run(Section):
     accumulation: Node
     gradient_checkpointing: Node
     weights: Node
+    strategy: Node
     loss: Node
     logger: Parts
     lr: Lr
@@ -225,6 +227,7 @@ class Run(Section):
     max_new_tokens: Count
     temperature: NotNegative
     device: Device
+    devices: Count
     memory: Memory
     tile: Tile
     plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)
@@ -256,8 +259,7 @@ class Plan(Run):
     gpu: Gpu
     ram: Room
     search: Switch
-    strategy: _words("single, or fsdp and a number of devices", Literal["single", "fsdp"])
-    devices: Count
+    node: Count
     rows: Count
 
 
@@ -295,6 +297,10 @@ ARGUMENTS: dict[str, Any] = {
     ),
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
+    "timeout": Timeout,
+    "offload": Switch,
+    "whole_below": Whole,
+    "schedule": _words("1f1b or gpipe", Literal["1f1b", "gpipe"]),
     "skip_bad": Switch,
     **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
     "shares": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),

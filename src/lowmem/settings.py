@@ -3,7 +3,7 @@
 from functools import cached_property
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lowmem.accumulation import WindowSize
 from lowmem.instantiate import instantiate
@@ -37,10 +37,43 @@ class Settings:
         """Bytes that the device's tensors may take, where memory.limit says so."""
         return limit.parse(self.cfg.memory.limit)
 
+    @property
+    def _strategy_class(self) -> type:
+        return get_object(self.cfg.strategy._target_)
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be several processes, one per device."""
+        return self._strategy_class.several
+
+    @property
+    def loads_once(self) -> bool:
+        """Whether of several processes rank 0 alone has the whole model in host memory, for a time."""
+        return not getattr(self._strategy_class, "in_numbers", True)
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether each of them writes what it has of the model and its optimizer."""
+        return self._strategy_class.divides
+
+    @cached_property
+    def data_ranks(self) -> int:
+        """How many of them read data of their own."""
+        ours = ("_target_", "_partial_", "declares")
+        options = {key: value for key, value in self.cfg.strategy.items() if key not in ours}
+        return self._strategy_class.data_ranks(self.cfg.devices, **options)
+
+    @cached_property
+    def strategy(self) -> Technique:
+        return declared(self.cfg, "strategy")
+
     @cached_property
     def windows(self) -> WindowSize | None:
         """None while batch_size=auto: a search ends at a size that is not known yet."""
-        return None if self.cfg.batch_size == "auto" else instantiate(self.cfg.accumulation)
+        if self.cfg.batch_size == "auto":
+            return None
+        shared = {"devices": self.data_ranks} if self.cfg.accumulation.get("devices") == 1 else {}
+        return instantiate(OmegaConf.merge(self.cfg.accumulation, shared))
 
     @property
     def accumulates(self) -> bool:

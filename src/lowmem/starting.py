@@ -1,4 +1,4 @@
-"""Imports without Python's search for garbage."""
+"""Work without Python's search for garbage: imports, and a planner's search."""
 
 import gc
 import sys

@@ -22,8 +22,9 @@ class Stop(Callback):
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        self.signal: signal.Signals | None = None
-        self._keeps, self._trainer = keeps, None
+        self.signal: signal.Signals | None = None  # of any process, once all know of it
+        self._sent: signal.Signals | None = None  # to this one
+        self._keeps, self._trainer, self._alone = keeps, None, True
         self._take: Callable[[], None] = lambda: None
 
     @property
@@ -39,12 +40,20 @@ class Stop(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._take()
         self._trainer = trainer if self._keeps else None
+        self._alone = not module.ranks.several
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
-        if trainer.global_step >= trainer.max_steps:
+        self._agree(module)
+        if self.interrupted or trainer.global_step >= trainer.max_steps:
             trainer.should_stop = True
 
+    def _agree(self, module: LightningModule) -> None:
+        """All end after the same window, whichever of them was told to."""
+        if number := module.ranks.largest(self._sent or 0):
+            self.signal = signal.Signals(number)
+
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
+        self._agree(module)
         if self.interrupted:
             raise StopIteration  # ends the loop over micro-batches, as a loader does that has no more
 
@@ -67,10 +76,12 @@ class Stop(Callback):
             raise signals.Ended(self.signal)
 
     def _stop(self, sent: signal.Signals) -> None:
-        if self.interrupted:
-            raise signals.Ended(self.signal, " and a second signal")
+        if self._sent:
+            raise signals.Ended(self._sent, " and a second signal")
         if self._trainer is None:
             raise signals.Ended(sent)
-        self.signal = sent
-        self._trainer.should_stop = True  # here, so that no moment is too late for this window
+        self._sent = sent
+        if self._alone:
+            self.signal = sent
+            self._trainer.should_stop = True  # here, so that no moment is too late for this window
         log.info(f"{sent.name}: stopping after this step, with a checkpoint. Once more stops at once, without one.")

@@ -14,7 +14,8 @@ from lowmem.errors import Refused
 from lowmem.overrides import CONF
 
 CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
-GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "weights", "loss", "adapter")
+GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "weights", "loss", "adapter", "strategy")
+ALONE = tuple(group for group in GROUPS if group != "strategy")  # whose techniques one process shows
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,14 @@ class Technique:
     counts_sequences: of an accumulation: it makes up for a smaller micro-batch by itself.
     stays_wide: of an adapter: it computes in fp32 where the weights have 16 bits, unless there are masters.
     freezes_base: of an adapter: none of the model's own weights is trained.
+    divides: of a strategy: parameters are held in parts, each on another device.
+    together: of a strategy: a window's micro-batches are under way at the same time.
+    adds_in_blocks: of a strategy: devices exchange what a block computes while it computes.
+    package: of a strategy: what its engine is in, which is not installed with everything else.
+    steps_wide: of a strategy: its engine holds fp32 weights to be stepped, whatever the precision holds.
+    gathers_in_hooks: of a strategy: a weight is there while the module that holds it is called.
+    offloads: of a strategy: what a device holds of the model waits and is stepped in host memory.
+    needs_whole: of an optimizer: its step on a part of a matrix is another one than on the whole.
     """
 
     saves: Mapping[str, float] = field(default_factory=dict)
@@ -56,6 +65,14 @@ class Technique:
     counts_sequences: bool = False
     stays_wide: bool = False
     freezes_base: bool = False
+    divides: bool = False
+    together: bool = False
+    offloads: bool = False
+    adds_in_blocks: bool = False
+    package: str | None = None
+    steps_wide: bool = False
+    gathers_in_hooks: bool = False
+    needs_whole: bool = False
 
 
 def declared(cfg: DictConfig, group: str) -> Technique:

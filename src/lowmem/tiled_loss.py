@@ -75,6 +75,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             total.mul_((top - higher).exp_()).add_(logits.sub_(higher[:, None]).exp_().sum(1))
             top = higher
             del logits, tile  # before the next ones, not after
+        top, total, chosen = source.joined(top, total, chosen)
         lse = total.log_().add_(top)  # of all logits of a row
         ctx.save_for_backward(rows, lse, labels, part, bias)
         ctx.source, ctx.columns, ctx.finish, ctx.positions = source, columns, finish, len(hidden)
@@ -105,7 +106,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
                 ctx.source.add_product(first, d_logits, rows)
             del d_logits
         d_weight = ctx.source.whole_gradient() if needs_weight else None
-        d_hidden = _spread(d_rows.to(rows.dtype), part, ctx.positions) if needs_hidden else None
+        d_hidden = _spread(ctx.source.summed(d_rows).to(rows.dtype), part, ctx.positions) if needs_hidden else None
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 

@@ -19,7 +19,13 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def parameters(model: nn.Module) -> int:
     """How many, trained or not. A layer that holds some in fewer bits than torch's parameters says their number."""
-    return sum(p.numel() for p in model.parameters()) + sum(packed(model))
+    return sum(shape(p).numel() for p in model.parameters()) + sum(packed(model))
+
+
+def shape(p: nn.Parameter) -> torch.Size:
+    """Of the whole: of one that is gathered for its turn alone torch says that it is empty, and its strategy which
+    shape it has then."""
+    return getattr(p, "whole_shape", p.shape)
 
 
 def packed(model: nn.Module) -> list[int]:

@@ -5,20 +5,23 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import torch
 from hydra.utils import get_object
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lowmem import build, checkpoint
 from lowmem.asked import TRAIN, Asked
-from lowmem.data.loader import ValidationLoader
+from lowmem.data.loader import Rows, ValidationLoader
 from lowmem.data.packing import with_positions
 from lowmem.data.text_bytes import bits_per_byte
 from lowmem.data.tokens import Tokens
@@ -36,6 +39,8 @@ from lowmem.report.own_metric import OwnMetric
 from lowmem.report.sample import Samples
 from lowmem.settings import Settings
 from lowmem.stop import Stop
+from lowmem.strategy.group import compare
+from lowmem.strategy.one_device import OneDevice
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +74,9 @@ class Training:
         trainer = self.trainer
         return trainer.should_stop and trainer.global_step < trainer.max_steps and not self.stop.interrupted
 
-    def whole(self, p: nn.Parameter) -> Tensor:
-        """A weight at its full precision."""
-        return self.trainer.precision_plugin.whole(p)
+    def part(self, p: nn.Parameter) -> Tensor:
+        """What this process has of a weight, at its full precision."""
+        return self.trainer.precision_plugin.whole(self.module.ranks.local(p))
 
     def close(self) -> None:
         self.meter.close()
@@ -83,33 +88,38 @@ class Training:
 
 
 @contextmanager
-def trained(cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True) -> Iterator[Training]:
+def trained(
+    cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice | None = None
+) -> Iterator[Training]:
     """Args: cfg: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where
-    it goes on; keeps: checkpoints, in `output_dir`.
+    it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together; None: one alone.
 
     Raises:
         DidNotFit: also from what is done inside the `with`.
         Refused: what only the data, the weights or a checkpoint can tell.
     """
     training = network = None
-    saved = asked.saved
+    saved, ranks = asked.saved, ranks or OneDevice()
     try:
-        data = build.data(cfg, saved)
+        with ranks.in_turn("read the data"):  # what the first has written the others read
+            data = build.data(cfg, saved, ranks)
+        if ranks.several:
+            _compare(data, ranks)
         before = process.rss_bytes()
         seed_everything(cfg.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
         if cfg.evaluate is not None:
             log.info(_evaluated(cfg, data.val))
-        module = build.module(cfg, data, saved)
+        module = build.module(cfg, data, saved, ranks)
         if saved and asked.work == "train":
             saved.check_training(module, data.train)
         network = module.model
-        output_dir.mkdir(parents=True, exist_ok=True)
+        ranks.folder(output_dir).mkdir(parents=True, exist_ok=True)
         training = _assembled(cfg, output_dir, data, module, asked, keeps)
         training.rss_before_model = before
         with training.stop.listening():
             with (
                 capped(Settings(cfg).limit, cfg.device),
-                recorded(output_dir, cfg.memory.snapshot, cfg.device),
+                recorded(ranks.folder(output_dir), cfg.memory.snapshot, cfg.device),
             ):
                 _work(training, data, asked)
             yield training
@@ -129,6 +139,23 @@ def trained(cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool
     finally:
         if training:
             training.close()
+
+
+def _compare(data: build.Data, ranks: OneDevice) -> None:
+    """Each rank reads files of its own: a copy may be stale, or in another folder than the others'."""
+
+    def rows(sequences: object) -> str | None:
+        if not isinstance(sequences, Rows):  # a stream, whose order has the digests of its files
+            return None
+        ends = sequences.micro_batch(np.array([0, len(sequences) - 1]))
+        return sha256(ends.input_ids.numpy().tobytes() + ends.labels.numpy().tobytes()).hexdigest()
+
+    said = {
+        "the tokenizer": checkpoint.fingerprint(data.tokens.tokenizer),
+        "the training data": (data.train.order, rows(data.train.sequences)),
+        "the validation data": [(one.name, one.count, rows(one.sequences)) for one in data.val],
+    }
+    compare(ranks, said, "read other data. Give all of them the same files, and a cache_dir that is made of these")
 
 
 def _work(training: Training, data: build.Data, asked: Asked) -> None:
@@ -180,6 +207,7 @@ def _assembled(
     cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM, asked: Asked, keeps: bool
 ) -> Training:
     limit = Settings(cfg).limit if cfg.device == "cpu" else None
+    folder, output_dir = output_dir / "checkpoints", module.ranks.folder(output_dir)
     kept = asked.saved.steps if asked.resumes else 0
     meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit, kept=kept)
     sets = {one.name: bits_per_byte(data.tokens, one) for one in data.val}
@@ -188,14 +216,13 @@ def _assembled(
     own = _own_metric(cfg, data, stop, meter)
     metrics = Metrics(curve, cfg.log_every, peak, sets, kept, lambda: own.values if own else {})
     samples = _samples(cfg, output_dir / "samples.jsonl", data, kept, stop, meter)
-    folder, keep = output_dir / "checkpoints", cfg.checkpoint.keep
-    saves = checkpoint.Checkpoints(folder, cfg.save_every, keep, meter.saving, metrics.paused)
-    plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO()]
+    saves = checkpoint.Checkpoints(folder, cfg.save_every, cfg.checkpoint.keep, meter.saving, metrics.paused)
+    plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO(module)]
     callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified(with_positions(cfg.data))]
     if cfg.early_stop.patience is not None:
         callbacks.append(EarlyStopping("val_loss", patience=cfg.early_stop.patience))
     callbacks += filter(None, [saves if keeps else None, own, samples])
-    loggers = _loggers(cfg, asked)
+    loggers = _loggers(cfg, asked, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
@@ -204,6 +231,7 @@ def _assembled(
     ours = {
         "accelerator": "gpu" if cfg.device == "cuda" else "cpu",
         "devices": 1,
+        "strategy": module.ranks.lightning(),
         "max_steps": cfg.max_steps,
         "max_epochs": -1,  # epochs are the loader's affair
         "val_check_interval": cfg.val_every,
@@ -223,7 +251,7 @@ def _own_metric(cfg: DictConfig, data: build.Data, stop: Stop, meter: MemoryMete
     if cfg.metric is None:
         return None
     what = cfg.metric, get_object(cfg.metric), data.tokens.tokenizer
-    return OwnMetric(*what, meter.evaluating, lambda: stop.interrupted)
+    return OwnMetric(*what, cfg.seed, meter.evaluating, lambda: stop.interrupted)
 
 
 def _samples(cfg: DictConfig, file: Path, data: build.Data, kept: int, stop: Stop, meter: MemoryMeter) -> Samples:
@@ -231,7 +259,9 @@ def _samples(cfg: DictConfig, file: Path, data: build.Data, kept: int, stop: Sto
     return Samples(*what, file, kept, lambda: stop.interrupted, meter.evaluating)
 
 
-def _loggers(cfg: DictConfig, asked: Asked) -> list[Logger]:
+def _loggers(cfg: DictConfig, asked: Asked, ranks: OneDevice) -> list[Logger]:
+    if ranks.rank:  # some callbacks of Lightning's want one on every rank, or on none
+        return [DummyLogger() for logger in cfg.logger.values() if logger is not None]
     if asked.resumes and asked.saved.wandb and "wandb" in cfg.logger:
         cfg = OmegaConf.merge(cfg, {"logger": {"wandb": {"run_id": asked.saved.wandb}}})
     return [logger for logger in instantiate(cfg.logger).values() if logger is not None]

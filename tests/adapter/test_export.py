@@ -111,6 +111,21 @@ def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokeniz
     assert SAME < off(merged, wanted, torch.bfloat16) < ROUNDED
 
 
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("quantised", "target"), [(False, "all-linear"), (True, "all-linear"), (True, r".*mlp\.(\w+_proj|c_fc)")]
+)
+def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quantised, target, family, dora):
+    """One layer at a time, as it is asked for: also one in 4 bits without an adapter beside it."""
+    whole, divided = (adapted(family, quantised, target, dora) for _ in range(2))
+    folder = exported(whole, tokenizer, tmp_path / "whole", merged=True)
+    asked = (tmp_path / "divided", None, True, None, "", lambda p: p.data, lambda p: p.dtype)
+    export.export(divided, tokenizer, *asked)
+    one, other = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "divided"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_merged_model_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_path):
     trained = adapted(quantised=True)
     wanted = logits(trained)

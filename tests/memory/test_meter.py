@@ -12,6 +12,7 @@ from lowmem.memory.meter import MemoryMeter, curve, is_compiled
 from lowmem.offload.home import Resident
 from lowmem.precision.master import HostMasters
 from lowmem.precision.plugin import FullPrecision
+from lowmem.strategy.one_device import OneDevice
 from lowmem.units import CATEGORIES
 from made_up import Allocator
 
@@ -108,7 +109,7 @@ def test_buffers_that_a_move_replaced_are_the_ones_that_count(tmp_path):
     """As `.to(device)` does: parameters stay the same objects, buffers become new ones."""
     meter = MemoryMeter(tmp_path / "memory.csv")
     module = torch.nn.BatchNorm1d(1024, affine=False)
-    module.device, module.weights = torch.device("cpu"), Resident()
+    module.device, module.weights, module.ranks = torch.device("cpu"), Resident(), OneDevice()
 
     class FakeTrainer:
         global_step, loggers, optimizers = 0, (), [torch.optim.SGD([torch.zeros(1)])]

@@ -161,3 +161,21 @@ def test_what_the_device_makes_while_another_thread_works_on_the_host_is_the_dev
                 made = floats(4)
     assert made.nbytes == 4 * KIB
     assert (peak(tracker) == 4 * KIB) == beside
+
+
+def test_memory_that_comes_and_goes_inside_a_storage_counts_while_it_is_there():
+    """What fully_shard does with the gathered weights of a block, of one that is there when tracking begins too."""
+    early = floats(8).untyped_storage()
+    early.resize_(0)
+    with StorageTracker({}) as tracker:
+        a = floats(4)
+        a.untyped_storage().resize_(0)
+        b = floats(2)
+        a.untyped_storage().resize_(4 * KIB)
+        early.resize_(8 * KIB)
+        early.resize_(8 * KIB)  # nothing is new
+        del a
+        early.resize_(0)
+    assert [point.total // KIB for point in tracker.timeline()] == [0, 4, 0, 2, 6, 14, 10, 2]
+    assert b.untyped_storage().nbytes() == 2 * KIB
+    assert "resize_" not in vars(torch.UntypedStorage)  # nobody tracks any more

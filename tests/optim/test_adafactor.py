@@ -14,6 +14,7 @@ from lowmem.memory.tracker import StorageTracker
 from lowmem.optim import adafactor
 from lowmem.optim.adafactor import Adafactor
 from lowmem.plan.shapes import OPERATORS, Shapes
+from new_process import in_a_new_process
 
 RULE = {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "weight_decay": 0.1}
 # Weights of up to 1 are 2**-24 apart and a few 2**-23. Sums of squares in another order are off by 1e-7, a step of 1e-2
@@ -191,6 +192,7 @@ def test_it_takes_two_pieces_of_scratch_whatever_the_size(elements, monkeypatch)
     assert scratch(shape) < allowed / 4
 
 
+@in_a_new_process
 def test_the_process_grows_by_no_more(monkeypatch):
     """What the tracker does not see: pieces of 4 MiB, allocated anew with something small kept between them, left holes
     in the heap of together a whole parameter in fp32."""

@@ -36,7 +36,9 @@ def test_the_loggers_get_it(fit, tmp_path):
 
 def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "module", None)  # calling it would be another error
-    code, said = command("plan=check", "memory.limit=200KiB", "gradient_checkpointing=none", "optim=adamw")
+    code, said = command(
+        "plan=check", "memory.limit=200KiB", "precision=32", "gradient_checkpointing=none", "optim=adamw"
+    )
     assert code == 1 and "Traceback" not in said
     assert "predicted to need" in said and "highest in backward" in said and "Type plan=off" in said
     assert "No recipe fits." in said or re.search(r"The fastest recipe that fits \(.*\): python train.py", said)
@@ -102,23 +104,22 @@ def test_a_card_by_its_name_is_a_size_too(command):
     assert code == 0 and "plan=rtx3060: " in said and "the fastest of" in said, said
 
 
+ONE_WAY = ("precision=32", "gradient_checkpointing=none", "loss=full", "weights=resident", "accumulation=none")
+
+
+@pytest.mark.slow
 def test_nothing_that_fits_is_said(command):
-    typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full")
-    code, said = command("plan=1KiB", *typed)
-    assert code == 1 and "plan=1KiB: nothing fits that computes what was typed. The smallest recipe" in said
-    assert "Type may_change=precision,optim, and it may take others" in said
-    code, said = command("plan=1KiB", *typed, "may_change=precision,optim")
+    code, said = command("plan=1KiB", *ONE_WAY, "optim=adamw", "may_change=precision,optim")
     assert code == 1 and "plan=1KiB: nothing fits. The smallest recipe, python train.py" in said
 
 
-def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command, tmp_path):
-    typed = ("gradient_checkpointing=none", "loss=full", "batch_size=4", "device=cpu", "max_steps=1")
-    chosen = {}
-    for name, may_change in (("kept", ()), ("changed", ("may_change=precision,optim",))):
-        code, said = command("plan=1GiB", *typed, *may_change, f"hydra.run.dir={tmp_path}/{name}")
-        assert code == 0, said
-        chosen[name] = said.partition("plan=1GiB: ")[2].partition(", the fastest")[0]
-    assert chosen["kept"] == "nothing to change (as typed)"
+def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
+    """Where what AdamW holds is too much."""
+    code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")
+    assert code == 1 and "plan=900KiB: nothing fits that computes what was typed. The smallest recipe" in said
+    assert "Type may_change=precision,optim, and it may take others" in said
+    code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1", "may_change=optim")
+    assert code == 0 and re.search(r"plan=900KiB: optim=\w+ \(.* for adamw\), the fastest", said), said
 
 
 @pytest.mark.parametrize("value", ["12", "yes", "12GB"])

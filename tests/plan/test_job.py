@@ -19,6 +19,8 @@ def planned(small, tmp_path, monkeypatch, capsys):
     """(arguments) -> (exit code, everything printed, plan.json or None) of `python plan.py`."""
     import plan
 
+    monkeypatch.setattr(cli, "helper", lambda: None)  # it takes seconds to start; `test_helper.py` is of it
+
     def run(*arguments):
         typed = {argument.split("=")[0] for argument in arguments}
         base = (*(line for line in small if not line.startswith("plan=")), f"hydra.run.dir={tmp_path}/plan")
@@ -38,6 +40,7 @@ def planned(small, tmp_path, monkeypatch, capsys):
 
 
 FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")  # four micro-batches are left
+STREAMED = ("precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=full")
 
 
 def test_the_first_line_is_the_command_to_copy(planned):
@@ -76,7 +79,8 @@ def test_what_is_traced_for_a_preset_has_the_accumulation_of_the_trace(preset):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_planned(planned, preset):
-    code, said, written = planned(f"experiment={preset}", "gpu=2GiB", "ram=64GiB", *TINY, *FOUR)
+    few = STREAMED if Settings(composed([f"experiment={preset}"])).streams else FOUR
+    code, said, written = planned(f"experiment={preset}", "gpu=2GiB", "ram=64GiB", *TINY, *few)
     assert code == 0 and written["recipes"], said
 
 
@@ -167,10 +171,10 @@ def test_a_card_by_its_name(planned):
         (["gpu=1GiB", "optim.in_backward=true"], "Type clip=null"),
         (["gpu=rtx3070"], "or a card: rtx3060, "),
         (["gpu=t4", "precision=bf16", "search=false"], "Type precision=16, 16-master or 32"),
-        (["devices=8"], "Type strategy=fsdp to divide it"),
+        (["devices=8", "search=false"], "strategy=fsdp, which divides it"),
         (["devices=0"], "devices=0: give a whole number of at least 1"),
-        (["devices=2", "strategy=ddp"], "strategy=ddp: give single, or fsdp and a number of devices"),
-        (["devices=2", "strategy=fsdp", "precision=bf16-master"], "Type precision=bf16 for several"),
+        (["devices=2", "strategy=single"], "there is no strategy/single"),
+        (["devices=2", "strategy=fsdp", "precision=bf16-master"], "Type precision=bf16-sr or bf16 for several"),
         (["gpu=abc"], "gpu=abc: give a size such as 12GiB"),
         (["may_change=model"], "may_change=model: give precision, optim, both as in precision,optim, or null"),
         (["rows=-1"], "rows=-1: give a whole number of at least 1"),
@@ -213,17 +217,11 @@ def test_devices_divide_what_is_sharded(planned):
     typed = ("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])
     one = planned(*typed)[2]["recipes"][0]["phases"]
     eight = planned(*typed, "devices=8", "strategy=fsdp")[2]["recipes"][0]["phases"]
-    assert eight["save"]["device"] == pytest.approx(one["save"]["device"] / 8, rel=0.001)
-    outside, block = (
-        4 * 64 * (300 + 256 + 2),
-        4 * (12 * 64 * 64 + 13 * 64),
-    )  # embeddings and a norm; a block
-    weights = outside + 3 * block
-    state = one["save"]["device"] - weights
-    gathered = outside + 2 * block
-    assert eight["evaluation"]["device"] == pytest.approx(
-        one["evaluation"]["device"] - 7 / 8 * (weights + state) + gathered, abs=100
-    )
+    # Each of the 40 tensors is divided along its first dimension, which of the embedding's 300 rows leaves 38 on most;
+    # of weights and two states of each element. AdamW's count of steps is everybody's.
+    embedding, counts = 3 * 4 * 64, 40 * 4
+    expected = (one["save"]["device"] - 300 * embedding - counts) / 8 + 38 * embedding + counts
+    assert eight["save"]["device"] == pytest.approx(expected, abs=4)
 
 
 def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, small, tmp_path):

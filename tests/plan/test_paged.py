@@ -65,7 +65,7 @@ def test_an_estimate_knows_it_too(config):
 
 
 def test_it_lies_where_there_is_room_and_never_makes_a_run_unfit(config):
-    phases = {name: Need(GIB, GIB) for name in ("forward", "step", "evaluation")} | {"save": Need(GIB, 5 * GIB)}
+    phases = {name: Need(GIB, GIB) for name in ("load", "forward", "step", "evaluation")} | {"save": Need(GIB, 5 * GIB)}
     found = predict(composed(config, "optim=paged_adamw8bit"), on_card=True, beside=GIB)
     found = replace(found, phases=phases, reserved=2 * GIB, smallest=GIB, paged=4 * GIB)
     # gpu: 2 GiB are needed, and torch reserves 2 beside 1 of the context before a page finds room

@@ -41,8 +41,15 @@ def traced(cfg):
     return trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), on_card=False)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("choice", [c for c in parity.CHOICES if c != COMPILED] + ["optim.in_backward=true"])
+def cases():
+    """Steps that are compiled for each shape of a parameter are compiled for one model in `make test`."""
+    for choice in [c for c in parity.CHOICES if c != COMPILED] + ["optim.in_backward=true"]:
+        for model in MODELS:
+            slow = model == "gpt2" and choice in ("optim=adamw4bit", "optim=adamw_fp8")
+            yield pytest.param(choice, model, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("choice", "model"), [*cases()])
 def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
     typed = [*MODELS[model], choice, *parity.WITH.get(choice, [])]
     typed += ["max_steps=3", "val_every=3", "batch_size=8"] if not any("batch_size" in t for t in typed) else []
@@ -207,6 +214,15 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
     for operators in (1000, 1500, 1501, 1502, 1503, 2000):
         monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", operators)
         assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
+
+
+def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
+    """Whose schedule wraps what a stage raises."""
+    from lowmem.plan.prediction import predict
+
+    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 500)
+    cfg = config("strategy=pipeline", "devices=2", "accumulation=fixed")
+    assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
 
 
 def test_a_run_on_a_card_is_traced_here(config):

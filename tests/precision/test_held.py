@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 
 import parity
+from lowmem.errors import Refused
 from lowmem.precision.sixteen import BFloat16Weights, SixteenBitWeights
 from same import last, same
 
@@ -84,11 +85,16 @@ def test_what_is_held_is_on_the_ledger(fit, precision):
     assert ours - plain == (2 * parameters if precision is Kahan else 0)
 
 
-@pytest.mark.parametrize("precision", [Kahan, Forgetful])
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(fit, precision):
-    lines = (*chosen(precision), "lr=1e-4", "scheduler=constant")
+@pytest.mark.parametrize(("precision", "strategy"), [(Kahan, "auto"), (Kahan, "ddp"), (Forgetful, "auto")])
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(fit, precision, strategy):
+    lines = (*chosen(precision), "lr=1e-4", "scheduler=constant", f"strategy={strategy}")
     _, whole = fit(*lines, folder="whole")
     _, part = fit(*lines, "max_steps=2", folder="part")
     _, again = fit(*lines, f"resume={part}", folder="again")
     assert last(whole)[precision.__qualname__]["held"]
     assert same(last(whole), last(again)) == (precision is Kahan)
+
+
+def test_of_a_divided_model_it_would_not_be_saved(fit):
+    with pytest.raises(Refused, match=r"precision: Kahan holds something .* Type strategy=ddp\."):
+        fit(*chosen(Kahan), "strategy=fsdp", "max_steps=1")

@@ -10,6 +10,7 @@ from conftest import ROOT
 from lowmem import cli
 from lowmem.errors import Refused
 from lowmem.report import summary as report
+from lowmem.report.own_metric import OwnMetric
 from same import last, same
 
 LINES = ("val_every=2", "model.architecture.resid_pdrop=0.2", "save_every=2")
@@ -70,6 +71,19 @@ def test_training_does_not_notice_it(fit):
     plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
     assert same(last(fit(*LINES, f"metric={__name__}.draws", folder="own")[1])["state_dict"], plain)
     assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # before the first step too
+
+
+def test_what_it_draws_is_the_same_on_every_rank(fit, monkeypatch):
+    """Ranks draw dropout of their own; with other numbers of forward passes they would wait for each other."""
+    own, drawn = OwnMetric._called, []
+
+    def called(self, model):
+        drawn.append(own(self, model)["drawn"])
+        return {}
+
+    monkeypatch.setattr(OwnMetric, "_called", called)
+    fit(*LINES, f"metric={__name__}.draws")
+    assert len(drawn) == 3 and len({*drawn}) == 1
 
 
 @pytest.mark.parametrize(

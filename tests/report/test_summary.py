@@ -45,3 +45,17 @@ def test_a_library_that_is_not_installed_has_no_version_and_a_run_still_its_summ
     monkeypatch.setattr(summary, "version", without)
     run, _ = fit("max_steps=1")
     assert run["versions"].keys() == {"python", *summary.PACKAGES} - {"bitsandbytes", "torchao"}
+
+
+def test_each_of_several_ranks_has_a_line_and_of_many_the_least_and_the_most(fit):
+    alone, _ = fit("max_steps=1")
+    assert "rank 0" not in summary.table(alone) and len(alone["ranks"]) == 1
+    whole = alone["weights_bytes"]
+    assert whole == alone["ranks"][0]["weights"] == alone["ranks"][0]["gradients"] == 43264 * 4
+    part = {"device": 3 * GIB, "host_rss": GIB, "weights": whole // 2, "gradients": GIB, "optimizer": 2 * GIB}
+    shown = summary.table(alone | {"ranks": [part, part | {"device": None}]})
+    assert "GiB of 2 ranks" in shown and "rank 0                  3.000 and 1.000; 0.000 (50.0%), 1.000, 2.000" in shown
+    assert "rank 1                  - and 1.000" in shown
+    many = [part | {"device": part["device"] + (number * 7 % 64) * GIB} for number in range(64)]
+    lines = [line.split()[1] for line in summary.table(alone | {"ranks": many}).splitlines() if "  rank " in line]
+    assert lines == ["0", "9"]

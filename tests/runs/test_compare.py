@@ -7,6 +7,7 @@ import re
 import pytest
 
 from lowmem.runs import compare
+from lowmem.units import MIB
 from made_runs import finished
 
 
@@ -30,6 +31,19 @@ def test_folders_from_several_places_are_told_apart(sweep, tmp_path, capsys, mon
     said = capsys.readouterr().out
     assert "sweep/0" in said and "other/run" in said and said.count("sweep/0 ") == 1 and "precision" in said
     assert (tmp_path / "comparison.html").exists()
+
+
+def test_a_run_of_several_ranks_is_one_run_with_the_memory_of_its_highest(tmp_path, capsys):
+    ranks = [{"device": size, "host_rss": 3 * size} for size in (400 * MIB, 512 * MIB)]
+    run = finished(tmp_path / "run", ["strategy=fsdp", "devices=2"], 400 * MIB, ranks=ranks)
+    (run / "rank-1").mkdir()
+    (run / "rank-1" / "memory.csv").write_text((run / "memory.csv").read_text())
+    finished(tmp_path / "alone", ["strategy=auto"], 256 * MIB)
+    compare.main([str(tmp_path)])
+    assert "rank-1" not in capsys.readouterr().out
+    with (tmp_path / "comparison.csv").open() as file:
+        rows = {row["run"]: (float(row["device GiB"]), float(row["host GiB"])) for row in csv.DictReader(file)}
+    assert rows == {"alone": (0.25, 0.75), "run": (0.5, 1.5)}
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(comm
     code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
     assert code == 1 and "Traceback" not in said
     assert "job 0 failed: " in said and "File too large" in said
-    assert "so the run ends here. Make room." in (tmp_path / "sweep" / "0" / folders.FAILED).read_text()
+    assert "its last steps are not saved. Make room." in (tmp_path / "sweep" / "0" / folders.FAILED).read_text()
     assert summaries(tmp_path / "sweep").keys() == {"1"}
 
 

@@ -8,6 +8,7 @@ from it. So it is merged into what 4 bits have left, one layer after the other, 
 import json
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from lowmem import export as plain
 from lowmem.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
 from lowmem.aside import aside
 from lowmem.overrides import CONF
-from lowmem.trained import trained
+from lowmem.trained import shape, trained
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def export(
     base: str | None,
     card: str = "",
     whole: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
+    dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
 ) -> None:
     """Whole or not at all. A model whose adapter is merged is a plain one from then on.
 
@@ -43,24 +45,29 @@ def export(
             is held: rounded to a base's 16 bits it would compute something else than was trained.
         base: the published model, or its folder, that the network was loaded from; None: it started at random.
         card: README.md.
-        whole: what a parameter is at full precision. One with an adapter beside it is that from then on.
+        whole: what a parameter is at full precision.
+        dtype_of: of that, where the model is divided and `whole` makes it; None: it is.
     """
     if not is_adapted(network):
         if merged:
             log.info("merge=true: no adapter is here, so there is nothing to merge: this is the model itself.")
-        plain.export(network, tokenizer, folder, dtype, card, whole)
+        plain.export(network, tokenizer, folder, dtype, card, whole, dtype_of)
         return
-    for _, p in trained(network):
-        p.data = whole(p)
     if merged or base is None:
         if not merged:
             log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
+        if dtype_of is not None:
+            dtype = dtype or "float32"
+            plain.export(network, tokenizer, folder, dtype, card, _merged_later(network, whole), dtype_of)
+            return
+        for _, p in trained(network):
+            p.data = whole(p)
         merge(network, getattr(torch, dtype or "float32"))
         plain.export(network, tokenizer, folder, None, card)
     else:
         with aside(folder) as draft:
             draft.mkdir(exist_ok=True)
-            _write(network, draft, dtype, base)
+            _write(network, draft, dtype, base, whole)
             tokenizer.save_pretrained(draft)
             (draft / plain.CARD).write_text(card)
 
@@ -76,15 +83,19 @@ def is_adapted(network: nn.Module) -> bool:
 def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
     """In place, one layer after the other, in fp32: nothing of 4 bits and no adapter is left. Args: dtype: of the
     parameters that it leaves."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
-
-    names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
-    for name in names:
-        if not name.endswith(".base_layer"):  # which goes with the layer around it
-            network.set_submodule(name, _merged(network.get_submodule(name), dtype))
+    for name in _names(network):
+        network.set_submodule(name, _merged(network.get_submodule(name), dtype))
     for p in network.parameters():
         p.data = p.data.to(dtype)
     del network.peft_config
+
+
+def _names(network: nn.Module) -> list[str]:
+    """Of the layers that another one takes the place of."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
+
+    names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
+    return [name for name in names if not name.endswith(".base_layer")]  # which goes with the layer around it
 
 
 def _merged(part: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
@@ -98,6 +109,40 @@ def _merged(part: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
     return held.as_found(layer) if _in_4_bits(held) else layer
 
 
+@torch.no_grad()
+def _merged_later(
+    network: PreTrainedModel, whole: Callable[[nn.Parameter], Tensor]
+) -> Callable[[nn.Parameter], Tensor]:
+    """Of a divided model: its layers get plain ones in their place, whose weights are gathered and merged when they are
+    asked for. Returns: what is asked."""
+    made: dict[nn.Parameter, Callable[[], Tensor]] = {}
+
+    def gathered(part: nn.Module) -> nn.Module:
+        held = {id(p): nn.Parameter(whole(p).clone(), False) for p in part.parameters()}
+        return _merged(deepcopy(part, held).cpu(), torch.float32)  # where what is gathered is
+
+    for name in _names(network):
+        part = network.get_submodule(name)
+        layer = _without_numbers(part)
+        made[layer.weight] = lambda part=part: gathered(part).weight.data
+        network.set_submodule(name, layer)
+    del network.peft_config
+    return lambda p: made[p]() if p in made else whole(p)
+
+
+def _without_numbers(part: nn.Module) -> nn.Linear | Conv1D:
+    """The plain layer that comes in its place, with its bias."""
+    held = part if _in_4_bits(part) else part.get_base_layer()
+    if _in_4_bits(held):
+        with torch.device("meta"):
+            layer = held.as_found(nn.Linear(held.in_features, held.out_features, bias=False))
+        layer.bias = held.bias
+        return layer
+    layer = deepcopy(held, {id(p): p for p in part.parameters()})
+    layer.weight = nn.Parameter(torch.empty(shape(held.weight), device="meta"), False)
+    return layer
+
+
 def _in_4_bits(part: nn.Module) -> bool:
     from lowmem.adapter.nf4 import NF4Linear  # so do its operators
 
@@ -107,11 +152,14 @@ def _in_4_bits(part: nn.Module) -> bool:
 # --- alone -----------------------------------------------------------------------------------------------------------
 
 
-def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str) -> None:
+def _write(
+    network: PreTrainedModel, folder: Path, dtype: str | None, base: str, whole: Callable[[nn.Parameter], Tensor]
+) -> None:
     from peft import get_peft_model_state_dict
 
+    state = network.state_dict() | {name: whole(p) for name, p in trained(network)}
     # "auto" would ask the hub for the base's configuration
-    held = get_peft_model_state_dict(network, save_embedding_layers=False)
+    held = get_peft_model_state_dict(network, state, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}
     tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
     dtypes = {str(part.dtype).removeprefix("torch.") for part in network.modules() if _in_4_bits(part)}

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lowmem.accumulation import WindowSize
@@ -36,6 +37,12 @@ class MicroBatch(NamedTuple):
     def each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """The same of every tensor: a part of the rows, or all of them on another device."""
         return MicroBatch(*(None if part is None else change(part) for part in self))
+
+    @property
+    def nothing(self) -> "MicroBatch":
+        """Its first row, of which no token counts: for who has no row of his own, and takes part."""
+        one = self.each(lambda part: part[:1])
+        return one._replace(labels=torch.full_like(one.labels, IGNORED))
 
     @property
     def tokens(self) -> int:
@@ -102,6 +109,13 @@ class Rows:
         return {}
 
 
+def share_of(together: MicroBatch, rank: int, batch_size: int) -> MicroBatch:
+    """Of what is read together, device `rank`'s: all devices have as many micro-batches, and the last ones may be
+    without a token that counts."""
+    share = together.each(lambda part: part[rank * batch_size : (rank + 1) * batch_size])
+    return share if len(share.input_ids) else together.nothing
+
+
 class WindowLoader:
     """Windows without end, from `position` on.
 
@@ -158,9 +172,7 @@ class WindowLoader:
             together = order[first : min(first + per_step, stop)]  # of all devices
             batch = self.sequences.micro_batch(together)
             tokens += batch.tokens
-            share = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-            if len(together[share]):
-                micro_batches.append(batch.each(lambda part, share=share: part[share]))
+            micro_batches.append(share_of(batch, self.rank, self.batch_size))
         return Window(micro_batches, tokens, end)
 
     def _after(self, start: Position) -> Position:
@@ -184,10 +196,14 @@ class ValidationLoader:
 
     Args:
         name: empty where there is no other set.
+        rank, world_size: as in `WindowLoader`.
     """
 
-    def __init__(self, sequences: Rows, batch_size: int, limit: int, name: str = "") -> None:
+    def __init__(
+        self, sequences: Rows, batch_size: int, limit: int, name: str = "", rank: int = 0, world_size: int = 1
+    ) -> None:
         self.sequences, self.batch_size, self.name = sequences, batch_size, name
+        self.rank, self.together = rank, batch_size * world_size
         self.count = min(len(sequences), limit)
 
     @property
@@ -196,8 +212,9 @@ class ValidationLoader:
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:
-        return -(-self.count // self.batch_size)
+        return -(-self.count // self.together)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for first in range(0, self.count, self.batch_size):
-            yield self.sequences.micro_batch(np.arange(first, min(first + self.batch_size, self.count)))
+        for first in range(0, self.count, self.together):
+            read = self.sequences.micro_batch(np.arange(first, min(first + self.together, self.count)))
+            yield share_of(read, self.rank, self.batch_size)

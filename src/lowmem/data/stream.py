@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
+from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader, share_of
 from lowmem.data.opened import Opened, Wanted
 from lowmem.data.packing import Documents, Joined, NothingToLearn, told
 from lowmem.data.reading import ahead
@@ -197,12 +197,10 @@ class StreamLoader(WindowLoader):
             yield self._of(_joined(parts), together, end)
 
     def _of(self, whole: MicroBatch, together: int, end: Position) -> Window:
-        first = self.rank * self.batch_size
-        micro_batches = [
-            whole.each(lambda part, at=at: part[at + first : min(at + first + self.batch_size, at + together)])
-            for at in range(0, len(whole.input_ids), together)
-        ]
-        return Window([one for one in micro_batches if len(one.input_ids)], whole.tokens, end)
+        read = (
+            whole.each(lambda part, at=at: part[at : at + together]) for at in range(0, len(whole.input_ids), together)
+        )
+        return Window([share_of(one, self.rank, self.batch_size) for one in read], whole.tokens, end)
 
 
 def _joined(parts: list[tuple[Rows, np.ndarray]]) -> MicroBatch:

@@ -65,15 +65,25 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold the bytes. A quantised tensor only wraps them: its own storage has the size that it would
     have unquantised, and no memory."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts(getattr(tensor, name))
+        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for one in (one for one in held if isinstance(one, Tensor)):  # a divided one also names its devices
+            yield from parts(one)
     else:
         yield tensor
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers. A list, to be held: walking the modules each time takes longer than counting bytes."""
-    return [*module.parameters(), *module.buffers()]
+    """Parameters and buffers that have memory. A list, to be held: walking the modules each time takes longer than
+    counting bytes."""
+    return [*parameters(module), *buffers(module)]
+
+
+def parameters(module: nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if not p.is_meta]
+
+
+def buffers(module: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in module.buffers() if not buffer.is_meta]
 
 
 def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

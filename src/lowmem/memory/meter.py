@@ -63,17 +63,23 @@ class MemoryMeter(Callback):
     # --- what Lightning tells -------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        self._weights = ledger.weights(module)
-        self.ledger.own("weights", lambda: self._weights)
+        self._parameters, self._buffers = ledger.parameters(module), ledger.buffers(module)
+        side = module.ranks.side_of_weights
+        self.ledger.own("weights", lambda: self._buffers)
+        self.ledger.own("weights", lambda: self._parameters, side)
         self.ledger.own("weights", module.weights.device_tensors)
-        self.ledger.own("gradients", lambda: ledger.gradients(self._weights))
+        self.ledger.own("gradients", lambda: ledger.gradients(self._parameters), side)
+        module.ranks.own(self.ledger)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._weights = ledger.weights(module)  # moving a module to a card replaces its buffers
+        self._buffers = ledger.buffers(module)  # moving a module to a card replaces them
+        if not module.ranks.divides:  # after a first evaluation that one may show what it has gathered
+            self._parameters = ledger.parameters(module)
         self._cuda = module.device if module.device.type == "cuda" else None
         plugin = trainer.precision_plugin
         self.ledger.own("optimizer", lambda: ledger.paged_state(trainer.optimizers[0]), "host")
-        self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), plugin.optimizer_side)
+        side = plugin.optimizer_side if module.ranks.side == "device" else module.ranks.side
+        self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), side)
         self.ledger.own("optimizer", plugin.device_tensors)
         self.ledger.own("other", plugin.host_tensors, "host")
         self._compiled = is_compiled(module)
@@ -242,6 +248,14 @@ class MemoryMeter(Callback):
                 if value is not None:
                     seen[key] = max(value, seen.get(key, 0))
         return peaks
+
+    def held(self) -> dict[str, int]:
+        """Of what is held from step to step: the most bytes of a category at any of its sampled points, and what the
+        host holds of it now, when gradients are gone."""
+        columns = {category: f"{category}_bytes" for category in ("weights", "gradients", "optimizer")}
+        rows, host = self.rows(), self.ledger.bytes("host")
+        most = {name: max((row.get(column, 0) for row in rows), default=0) for name, column in columns.items()}
+        return {name: size + host[name] for name, size in most.items()}
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:

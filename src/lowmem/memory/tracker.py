@@ -49,6 +49,26 @@ def see(out: object) -> None:
             tracker.see(out)
 
 
+def _begin(tracker: "StorageTracker") -> None:
+    """The first is told of memory that comes and goes inside a storage, too: fully_shard frees a block's gathered
+    weights so, and no operator does it."""
+    if not _active:
+        UntypedStorage.resize_ = _resize
+    _active.append(tracker)
+
+
+def _end(tracker: "StorageTracker") -> None:
+    _active.remove(tracker)
+    if not _active:
+        del UntypedStorage.resize_  # the class that it is made from has torch's own
+
+
+def _resize(storage: UntypedStorage, size: int) -> None:
+    super(UntypedStorage, storage).resize_(size)
+    for tracker in _active:
+        tracker.resized(storage)
+
+
 @contextmanager
 def host_side() -> Iterator[None]:
     """Whatever this thread makes within stands for host memory, also where the device is the CPU."""
@@ -82,6 +102,7 @@ class StorageTracker(TorchDispatchMode):
         self.phase = "forward"
         self.events: list[tuple[str, int, int]] = []  # (phase, serial of the storage, bytes: + born, - died)
         self._live: dict[int, int] = {}  # storage key -> serial
+        self._sizes: list[int] = []  # bytes, by serial
         self._references: list[weakref.ref] = []  # a weak reference that is itself dropped never calls back
         self._owner: dict[int, Owner] = {}  # by serial
         self._before: list[tuple[int, int]] = []  # (serial, bytes) of the base line
@@ -96,11 +117,11 @@ class StorageTracker(TorchDispatchMode):
         self.now = sum(self.base.values())  # live bytes of the device side
 
     def __enter__(self):
-        _active.append(self)
+        _begin(self)
         return super().__enter__()
 
     def __exit__(self, *exception):
-        _active.remove(self)
+        _end(self)
         return super().__exit__(*exception)
 
     @classmethod
@@ -122,11 +143,16 @@ class StorageTracker(TorchDispatchMode):
     def _see(self, storage: UntypedStorage) -> None:
         if storage_key(storage) in self._live:
             return
-        serial, size = self._follow(storage), storage.nbytes()
-        self.events.append((self.phase, serial, size))
-        self.now += size
+        serial = self._follow(storage)
         if _on_host():
-            self._own(serial, size, Owner("other", "host", tuple))
+            self._owner[serial] = Owner("other", "host", tuple)
+        self._takes(serial, storage.nbytes())
+
+    def _takes(self, serial: int, size: int) -> None:
+        self._sizes[serial] = size
+        if size:
+            self.events.append((self.phase, serial, size))
+            self.now += size if self._side(serial) == "device" else 0
         if self.limit is not None and self.now > self.limit:
             raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")
 
@@ -135,14 +161,29 @@ class StorageTracker(TorchDispatchMode):
         another."""
         key, serial, size = storage_key(storage), len(self._references), storage.nbytes()
         self._live[key] = serial
+        self._sizes.append(size)
 
         def died(_: weakref.ref) -> None:
             self._live.pop(key, None)
-            self.events.append((self.phase, serial, -size))
-            self.now -= size if self._side(serial) == "device" else 0
+            self._gives_back(serial)
 
         self._references.append(weakref.ref(storage, died))
         return serial
+
+    def _gives_back(self, serial: int) -> None:
+        size, self._sizes[serial] = self._sizes[serial], 0
+        if size:
+            self.events.append((self.phase, serial, -size))
+            self.now -= size if self._side(serial) == "device" else 0
+
+    def resized(self, storage: UntypedStorage) -> None:
+        """Its memory is now another: what was there is given back."""
+        serial = self._live.get(storage_key(storage))
+        if serial is None:
+            self._see(storage)
+        elif storage.nbytes() != self._sizes[serial]:
+            self._gives_back(serial)
+            self._takes(serial, storage.nbytes())
 
     def _side(self, serial: int) -> str:
         owner = self._owner.get(serial)
@@ -192,11 +233,11 @@ class ToldTracker(StorageTracker):
     """Sees no operator by itself: whoever runs them tells it through `see`. One mode takes half the time of two."""
 
     def __enter__(self):
-        _active.append(self)
+        _begin(self)
         return self
 
     def __exit__(self, *exception):
-        _active.remove(self)
+        _end(self)
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:

@@ -24,6 +24,7 @@ from lowmem.errors import Refused
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.offload.home import Home
 from lowmem.offload.link import Lane, Link
+from lowmem.offload.tiles import Source
 
 COLUMNS = 4096  # tokens of the vocabulary of a tile, where no loss asks for it
 
@@ -46,7 +47,7 @@ class Outlet(NamedTuple):
     complete: Callable[[nn.Parameter], None]  # told when all of a micro-batch's gradient has left for the host
 
 
-class Edge:
+class Edge(Source):
     """One weight (V, H). Args: embedding: that looks its rows up; head: that multiplies by it; either may be None."""
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:

@@ -6,7 +6,20 @@ import torch
 from torch import Tensor, nn
 
 
-class Whole:
+class Source:
+    """What a loss asks of where a head's matrix lies, beside its tiles. Here one device reads all of them."""
+
+    def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row (N,): its largest logit, the sum of exp(logit - largest) and the label's logit, or 0 where no
+        tile had it; of the tiles that this source gave -> of all tiles."""
+        return top, total, chosen
+
+    def summed(self, d_rows: Tensor) -> Tensor:
+        """The gradient (N, H) that these tiles leave for what entered the head -> that of all."""
+        return d_rows
+
+
+class Whole(Source):
     """The matrix (V, H) lies on the device: its tiles are views, and its gradient is one tensor of its dtype."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -34,6 +47,12 @@ class Whole:
         return gradient
 
 
-def tiles_of(linear: nn.Linear) -> Whole:
+def tiles_of(linear: nn.Linear) -> Source:
     """Its own, unless its weight lies elsewhere and whoever holds it is the source (`edges.py`)."""
     return getattr(linear, "source", None) or Whole(linear)
+
+
+def matrix_of(linear: nn.Linear) -> Tensor:
+    """(V, H), whole, whose gradient reaches the weight."""
+    source = getattr(linear, "source", None)
+    return source.matrix() if source else linear.weight

@@ -5,7 +5,7 @@ this file, once: groups of parameters by role, state that is restored in the dty
 8-bit optimizers, embeddings whose state keeps 32 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lowmem.memory.ledger import parts
 from lowmem.memory.process import page_out
 from lowmem.optim.bitsandbytes_cpu import in_one_pass
-from lowmem.trained import trained
+from lowmem.trained import shape, trained
 
 BUFFERS = ("state1", "state2")  # of bitsandbytes' state, what a paged optimizer pages
 PAGED_FROM = 100_000  # elements of a parameter: of a smaller one it pages none (its `get_state_buffer`)
@@ -69,7 +69,7 @@ def parameter_groups(model: nn.Module) -> list[dict]:
         "vector": {"params": [], "role": "vector", "weight_decay": 0.0},
     }
     for _, p in trained(model):
-        role = "vector" if p.dim() < 2 else "embedding" if id(p) in by_token else "matrix"
+        role = "vector" if len(shape(p)) < 2 else "embedding" if id(p) in by_token else "matrix"
         groups[role]["params"].append(p)
     return [group for group in groups.values() if group["params"]]
 
@@ -101,12 +101,18 @@ def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
         owners = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         for index, state in saved.items():
             group, p = owners[index]
-            optimizer.state[p] = {key: _placed(key, value, group, p) for key, value in state.items()}
-            page_out(part for value in state.values() if isinstance(value, Tensor) for part in parts(value))
+            optimizer.state[p] = {key: _placed(key, value, group, p) for key, value in _each(state)}
         saved.clear()
 
     optimizer.register_load_state_dict_pre_hook(before)
     optimizer.register_load_state_dict_post_hook(after)
+
+
+def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """One is let go before the next is asked for, which may be made only then."""
+    for key, value in state.items():
+        yield key, value
+        page_out(parts(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:

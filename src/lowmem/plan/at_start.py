@@ -7,13 +7,14 @@ from dataclasses import replace
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem import gpus
+from lowmem import gpus, launched
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.overrides import as_mapping, composed, replaced, without
 from lowmem.plan.candidates import Typed
+from lowmem.plan.helper import elsewhere
 from lowmem.plan.machine import kept
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, search
@@ -104,7 +105,7 @@ def refined(cfg: DictConfig, prediction: Prediction, metrics: Metrics) -> float 
     """Where rates of this machine are kept, a run that ends refines them. Returns: the seconds of a step that were
     counted; None: nothing is known, or the run was too short to tell."""
     rates = kept(on_card=cfg.device == "cuda")
-    if rates is None or prediction.estimate or len(metrics.step_seconds) < ENOUGH:
+    if rates is None or prediction.estimate or prediction.devices > 1 or len(metrics.step_seconds) < ENOUGH:
         return None
     rates.host = kept(on_card=False) if cfg.device == "cuda" else None
     try:
@@ -123,7 +124,8 @@ def could_fit(cfg: DictConfig) -> bool:
 
 def _predicted(cfg: DictConfig, card: Card | None) -> Prediction:
     of_card = {"beside": card.beside, "capability": card.capability} if card else {}
-    return predict(cfg, on_card=cfg.device == "cuda", **of_card)
+    others = {"other": elsewhere, "node": launched.on_this_machine()} if Settings(cfg).several else {}
+    return predict(cfg, on_card=cfg.device == "cuda", **of_card, **others)
 
 
 def _free(cfg: DictConfig) -> Card | None:
@@ -139,8 +141,8 @@ def _free(cfg: DictConfig) -> Card | None:
 
 
 def _host() -> int:
-    """Bytes that this process may have in all."""
-    return process.available_bytes() + process.rss_bytes()
+    """Bytes that the processes of this run may have in all on this host; each holds as much as this one by now."""
+    return process.available_bytes() + launched.on_this_machine() * process.rss_bytes()
 
 
 def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction, card: Card | None, ram: int) -> str:

@@ -1,6 +1,7 @@
 """Which recipes a plan compares: the same sequences per optimizer step, and what was typed untouched."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import product
@@ -9,15 +10,17 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem.accumulation import divisors
+from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.overrides import CONF, as_mapping, chosen_by, is_group
 from lowmem.plan.changes import Change, Tier, changes
-from lowmem.plan.derive import Compose
+from lowmem.plan.derive import Compose, reading
 from lowmem.refusals import refused
 from lowmem.settings import Settings
 from lowmem.techniques import CHANGEABLE, techniques
 
 COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
+SHARED = "strategy"  # a group of ways for several devices to share one training
 PLACED = "weights"  # a group of places where they wait, which what a step does depends on
 NOT_OF_THE_UPDATE = ("_target_", "_partial_", "declares", "in_backward")  # keys of conf/optim
 
@@ -116,16 +119,21 @@ class Candidate:
     def streams(self) -> bool:
         return Settings(self.cfg).streams
 
+    @property
+    def over_the_link(self) -> bool:
+        """Whether every pass needs what waits in host memory."""
+        return self.streams or Settings(self.cfg).strategy.offloads
 
-def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[Training]:
-    """That may be chosen, each once. Args: devices: that share one model."""
+
+def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
+    """That may be chosen, each once."""
     found = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _choices(typed, "precision", card):
         if not typed.takes({"precision": precision}):
             continue
         cfg = typed.config({"precision": precision})
-        if emulates(card, cfg) or (devices > 1 and Settings(cfg).masters):  # masters are of a whole model
+        if emulates(card, cfg):
             continue
         for optim in optimizers:
             optim = _where_it_steps(typed, cfg, optim)
@@ -134,11 +142,11 @@ def trainings(typed: Typed, card: Card | None = None, devices: int = 1) -> list[
     return list(found.values())
 
 
-def candidates(typed: Typed, training: Training) -> Iterator[Candidate]:
+def candidates(typed: Typed, training: Training, shared: Collection[str] = ("auto",)) -> Iterator[Candidate]:
     """Ways to compute one training that are not refused, with the micro-batches that leave the sequences of an
-    optimizer step as they are."""
-    for weights in _choices(typed, PLACED):
-        chosen = {**training.chosen, PLACED: weights}
+    optimizer step as they are. Args: shared: strategies."""
+    for strategy, weights in product(shared, _choices(typed, PLACED)):
+        chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
         chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
         cfg = typed.config(chosen)
         same, in_backward = _same_update(typed, cfg, chosen["optim"]), _in_backward(typed, cfg)
@@ -146,12 +154,26 @@ def candidates(typed: Typed, training: Training) -> Iterator[Candidate]:
             computed = dict(zip(COMPUTED, way, strict=True))
             # of what streams it depends on how it is computed
             is_refused = any(refused(typed.config({**chosen, **computed}) if Settings(cfg).streams else cfg))
-            for batch_size, accumulation in micro_batches(typed):
+            for batch_size, accumulation in micro_batches(typed, cfg):
                 option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
                 if not is_refused:
                     yield Candidate(option, cfg, training)
                 if in_backward is not None and not accumulation:
                     yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
+
+
+def strategies(typed: Typed) -> list[str]:
+    """In which several devices may share the model and the data: where it was not typed, those that say so."""
+    if typed.cfg.devices == 1 or typed.keeps(SHARED):
+        return [typed.named[SHARED]]
+    return [name for name, one in techniques(SHARED).items() if one.tried and _makes_up(typed, name)]
+
+
+def _makes_up(typed: Typed, strategy: str) -> bool:
+    """Whether so many devices make up its groups."""
+    with suppress(Refused):
+        return bool(Settings(typed.config({SHARED: strategy})).data_ranks)
+    return False
 
 
 def _where_it_steps(typed: Typed, cfg: DictConfig, optim: str) -> str:
@@ -170,22 +192,26 @@ def _tried(group: str, card: Card | None) -> list[str]:
     return [name for name, one in found if one.tried or (one.tried_without_bf16 and not has_bf16)]
 
 
-def micro_batches(typed: Typed) -> Iterator[tuple[int, dict[str, str]]]:
-    """(batch_size, overrides that keep the update's size)."""
-    cfg, size = typed.cfg, typed.cfg.accumulation.get("size")
+def micro_batches(typed: Typed, cfg: DictConfig) -> Iterator[tuple[int, dict[str, str]]]:
+    """(batch_size, overrides that keep the update's size). Args: cfg: of a strategy, which may be another than the one
+    that the update's size is typed for."""
+    size = typed.cfg.accumulation.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.said)
-    if ("batch_size" in typed.said and cfg.batch_size != "auto") or (is_typed and size is None):
-        yield cfg.batch_size, {}
+    if ("batch_size" in typed.said and typed.cfg.batch_size != "auto") or (is_typed and size is None):
+        yield typed.cfg.batch_size, {}
         return
     if size is not None:
-        for batch_size in divisors(size // cfg.accumulation.devices):
-            if cfg.batch_size == "auto" or batch_size <= cfg.batch_size:
+        for batch_size in divisors(size // reading(cfg)):
+            if typed.cfg.batch_size == "auto" or batch_size <= typed.cfg.batch_size:
                 yield batch_size, {}
         return
-    for batch_size in divisors(cfg.batch_size):
-        batches = cfg.batch_size // batch_size
+    # Of several devices each would have as many if all of them read data of their own.
+    sequences = typed.cfg.batch_size * typed.cfg.devices // Settings(cfg).data_ranks
+    for batch_size in divisors(sequences):
+        batches = sequences // batch_size
         accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}
-        yield batch_size, accumulation if batches > 1 else {}
+        if batch_size <= typed.cfg.batch_size:
+            yield batch_size, accumulation if batches > 1 else {}
 
 
 def _same_update(typed: Typed, cfg: DictConfig, name: str) -> dict[str, str]:

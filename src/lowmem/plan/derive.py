@@ -10,6 +10,7 @@ for each checkpointing; where it does not, the derivation is called an estimate.
 stays on the device adds is seen from one that does.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,6 +19,7 @@ from math import isqrt
 from omegaconf import DictConfig, OmegaConf
 
 from lowmem.memory.tracker import Point
+from lowmem.plan.links import EARLIER, NODE
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
@@ -49,6 +51,7 @@ class Derivation:
     capability: float | None = None  # of the card
     traces: int = 0  # that were needed
     period: int = 1  # blocks after which their kinds begin again
+    node: int = NODE  # devices of one
 
     @property
     def depths(self) -> tuple[int, int]:
@@ -83,8 +86,9 @@ class Derivation:
         parameters = self._parameters(recipe, cfg)
         of_passes = {"pinned": _pinned(passes), "advice": passes.any.advice, "estimate": passes.any.estimate}
         of_passes["leaves"] = passes.bytes(lambda t: t.leaves)
+        of_passes["sent"] = _sent(passes)
         derived = replace(self.of_parameters(recipe, cfg), **of_passes)
-        leave = Settings(cfg).masters or Settings(cfg).in_backward
+        leave = Settings(cfg).masters or Settings(cfg).in_backward or derived.waits_on_host
         derived.phases |= {
             "forward": _pass("forward", passes, parameters, derived, leave, batches),
             "backward": _pass("backward", passes, parameters, derived, leave, batches),
@@ -98,7 +102,7 @@ class Derivation:
             taken[TRAVEL] = part * passes.at(lambda t: self._seconds(t).get(TRAVEL, 0.0))
         if not leave:  # each micro-batch but the first adds its gradients to those that are there
             taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
-        return derived, window(self.machine, cfg, derived, taken, batches).seconds
+        return derived, window(self.machine, cfg, derived, taken, batches, self.node).seconds
 
     def _seconds(self, shapes: Trace) -> Mapping[str, float]:
         """Counted once for all recipes that share a trace, which `_corners` keeps."""
@@ -118,6 +122,7 @@ class Derivation:
             weights=parameters.bytes(_held("evaluation", "weights")),
             gradients=parameters.bytes(lambda t: t.gradients),
             steps_on_host=parameters.any.steps_on_host,
+            waits_on_host=parameters.any.waits_on_host,
             unseen=parameters.any.unseen,
             generated=parameters.any.generated,
             paged=parameters.bytes(lambda t: t.paged),
@@ -156,8 +161,15 @@ class Derivation:
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # which is then on the host
                 parameters["loss"] = recipe["loss"]
         parameters = {"loss": "full", "seq_len": str(SHORT)} | parameters
-        several = Settings(cfg).masters and micro_batches(cfg, recipe) > 1  # then the host sums gradients in fp32
-        passes["accumulation"], parameters["accumulation"] = "none", "fixed" if several else "none"
+        several, run = micro_batches(cfg, recipe) > 1, Settings(cfg)
+        # of a whole model on each device only the last micro-batch of a window sends gradients
+        once = run.several and not run.strategy.divides
+        passes["accumulation"] = "fixed" if several and once else "none"
+        # then the host sums gradients in fp32
+        parameters["accumulation"] = "fixed" if several and run.masters else "none"
+        if run.several:
+            placed = {"strategy": recipe["strategy"]}
+            passes, parameters = passes | placed, parameters | placed
         return (passes, self.batches), (parameters, (1, 1))
 
     def estimate(self, recipe: Mapping[str, str], cfg: DictConfig) -> str | None:
@@ -231,8 +243,14 @@ def micro_batches(cfg: DictConfig, recipe: Mapping[str, str]) -> int:
     if "accumulation.batches" in recipe:
         return int(recipe["accumulation.batches"])
     if "size" in cfg.accumulation:
-        return cfg.accumulation.size // (int(recipe["batch_size"]) * cfg.accumulation.devices)
+        return cfg.accumulation.size // (int(recipe["batch_size"]) * reading(cfg))
     return Settings(cfg).windows.largest
+
+
+def reading(cfg: DictConfig) -> int:
+    """Devices that share the sequences of accumulation.size."""
+    devices = cfg.accumulation.devices
+    return Settings(cfg).data_ranks if devices == 1 else devices
 
 
 @dataclass(frozen=True)
@@ -285,8 +303,8 @@ def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leav
         top = max(tops, key=lambda place: place.with_all_gradients)
         gradients = top.with_all_gradients - top.with_newest_gradient
     state = parameters.bytes(_held("evaluation", "optimizer"))
-    # The optimizer's side, and offloaded boundaries. Passes whose weights stream are traced with the optimizer's side.
-    offloaded = sum(derived.pinned) if derived.streamed else passes.bytes(_host(phase))
+    # The optimizer's side, and offloaded boundaries. Passes whose weights wait there are traced with those.
+    offloaded = sum(derived.pinned) if derived.streamed or derived.waits_on_host else passes.bytes(_host(phase))
     host = parameters.bytes(_host(phase)) + offloaded
     return _point(phase, derived.weights, gradients, state, top.with_newest_gradient, host)
 
@@ -322,6 +340,14 @@ def _line(points: Mapping[int, float], x: int) -> float:
 def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host: int) -> Point:
     held = {"weights": weights, "gradients": gradients, "optimizer": state, "activations": rest}
     return Point(phase, dict.fromkeys(CATEGORIES, 0) | held, host)
+
+
+def _sent(passes: Corners) -> Counter:
+    """Where one micro-batch was traced, those before it are as that."""
+    found = Counter({call: passes.bytes(lambda t, call=call: t.sent[call]) for call in passes.any.sent})
+    if any(phase.startswith(EARLIER) for phase, _ in found):
+        return found
+    return found + Counter({(EARLIER + phase, one): size for (phase, one), size in found.items() if phase in PASSES})
 
 
 def _pinned(passes: Corners) -> list[int]:

@@ -13,8 +13,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-Job = tuple[dict, bool, int | None, float | None]  # a config as plain values, and the other arguments of `trace`
+from lowmem.errors import Refused
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lowmem.plan.trace import Trace
+
+Job = tuple  # a config as plain values, and the other arguments of `trace`
+
+
+class NotTraced(Exception):
+    """By another process."""
 
 
 class Helper:
@@ -48,14 +60,32 @@ class Helper:
             return psutil.Process(self._process.pid).memory_info().rss
         return 0
 
-    def traces(self, jobs: Sequence[Job]) -> list | None:
-        """What `trace` returns for each; None: it cannot, and is not asked again."""
+    def traces(self, jobs: Sequence[Job]) -> "list | Refused | None":
+        """What `trace` returns for each, or why one is refused; None: it cannot, and is not asked again."""
         try:
             pickle.dump(list(jobs), self._process.stdin)
             self._process.stdin.flush()
             return pickle.load(self._process.stdout)
         except (OSError, EOFError, ValueError, pickle.PickleError):
             return None
+
+
+def elsewhere(cfg: "DictConfig", on_card: bool, capability: float | None, rank: int = 0) -> "Trace":
+    """What `trace` returns, of a process that is not one of several: these cannot make up others.
+
+    Raises:
+        NotTraced: it did not answer.
+        Refused: what the run itself would be refused for.
+    """
+    from omegaconf import OmegaConf
+
+    with Helper() as one:
+        traces = one.traces([(OmegaConf.to_container(cfg), on_card, None, capability, rank)])
+    if traces is None:
+        raise NotTraced("the process that traces has ended without an answer.")
+    if isinstance(traces, Refused):
+        raise traces
+    return traces[0]
 
 
 def helper() -> Helper | None:
@@ -72,11 +102,14 @@ def serve() -> None:
 
     from lowmem.starting import undisturbed
 
-    with undisturbed():
+    with undisturbed(), suppress(EOFError):
         from lowmem.plan.trace import trace
-    with suppress(EOFError):
+
         while True:
             jobs = pickle.load(sys.stdin.buffer)
-            traces = [trace(OmegaConf.create(cfg), *others) for cfg, *others in jobs]
-            pickle.dump(traces, answers)
+            try:
+                found = [trace(OmegaConf.create(cfg), *others) for cfg, *others in jobs]
+            except Refused as error:
+                found = error
+            pickle.dump(found, answers)
             answers.flush()

@@ -17,15 +17,15 @@ from lowmem.memory import process
 from lowmem.memory.limit import parse
 from lowmem.overrides import as_mapping, composed, key, replaced, without
 from lowmem.plan import table
-from lowmem.plan.candidates import Typed, emulates
+from lowmem.plan.candidates import SHARED, Typed, emulates
 from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.quiet import quiet
-from lowmem.settings import Settings
+from lowmem.techniques import techniques
 from lowmem.terminal import folded
 
-OURS = ("gpu", "ram", "search", "rows", "devices", "strategy", "may_change")  # that no command of train.py needs
+OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # that no command of train.py needs
 
 
 def plan(
@@ -45,20 +45,20 @@ def plan(
     card, ram = gpus.card(cfg.gpu), parse(cfg.ram, "ram", plain=False)
     if cfg.batch_size == "auto" and not cfg.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
-    devices = _devices(cfg)
     on_card = card is not None or cfg.device == "cuda" or torch.cuda.is_available()
-    cfg = resolved(cfg, on_card)
+    cfg = resolved(shared(cfg, typed), on_card)
     check(cfg, choices)
     quiet()
     model.check_architecture(cfg)
+    card_of_here = card is None  # several of another kind are in another host
     card = gpus.here() if card is None and on_card else card
-    if ram is None:
+    if ram is None and (card_of_here or cfg.devices == 1):
         ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # it is gone by the time of the run
     typed, card_of = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
     if cfg.search:
         changeable = cfg.may_change and cfg.may_change.split(",")
         asked = Typed(cfg, typed, partial(_composed, [*typed, *card_of], on_card=on_card), changeable)
-        searched = search(asked, card, ram, on_card, devices, helper)
+        searched = search(asked, card, ram, on_card, cfg.node, helper)
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
         said, written = f"\n{table.of_plan(searched, cfg.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
@@ -67,7 +67,7 @@ def plan(
     else:
         if emulates(card, cfg):
             raise Refused(NO_BF16)
-        prediction = predict(cfg, on_card, devices, *((card.beside, card.capability) if card else ()))
+        prediction = predict(cfg, on_card, *((card.beside, card.capability) if card else (0, None)), cfg.node)
         gpu = card and card.size
         said = table.of_prediction(prediction, gpu, ram)
         recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(gpu, ram)}
@@ -80,16 +80,12 @@ def plan(
     return written
 
 
-def _devices(cfg: DictConfig) -> int:
-    """How many share one model."""
-    if cfg.strategy == "single" and cfg.devices > 1:
-        raise Refused(f"devices={cfg.devices}: each would hold all of the model. Type strategy=fsdp to divide it.")
-    if cfg.devices > 1 and Settings(cfg).masters:
-        raise Refused(
-            "devices: masters are those of one whole model beside one device. Type precision=bf16 for several, or "
-            "devices=1."
-        )
-    return cfg.devices
+def shared(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
+    """Of several devices without a strategy a search looks for one: until then each has the whole model."""
+    if not cfg.search or cfg.devices == 1 or any(key(line) == SHARED for line in typed):
+        return cfg
+    whole = next(name for name, one in techniques(SHARED).items() if one.tried and not one.divides)
+    return composed([*typed, f"{SHARED}={whole}"], "plan")
 
 
 def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:

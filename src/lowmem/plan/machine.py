@@ -28,6 +28,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from lowmem import gpus
 from lowmem.memory.process import processor
+from lowmem.plan.links import Traffic
 from lowmem.plan.work import Work
 from lowmem.precision.widened import widened
 
@@ -57,6 +58,8 @@ class Machine:
     overhead: Rate  # seconds per operator
     fresh: Rate | None = None  # bytes per second that the system gives to malloc; None: a card keeps what was freed
     link: Rate | None = None  # bytes per second between host and device; None: they are one
+    peer: Rate | None = None  # bytes per second that come to a device from those of its node; None: as its memory
+    network: Rate | None = None  # and from other nodes; None: as from its own
     host: "Machine | None" = None  # beside a card
     measured_on: str | None = None  # a day; None: not measured, or while others computed, and not kept
     updates: dict[str, Rate] = field(default_factory=dict)  # by optimizer: of `update.py`
@@ -68,6 +71,11 @@ class Machine:
         rate = self.flops.get(str(work.dtype).removeprefix("torch."), self.flops["float32"])
         faults = work.fresh / self.fresh if self.fresh else 0.0
         return max(work.flops / rate, work.moved / self.bandwidth) + faults + self.overhead
+
+    def exchange(self, traffic: Traffic) -> float:
+        """Seconds: both kinds of links work at once."""
+        peer = self.peer or self.bandwidth
+        return max(traffic.inside / peer, traffic.between / (self.network or peer))
 
     def pace(self, dtype: str) -> float:
         """Of passes: what counted seconds are multiplied with."""

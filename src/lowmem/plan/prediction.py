@@ -1,6 +1,6 @@
 """From a trace to what a run needs, phase by phase, on the device and on the host."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,12 +10,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowmem import build
 from lowmem.errors import Refused
+from lowmem.gpus import COMMUNICATOR
 from lowmem.memory import process
 from lowmem.memory.tracker import Point
 from lowmem.model import architecture_of
 from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.optim.build import PAGED_FROM
 from lowmem.plan.allocator import replay, smallest_limit
+from lowmem.plan.helper import NotTraced
+from lowmem.plan.links import NODE, NOTHING, Traffic, of_window
 from lowmem.plan.recorder import stack_of
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
@@ -64,6 +67,10 @@ class Prediction:
     shapes: Trace | None = None  # whose work tells the time
     mapped: int = 0  # of a file that is loaded: resident in that phase, and given up where memory is short
     paged: int = 0  # of the optimizer's state, what CUDA moves: to the card where there is room, else to the host
+    devices: int = 1  # that train together; all figures are of the one that needs most
+    node: int = 1  # of them, at most, share a host
+    first: int = 0  # of the host's bytes of the load phase, those that only rank 0 needs
+    traffic: Traffic = NOTHING  # that reaches a device in an optimizer step
 
     @property
     def device_peak(self) -> int:
@@ -94,10 +101,18 @@ class Prediction:
         return 0 if gpu is None else min(self.paged, max(0, self.paged + self.reserved + self.beside - gpu))
 
     def host_need(self, gpu: int | None) -> int:
-        """What the host must have beside a card of `gpu` bytes."""
+        """What a host must have beside cards of `gpu` bytes: each of the processes there needs as much."""
         there = self.paged_on_host(gpu)
         more = dict.fromkeys(BY_HOST, 0) | {"load": -self.mapped}
-        return max(need.host + more.get(name, there) for name, need in self.phases.items())
+        each = {name: need.host + more.get(name, there) for name, need in self.phases.items()}
+        every = {name: self.on_host * size for name, size in each.items()}
+        every["load"] -= (self.on_host - 1) * self.first
+        return max(every.values())
+
+    @property
+    def on_host(self) -> int:
+        """Processes that share a host."""
+        return min(self.devices, self.node)
 
     def based_on(self, libraries: int) -> "Prediction":
         """The same of a process that held `libraries` bytes before its model was built: measured, not predicted."""
@@ -121,41 +136,63 @@ class Prediction:
             "host_bytes_by_category": dict(self.host_categories),
             "phases": {name: asdict(need) for name, need in self.phases.items()},
             "parameters": self.parameters,
+            "devices": self.devices,
+            "devices_of_a_host": self.on_host,
+            "host_need_bytes": self.host_need(None),
+            "exchanged_bytes_per_step": {k: round(v) for k, v in self.traffic._asdict().items()},
             "estimate": self.estimate,
             "advice": self.advice,
         }
 
 
 def predict(
-    cfg: DictConfig, on_card: bool, devices: int = 1, beside: int = 0, capability: float | None = None
+    cfg: DictConfig,
+    on_card: bool,
+    beside: int = 0,
+    capability: float | None = None,
+    node: int = NODE,
+    other: Callable[..., Trace] | None = None,
 ) -> Prediction:
-    """Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; devices:
-    that share the weights, gradients and state of one model; beside, capability: of a `Card`.
+    """Of the device that needs most.
+
+    Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; beside,
+    capability: of a `Card`; node: devices of a host, which they share; other: who traces, in the place of this process.
 
     Raises:
         Refused: what the run itself would be refused for.
     """
+    traces = other or trace
     libraries = process.rss_bytes()  # this process has imported what the run will import
+    more = {"beside": beside, "node": node}
     if Settings(cfg).checkpointing.compiles_blocks:
         uncompiled = {"gradient_checkpointing": {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}}
         cfg = OmegaConf.create(OmegaConf.to_container(cfg) | uncompiled)
         why = (
             "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
         )
-        traced = trace(cfg, on_card, capability=capability)
-        return replace(needs(traced, cfg, on_card, libraries, devices, beside), estimate=why)
+        traced = traces(cfg, on_card, capability=capability)
+        return replace(needs(traced, cfg, on_card, libraries, **more), estimate=why)
+    if Settings(cfg).strategy.package:
+        why = f"the engine of this strategy is counted by its rule: what it divides is 1/{cfg.devices} on each device."
+        return replace(needs(outline(cfg, on_card), cfg, on_card, libraries, **more), estimate=f"{why} {OUTLINED}")
+    # Of a pipeline the first stage holds the embedding and most micro-batches, the last one the logits.
+    ranks = {0, cfg.devices - 1} if Settings(cfg).strategy.together else {0}
     try:
-        return needs(trace(cfg, on_card, capability=capability), cfg, on_card, libraries, devices, beside)
+        found = [traces(cfg, on_card, capability=capability, rank=rank) for rank in ranks]
+        return max((needs(one, cfg, on_card, libraries, **more) for one in found), key=lambda need: need.device_peak)
     except Refused:
         raise
+    except NotTraced as error:
+        why = f"{error} {OUTLINED}"
+        return replace(needs(outline(cfg, on_card), cfg, on_card, libraries, **more), estimate=why)
     except Exception as error:
         why, shapes = f"{untraceable(error)} {OUTLINED}", outline(cfg, on_card)
-        return replace(needs(shapes, cfg, on_card, libraries, devices, beside), estimate=why)
+        return replace(needs(shapes, cfg, on_card, libraries, **more), estimate=why)
 
 
 def outline(cfg: DictConfig, on_card: bool) -> Trace:
-    """Of a model that cannot be traced: weights, gradients and state are counted, and the activations of a transformer
-    of its dimensions."""
+    """Of a model that cannot be traced: weights, gradients and state are counted, divided where the strategy divides
+    them, and the activations of a transformer of its dimensions."""
     config = architecture_of(cfg)
     text = config.get_text_config(decoder=True)
     network = outlined(cfg)
@@ -170,14 +207,19 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
     weights = buffers + (narrow if on_host else sum(p.nbytes for p in every))
     state = round(count * rate) - paged
+    gradients = 0 if on_host else sum(p.nbytes for p in own)
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
+    if run.strategy.divides:
+        whole = weights if run.strategy.steps_wide and not run.strategy.gathers_in_hooks else 0
+        wide = 4 * count if run.strategy.steps_wide else 0
+        weights, gradients, state = (size // cfg.devices for size in (weights, gradients, state + wide))
+        weights = whole or weights
     held = tokens * (2 if run.multiplies_in in SIXTEEN else 4)
     boundary = held * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.checkpointing.saves else layers
     columns = min(text.vocab_size, cfg.loss.get("columns", text.vocab_size))
     logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * columns
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
-    gradients = 0 if on_host else sum(p.nbytes for p in own)
     master = getattr(torch, cfg.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else HALF)) + state if on_host else 0
 
@@ -202,6 +244,12 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     )
 
 
+def _communicators(shapes: Trace, cfg: DictConfig) -> int:
+    """NCCL's bytes, which are not torch's: made for each group when it first exchanges, and kept."""
+    groups = {one.ranks for _, one in shapes.sent} or {None}  # of an engine that was not traced, at least one
+    return len(groups) * COMMUNICATOR if cfg.devices > 1 else 0
+
+
 def outlined(cfg: DictConfig) -> PreTrainedModel:
     """The run's model without memory or numbers, and what of it is trained."""
     with torch.device("meta"):
@@ -222,35 +270,19 @@ def _kept_per_token(text: PretrainedConfig) -> int:
     return 9 * hidden + max(1, experts) * 4 * width + 2 * experts * hidden
 
 
-def sharded(whole: Trace, devices: int) -> Trace:
-    """Each device's part, as fully_shard keeps it: weights, gradients and state are divided. Gathered on top are the
-    weights outside the blocks, for the whole pass, and those of two blocks, the one that is computed and the next
-    (torch.distributed.fsdp: the root is not resharded after its forward pass, and one block is prefetched).
-    """
-    if devices == 1:
-        return whole
-    count, block = whole.blocks
-    outside = whole.weights - count * block
-
-    def part(point: Point) -> Point:
-        held = {key: point.bytes[key] // devices for key in ("weights", "gradients", "optimizer")}
-        gathered = 0 if point.phase == "step" else outside + 2 * block
-        return point._replace(bytes=point.bytes | held | {"other": point.bytes["other"] + gathered})
-
-    phases = {name: part(point) for name, point in whole.phases.items()}
-    return replace(whole, weights=whole.weights // devices, phases=phases, events=[], paged=whole.paged // devices)
-
-
 def needs(
-    shapes: Trace, cfg: DictConfig, on_card: bool, libraries: int, devices: int = 1, beside: int = 0
+    shapes: Trace, cfg: DictConfig, on_card: bool, libraries: int, beside: int = 0, node: int = NODE
 ) -> Prediction:
     """What a traced run needs. Args: libraries: resident bytes of a process that has imported all and built nothing."""
-    shapes = sharded(shapes, devices)
-    size, loaded = (getattr(torch, name).itemsize for name in (cfg.weights_dtype, Settings(cfg).loaded_in))
+    run = Settings(cfg)
+    size, loaded = (getattr(torch, name).itemsize for name in (cfg.weights_dtype, run.loaded_in))
+    windows = run.windows if run.several else None
     steps_beside_card = on_card and shapes.steps_on_host
     # a gradient on its way to the host, in 16 bits
     largest = shapes.leaves if shapes.streamed else shapes.largest_trained * HALF
     leaving = largest if steps_beside_card else 0
+    if on_card and shapes.waits_on_host:  # a block's part on its way to the card, and that of its gradient back
+        leaving = 2 * shapes.blocks[1]
     built_on = {
         "libraries": libraries,
         "cuda": CUDA_ON_HOST if on_card else 0,
@@ -258,7 +290,8 @@ def needs(
         "staging": 2 * SLOTS * SLOT_BYTES if steps_beside_card else 0,
     }
     base = sum(built_on.values())
-    device, host = _device_bytes(shapes, on_card, leaving), _host_bytes(shapes, on_card, size, loaded)
+    device = _device_bytes(shapes, on_card, leaving)
+    host = _host_bytes(shapes, on_card, size, loaded)
     host["save"] += _merged(cfg, shapes)
     mapped = _mapped(cfg, shapes.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
@@ -273,12 +306,16 @@ def needs(
         smallest=smallest,
         parameters=shapes.parameters,
         on_card=on_card,
-        beside=beside if on_card else 0,
+        beside=beside + _communicators(shapes, cfg) if on_card else 0,
         advice=shapes.advice,
         shapes=replace(shapes, events=[], places={}),
         mapped=mapped,
         paged=shapes.paged,
         estimate=shapes.estimate,
+        devices=cfg.devices,
+        node=node,
+        first=host["load"] - shapes.largest * loaded - mapped if run.loads_once else 0,
+        traffic=of_window(shapes.sent, windows.largest if windows and not run.strategy.together else 1, node),
     )
 
 
@@ -290,7 +327,7 @@ def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
         "load": shapes.weights,
         "forward": traced["forward"],
         "backward": traced["backward"] + leaving,
-        "step": traced["step"] + (shapes.unseen if on_card and not shapes.steps_on_host else 0),
+        "step": traced["step"] + (0 if shapes.steps_on_host or shapes.waits_on_host or not on_card else shapes.unseen),
         "evaluation": traced["evaluation"],
         "save": resting,
         "resume": resting,

@@ -4,23 +4,26 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory import process
 from lowmem.model import architecture_of, period
 from lowmem.overrides import CONF, as_lines, as_mapping
-from lowmem.plan.candidates import Candidate, Training, Typed, candidates, micro_batches, trainings
+from lowmem.plan.candidates import SHARED, Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
 from lowmem.plan.changes import Change, Tier
 from lowmem.plan.derive import STAY, Derivation, Needed
 from lowmem.plan.helper import Helper
+from lowmem.plan.links import NODE
 from lowmem.plan.machine import Machine, machine
 from lowmem.plan.prediction import SMALLEST, Prediction, needs, outline, outlined, predict
 from lowmem.plan.recorder import stack_of
+from lowmem.plan.trace import trace
 from lowmem.plan.tracing import trace_all
 from lowmem.refusals import refused
 from lowmem.settings import Settings
+from lowmem.starting import undisturbed
 from lowmem.trained import trained
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
@@ -80,22 +83,23 @@ class Plan:
         return self.recipes[0] if self.recipes[0].fits(self.gpu, self.ram) else None
 
 
+@undisturbed()  # a trace leaves little garbage, and what a process has imported is much to look through
 def search(
     typed: Typed,
     card: Card | None,
     ram: int | None,
     on_card: bool,
-    devices: int = 1,
+    node: int = NODE,
     helper: Helper | None = None,
 ) -> Plan:
     """Recipes of the first rank of which one fits: the training that was typed, then what is close to it, then another.
 
-    Args: card: None: of a CPU only the host limits; devices: that share one model; helper: traces a part.
+    Args: card: None: of a CPU only the host limits; node: devices of a host; helper: traces a part.
 
     Raises:
         Refused: a model whose blocks are not equal and do not take turns: only single runs can be predicted.
     """
-    it = _Search(typed, card, ram, on_card, devices, helper)
+    it = _Search(typed, card, ram, on_card, node, helper)
     tried: list[Recipe] = []
     for rank in sorted(it.by_rank):
         tried += it.recipes(rank)
@@ -104,7 +108,7 @@ def search(
     else:
         tried += it.smallest_of_the_hopeless()
     if not tried:
-        raise Refused(next(said for training in it.trainings for said in refused(typed.config(training.chosen))))
+        raise Refused(next(it.refused()))
     fitting = [r for r in tried if r.fits(it.gpu, ram)]
     others = sorted((r for r in tried if not r.fits(it.gpu, ram)), key=lambda r: r.prediction.device_need)
     return Plan(typed, fitting + others, card, ram, it.derivation.traces, len(it.hopeless), it.derivation.machine)
@@ -114,34 +118,52 @@ class _Search:
     """Args: those of `search`."""
 
     def __init__(
-        self, typed: Typed, card: Card | None, ram: int | None, on_card: bool, devices: int, helper: Helper | None
+        self, typed: Typed, card: Card | None, ram: int | None, on_card: bool, node: int, helper: Helper | None
     ) -> None:
-        self.typed, self.ram, self.on_card, self.devices, self.helper = typed, ram, on_card, devices, helper
+        self.typed, self.ram, self.on_card, self.node, self.helper = typed, ram, on_card, node, helper
         self.gpu, self.beside, self.capability = (card.size, card.beside, card.capability) if card else (None, 0, None)
         self.libraries = process.rss_bytes()
-        self.trainings = trainings(typed, card, devices)
+        self.trainings = trainings(typed, card)
         if not self.trainings and card is not None and not card.has_bf16:
             raise Refused(NO_BF16)
         self.by_rank: dict[int, list[Training]] = {}
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
-        sizes = [size for size, _ in micro_batches(typed)]
         rates = machine(on_card, card, Settings(typed.cfg).multiplies_in)
         depth, rounds = model_depth(typed.cfg)
+        shared = {name: typed.config({SHARED: name}) for name in strategies(typed)}
+        sizes = [size for cfg in shared.values() for size, _ in micro_batches(typed, cfg)]
         self.derivation = Derivation(
-            typed.config, depth, (min(sizes), max(sizes)), on_card, rates, self.capability, period=rounds
+            typed.config, depth, (min(sizes), max(sizes)), on_card, rates, self.capability, period=rounds, node=node
         )
+        self.reasons: dict[str, str] = {}  # strategy -> why it does not work
+        self.shared = [name for name in shared if len(shared) == 1 or self._divides(name)]
+
+    def _divides(self, strategy: str) -> bool:
+        """Whether the model can be shared so: its widths may not divide."""
+        short = OmegaConf.merge(self.typed.config({SHARED: strategy}), {"batch_size": 1, "seq_len": 1})
+        try:
+            trace(short, self.on_card, 1, self.capability)
+        except Refused as error:
+            self.reasons[strategy] = str(error)
+        return strategy not in self.reasons
+
+    def refused(self) -> Iterator[str]:
+        """Why nothing can be tried."""
+        for training in self.trainings:
+            for strategy in self.shared:
+                yield from refused(self.typed.config({**training.chosen, SHARED: strategy}))
+        yield from self.reasons.values()
 
     def recipes(self, rank: int) -> list[Recipe]:
-        """Those of a rank that fit, best first, and those that do not. Weights stream where nothing else fits: the same
-        is computed, and every pass needs the link."""
-        found = [candidate for training in self.by_rank[rank] for candidate in candidates(self.typed, training)]
-        if self.devices > 1:  # what streams is one whole model's
-            found = [candidate for candidate in found if not candidate.streams]
+        """Those of a rank that fit, best first, and those that do not. Weights wait on the host where nothing else
+        fits: the same is computed, and every pass needs the link."""
+        of_rank = self.by_rank[rank]
+        found = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.shared)]
         tried = []
-        for streams in (False, True):
-            tried += self._recipes([candidate for candidate in found if candidate.streams == streams])
+        for waits in (False, True):
+            tried += self._recipes([candidate for candidate in found if candidate.over_the_link == waits])
             if any(recipe.fits(self.gpu, self.ram) for recipe in tried):
                 break
         return tried
@@ -172,7 +194,7 @@ class _Search:
         """What was derived is traced before it is recommended: the first, and the next where that does not fit."""
         for number, recipe in enumerate(ranked):
             cfg = self.typed.config(as_mapping(recipe.overrides))
-            exact = predict(cfg, self.on_card, self.devices, self.beside, self.capability)
+            exact = predict(cfg, self.on_card, self.beside, self.capability, self.node)
             ranked[number] = replace(recipe, prediction=exact, traced=True)
             if exact.fits(self.gpu, self.ram):
                 break
@@ -192,8 +214,7 @@ class _Search:
 
     def _least(self, candidate: Candidate) -> int:
         """Bytes of a card without which no recipe with these weights, gradients and state works."""
-        least = self.derivation.of_parameters(candidate.option, candidate.cfg).phases["step"].total
-        return least // self.devices + self.beside
+        return self.derivation.of_parameters(candidate.option, candidate.cfg).phases["step"].total + self.beside
 
     def _derived(self, group: list[Candidate]) -> list[Recipe]:
         self._trace(need for c in group for need in self.derivation.needed(c.option, c.cfg))
@@ -202,7 +223,7 @@ class _Search:
     def _recipe(self, candidate: Candidate) -> Recipe:
         option, cfg = candidate.option, candidate.cfg
         shapes, seconds = self.derivation.trace(option, cfg)
-        need = needs(shapes, cfg, self.on_card, self.libraries, self.devices, self.beside)
+        need = needs(shapes, cfg, self.on_card, self.libraries, self.beside, self.node)
         need = replace(need, estimate=self.derivation.estimate(option, cfg) or need.estimate)
         if link := self.derivation.machine.link:
             seconds += 2 * need.paged_on_host(self.gpu) / link  # each of its pages comes and leaves

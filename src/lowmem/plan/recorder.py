@@ -33,12 +33,13 @@ class Recording(NamedTuple):
 
 
 class Recorder(MemoryMeter):
-    """The meter of a run, which also keeps what its tracker saw."""
+    """The meter of a run, which also keeps what its tracker saw. Args: before: windows of which nothing is kept."""
 
     tracker = ToldTracker
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, before: int = 0) -> None:
         super().__init__(file)
+        self.before = before
         self.recordings: list[Recording] = []  # the window, then the evaluation
         self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins with it), of the window
         self.weights = self.held = 0  # bytes on the device; of weights and masters that the host holds
@@ -69,6 +70,10 @@ class Recorder(MemoryMeter):
     def _mark(self, place: str) -> None:
         if self._tracker is not None and not self.recordings:
             self.marks.append((len(self._tracker.events), place))
+
+    def _track(self) -> None:
+        if self._step > self.before:
+            super()._track()
 
     def _enter(self, phase: str) -> None:
         super()._enter(phase)

@@ -14,22 +14,30 @@ import torch
 from torch import Tensor
 
 from lowmem.internals import (
+    ADDS_IN_PARTS,
     ASKS_FOR_DEVICE,
+    COMPARES,
     GROUPED_PRODUCTS,
+    MAKES_OF_NUMBERS,
     NONZERO,
     READ_A_NUMBER,
     SPLIT,
+    WAITS,
     FakeTensor,
     LeanFakeTensorMode,
     OpOverload,
     schema,
     storage_key,
+    tree_leaves,
 )
 from lowmem.memory import tracker
+from lowmem.plan import links
+from lowmem.plan.links import Sent
 from lowmem.plan.work import Work, work_of
 
 EXPERTS = 3  # that stand for all whom a mixture calls one by one: gradients of a third are added to a sum of two
-OPERATORS = 250_000  # of a trace: four times those of GPT-2 XL; what loops until a number is right would never end
+# Of a micro-batch: four times those of GPT-2 XL. What loops until a number is right would never end.
+OPERATORS = 250_000
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
@@ -65,27 +73,34 @@ _known: dict[tuple, Known] = {}  # of this process: by operator and what is know
 class Shapes(LeanFakeTensorMode):
     """Answers what cannot be known without numbers, counts the work of every operator, and tells whoever tracks."""
 
-    def __init__(self) -> None:
+    def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
+        self.over_gloo = over_gloo  # whether devices exchange over the library for processors
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
+        self.sent: Counter[tuple[str, Sent]] = Counter()  # bytes
         self.operators = 0  # but those of an update, which may take a large parameter in thousands of pieces
+        self.micro_batches = 1  # of a window
         self.spread = False  # whether tokens were, over experts
         self._inside = False  # an operator that torch writes as several others
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ASKS_FOR_DEVICE:  # by C++, as often as all else together
             return args[0].device
+        if func is WAITS:  # torch would make another tensor
+            return args[0]
         if func.namespace == "profiler":  # marks of torch.optim around each step
             return func(*args, **(kwargs or {}))
         if self._inside:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         if func.namespace == "aten" and self.phase != "update":
             self.operators += 1
-            if self.operators > OPERATORS:
+            if self.operators > OPERATORS * self.micro_batches:
                 raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
-        if func is READ_A_NUMBER:
+        if func is READ_A_NUMBER and isinstance(args[0], FakeTensor):
             return _yes(args[0].dtype)
+        if func in COMPARES:
+            return True
         if func is NONZERO:
             return self._used(args[0])
         if func is SPLIT and sum(args[1]) != args[0].shape[(args[2:] or (0,))[0]]:
@@ -95,9 +110,16 @@ class Shapes(LeanFakeTensorMode):
             out, work = self._computed(func, types, args, kwargs or {})
         finally:
             self._inside = False
+        if out is NotImplemented:  # of a part of a tensor that several devices share: it comes again with its own part
+            return out
         if self.phase is not None and work is not None:
             self.work[self.phase, work] += 1
+        if self.phase is not None and (call := links.sent(func, args, out)) is not None:
+            self.sent[self.phase, call[0]] += call[1]
         tracker.see(out)
+        if func is ADDS_IN_PARTS and self.over_gloo:  # which adds a copy of the whole; NCCL needs none
+            with self:
+                torch.empty_like(args[1])
         return out
 
     def counting(self, phase: str, call: Callable) -> Callable:
@@ -136,8 +158,12 @@ class Shapes(LeanFakeTensorMode):
             known = _known.get(key := tuple(key))
             if known is not None:
                 return self._made(known, args, tensors), known.work
+        if not plain and func not in MAKES_OF_NUMBERS and _is_real(args):
+            return func(*args, **kwargs), None
         call = self._experts if func is GROUPED_PRODUCTS else super().__torch_dispatch__
         out = call(func, types, args, kwargs)
+        if out is NotImplemented:
+            return out, None
         work = work_of(func, args, kwargs, out)
         if plain and (known := _as_known(func, args, tensors, out, work)) is not None:
             _known[key] = known
@@ -164,12 +190,20 @@ class Shapes(LeanFakeTensorMode):
             return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
 
 
+def _is_real(args: tuple) -> bool:
+    """Whether an operator reads numbers that are there: those of a mesh of devices."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
+
+
 def _noted(values, key: list, tensors: list[Tensor]) -> bool:
     """Whether all that an operator makes of these arguments depends on is now in `key`."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+                return False
+            if value.fake_device.type != "cpu":  # what another device of several holds is nowhere here
                 return False
             key += (value.dtype, value.shape, value.stride(), value.storage_offset())
             tensors.append(value)
@@ -211,7 +245,7 @@ def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object,
 
 def _as_made(one: object, kept: dict[int, int]) -> Made | None:
     plain = type(one) is FakeTensor and one.constant is None and one.layout is torch.strided
-    if not plain or one.dtype.is_complex or one.requires_grad:
+    if not plain or one.dtype.is_complex or one.requires_grad or one.fake_device.type != "cpu":
         return None
     view_of = kept.get(storage_key(one))
     if view_of == -1:

@@ -98,11 +98,22 @@ def _facts(plan: Plan) -> list[str]:
         found.append(_paged(plan.recipes[0].prediction, plan.gpu))
     if plan.recipes[0].prediction.shapes.streamed:
         found.append(_streams(plan))
+    if plan.recipes[0].prediction.devices > 1:
+        found.append(_ranks(plan.recipes[0].prediction))
     return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
 
 
 def _beside(prediction: Prediction) -> str:
-    return f"{prediction.beside / GIB:.2f} GiB for CUDA's context and kernels"
+    what = "CUDA's context, kernels and NCCL's buffers" if prediction.devices > 1 else "CUDA's context and kernels"
+    return f"{prediction.beside / GIB:.2f} GiB for {what}"
+
+
+def _ranks(prediction: Prediction) -> str:
+    inside, between = (part / GIB for part in prediction.traffic)
+    return (
+        f"{prediction.devices} devices: device is of each, host of {prediction.on_host} that share one. To each come "
+        f"{inside:.2f} GiB per optimizer step from those of its node, and {between:.2f} GiB from other nodes"
+    )
 
 
 def _streams(plan: Plan) -> str:
@@ -140,6 +151,8 @@ def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> s
         )
     if prediction.paged:
         lines.append(_paged(prediction, gpu))
+    if prediction.devices > 1:
+        lines.append(f"{_ranks(prediction)}. Their host needs {prediction.host_need(gpu) / GIB:.1f} GiB")
     verdict = "fits" if prediction.fits(gpu, ram) else "does not fit"
     sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
     lines.append(f"It {verdict} {' and '.join(sizes)}.")

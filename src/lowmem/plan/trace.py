@@ -6,7 +6,9 @@ can be counted, and no memory. So a prediction is not a formula of the run; it i
 numbers ("are all gradients finite?") is answered with yes.
 
 One micro-batch stands for all of a run: the optimizer's state exists before it, and where a window has several, so do
-the gradients of an earlier one.
+the gradients of an earlier one. Of several devices it is one that is traced, with the others made up (`among.py`); what
+an engine keeps from one window to the next is known to it alone, so there a whole window comes before the one that
+counts, and where windows have several micro-batches both have two.
 """
 
 import logging
@@ -37,18 +39,21 @@ from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.data.packing import with_positions
 from lowmem.instantiate import instantiate
 from lowmem.internals import boundaries_count_as_real, storage_key, tensors_count_as_real
-from lowmem.memory.ledger import weights
+from lowmem.memory.ledger import parts, weights
 from lowmem.memory.tracker import Point
 from lowmem.module import CausalLM
 from lowmem.offload.link import AtOnceLane
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
+from lowmem.plan.among import one_of
+from lowmem.plan.links import EARLIER, Sent
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.shapes import Shapes, TooLong
 from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settings import Settings
+from lowmem.strategy.one_device import OneDevice
 from lowmem.trained import packed, parameters, trained
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
@@ -65,10 +70,13 @@ def untraceable(error: Exception) -> str:
     Raises:
         error: where it is not the model's code that did: nothing of ours is taken for a model that cannot be traced.
     """
-    if not isinstance(error, TooLong) and not _raised_by_a_model(error):
+    first = error
+    while first.__cause__ is not None:  # a pipeline's schedule wraps what a stage has raised
+        first = first.__cause__
+    if not isinstance(first, TooLong) and not _raised_by_a_model(first):
         error.add_note("This is a fault of the planner. Type plan=off to start without a prediction.")
         raise error
-    return f"this model cannot be traced by shape ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+    return f"this model cannot be traced by shape ({type(first).__name__}: {str(first).splitlines()[0][:200]})."
 
 
 def _raised_by_a_model(error: Exception) -> bool:
@@ -93,7 +101,8 @@ class Trace:
     largest_trained: int  # elements of the largest of them
     weights: int  # bytes on the device
     gradients: int  # bytes of all of them, as backward makes them
-    steps_on_host: bool  # whether the optimizer does
+    steps_on_host: bool  # whether the optimizer does, beside weights on the device
+    waits_on_host: bool = False  # whether weights, gradients and state are there
     unseen: int = 0  # bytes of scratch inside the operators of a step, where the tracker does not see them
     generated: bool = False  # whether torch.compile generates the step
     paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
@@ -108,15 +117,18 @@ class Trace:
     events: list[tuple[int, int]] = field(default_factory=list)
     # (phase, an operator's work) -> times. Of a micro-batch: forward, backward, and sum, of its gradients on the host;
     # travel, of copies of weights for it. Of a window: step, all that is done with gradients before they are used, and
-    # update.
+    # update. EARLIER in front: of one that is not its window's last.
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)
+    sent: Counter[tuple[str, Sent]] = field(default_factory=Counter)  # the same of what devices exchange, -> bytes
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
     advice: str | None = None  # where attention takes the math kernel
     estimate: str | None = None  # why it is one
 
 
-def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: float | None = None) -> Trace:
+def trace(
+    cfg: DictConfig, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0
+) -> Trace:
     """Train one window and evaluate once, without memory.
 
     Args:
@@ -124,6 +136,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         on_card: as CUDA does it, also where there is no CUDA.
         depth: blocks of the model; None: as many as it has.
         capability: of the card; None: see `card.kernels`.
+        rank: of several devices, which.
 
     Raises:
         Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
@@ -133,9 +146,10 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
     with _quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(cfg, on_card)
         instantiate(cfg.adapter)  # imports its library, which must not happen where tensors have no memory
-    run, shapes = Settings(cfg), Shapes()
+    run, shapes = Settings(cfg), Shapes(over_gloo=not on_card)
     with (
         _quietly(),
+        one_of(cfg, rank) as ranks,
         shapes,
         tensors_count_as_real(),
         boundaries_count_as_real() if with_positions(cfg.data) else nullcontext(),
@@ -143,30 +157,35 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
-        module = _module(cfg, config, make)
-        recorder = Recorder(Path(folder) / "memory.csv")
+        module = _module(cfg, config, make, ranks)
+        whole = {
+            "parameters": parameters(module.model),
+            "largest": max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
+        }
+        ranks.divide(module)
+        of_part = _of_part(module) if ranks.several else {}
+        before = 1 if ranks.several else 0
+        recorder = Recorder(Path(folder) / "memory.csv", before)
         recorder.mark_blocks(module.model)
         plugins = list(instantiate(cfg.trainer.plugins).values())
-        steady = Steady(shapes, run.accumulates, run.early)
-        trainer = _trainer(plugins, [recorder, *instantiate(cfg.callbacks).values(), steady])
+        steady = Steady(shapes, run, before)
+        trainer = _trainer(plugins, [recorder, *instantiate(cfg.callbacks).values(), steady], ranks, before + 1)
         micro_batch = _micro_batch(cfg)
-        trainer.fit(module, Windows(micro_batch), Evaluation(micro_batch))
+        several = run.windows.largest if run.strategy.together else 2 if ranks.several and run.accumulates else 1
+        shapes.micro_batches = several
+        trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
         recorder.close()
+        of_part = of_part or _of_part(module)  # precisions have narrowed them by now
     window = recorder.recordings[0]
-    own = [p for _, p in trained(module.model)]
-    largest_trained = max(p.numel() for p in own)
     return Trace(
-        parameters=parameters(module.model),
-        largest=max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
-        trained=sum(p.numel() for p in own),
-        largest_trained=largest_trained,
+        **whole,
+        **of_part,
         weights=recorder.weights,
-        gradients=sum(p.nbytes for p in own),
+        waits_on_host=run.strategy.offloads,
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
-        unseen=round(scratch * largest_trained),
+        unseen=round(scratch * of_part["largest_trained"]),
         generated=run.optim.generates_code,
         paged=getattr(trainer.optimizers[0], "paged", 0),
-        blocks=_blocks(module.model),
         held=recorder.held,
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
         outside=sum(edge.weight.nbytes for edge in module.weights.edges),
@@ -175,6 +194,7 @@ def trace(cfg: DictConfig, on_card: bool, depth: int | None = None, capability: 
         phases=_phases(recorder, on_card),
         events=window.events,
         work=shapes.work,
+        sent=shapes.sent,
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
         advice=attention and attention.advice,
@@ -188,34 +208,48 @@ def _here(cfg: DictConfig) -> DictConfig:
     return OmegaConf.merge(cfg, {"device": "cpu", "trainer": {"plugins": precision}})
 
 
-def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer) -> CausalLM:
+def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
     """The run's own, of tensors without memory: there are no numbers to draw, and nothing that could be moved."""
     spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
     where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft brings an adapter to its layer
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
-        module = build.causal_lm(cfg, spec, config)
+        module = build.causal_lm(cfg, spec, config, ranks=ranks)
     module.make_optimizer = make
     module.to = module.cpu = lambda *_, **__: module
     return module
 
 
-def _trainer(plugins: list, callbacks: list[Callback]) -> Trainer:
-    return Trainer(
+def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows: int) -> Trainer:
+    trainer = Trainer(
         accelerator="cpu",
-        max_steps=1,
+        strategy=ranks.lightning(),
+        max_steps=windows,
         max_epochs=-1,
-        val_check_interval=1,
+        val_check_interval=windows,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         plugins=plugins,
         callbacks=callbacks,
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
+    trainer.strategy.world_size = 1  # else Lightning asks all ranks for a number, whether one was told to stop
+    return trainer
+
+
+def _of_part(module: CausalLM) -> dict:
+    """Of what this process has of the model: fields of a `Trace`."""
+    own = [module.ranks.local(p) for _, p in trained(module.model) if not p.is_meta]
+    return {
+        "trained": sum(p.numel() for p in own),
+        "largest_trained": max(p.numel() for p in own),
+        "gradients": sum(p.nbytes for p in own),
+        "blocks": _blocks(module.model),
+    }
 
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
     """How many, and the bytes of the largest."""
-    sizes = [sum(tensor.nbytes for tensor in weights(block)) for block in stack_of(model)]
+    sizes = [sum(part.nbytes for held in weights(block) for part in parts(held)) for block in stack_of(model)]
     return len(sizes), max(sizes, default=0)
 
 
@@ -272,19 +306,25 @@ class Steady(Callback):
     """Makes the traced window one of many: what earlier windows and micro-batches leave in memory is there before it.
 
     It comes last of the callbacks. From then on it tells `shapes` the phase, so that only this window's work counts.
+
+    Args: before: windows that are trained before this one, and leave what they leave.
     """
 
-    def __init__(self, shapes: Shapes, accumulates: bool, early: bool) -> None:
-        self.shapes, self.accumulates, self.early = shapes, accumulates, early
+    def __init__(self, shapes: Shapes, run: Settings, before: int) -> None:
+        self.shapes, self.accumulates, self.early, self.before = shapes, run.accumulates, run.early, before
+        self.together = run.strategy.together
+        self.counts = False  # whether this window does
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         plugin = trainer.precision_plugin
+        self._count(plugin)
+        if self.before:
+            return
         self._step_all(trainer.optimizers[0], plugin, module)
         if self.accumulates or plugin.keeps_buffers:
             self._make_gradients(module)
         if not self.accumulates:
             plugin.mark_used(self.early)  # by the step of the window before
-        self._count(plugin)
 
     def _count(self, plugin: BasePrecision) -> None:
         """What is done inside backward is not all backward's."""
@@ -292,7 +332,7 @@ class Steady(Callback):
 
         def clipped(*args) -> Tensor | None:
             total = clip(*args)
-            self.shapes.phase = "update"  # nothing comes between
+            self.shapes.phase = self.shapes.phase and "update"  # nothing comes between
             return total
 
         plugin.clip = clipped
@@ -331,14 +371,19 @@ class Steady(Callback):
             for _ in range(2 if self.accumulates else 1):  # the second micro-batch's widens what masters sum up
                 p.backward(torch.empty(p.shape, dtype=p.dtype))  # of a leaf: sets its gradient, and calls its hooks
 
-    def on_train_batch_start(self, *_) -> None:
-        self.shapes.phase = "forward"
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, window: Window, _: int) -> None:
+        self.counts = trainer.global_step == self.before
+        self._begin("forward", last=len(window.micro_batches) == 1)
 
-    def on_before_backward(self, *_) -> None:
-        self.shapes.phase = "backward"
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, _: Tensor) -> None:
+        self._begin("backward", module.last_micro_batch)
 
-    def on_after_backward(self, *_) -> None:
-        self.shapes.phase = "step"
+    def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        self._begin("step" if module.last_micro_batch else "forward", last=True)
+
+    def _begin(self, phase: str, last: bool) -> None:
+        if self.counts:
+            self.shapes.phase = phase if last or self.together else EARLIER + phase
 
     def on_train_batch_end(self, *_) -> None:
         self.shapes.phase = None
@@ -358,8 +403,8 @@ def another(first: object, second: object) -> object:
 class Windows:
     """The same window again and again."""
 
-    def __init__(self, micro_batch: MicroBatch) -> None:
-        self.window = Window([micro_batch], micro_batch.labels.numel(), START)
+    def __init__(self, micro_batches: list[MicroBatch]) -> None:
+        self.window = Window(micro_batches, sum(one.labels.numel() for one in micro_batches), START)
 
     def __iter__(self) -> Iterator[Window]:
         return repeat(self.window)

@@ -73,7 +73,7 @@ def _helped(
                 (OmegaConf.to_container(cfg), derivation.on_card, depth, derivation.capability)
                 for depth, _, cfg in corners
             ]
-            if (traces := helper.traces(jobs)) is None:
+            if not isinstance(traces := helper.traces(jobs), list):  # what is refused is refused here
                 todo.append(need)
                 return
             derivation.take(*need, corners, traces)

@@ -6,6 +6,8 @@ host that sums them is slower (`offload/link.py`). With an early step the host u
 else it waits for all gradients and their norm, and updates during the next window's first forward pass. Weights that
 wait on the host (`offload/streamed.py`) come for every pass, beside what leaves: a link has two directions. They are
 stepped where they wait, and do not travel once more after the step. On a CPU all of it is done one after the other.
+What devices exchange hides behind the pass in which an engine sends it; sums that the next operator needs do not, and
+what is still under way when a pass ends is waited for.
 """
 
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
+from lowmem.plan.links import EARLIER, NODE, by_phase, how_often
 from lowmem.plan.machine import Machine
 from lowmem.plan.trace import Trace
 from lowmem.plan.update import knows_update, pace_of_update
@@ -39,7 +42,7 @@ class Window(NamedTuple):
 
 def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
     """By phase, of a trace's operators, on the side where they are."""
-    host = machine.host if shapes.steps_on_host and machine.host else machine
+    host = machine.host if (shapes.steps_on_host or shapes.waits_on_host) and machine.host else machine
     taken = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in shapes.work.items():
         taken[phase] = taken.get(phase, 0.0) + times * (host if phase in STEP else machine).operator(work)
@@ -51,8 +54,28 @@ def of_trace(machine: Machine, cfg: DictConfig, shapes: Trace) -> Window:
     return window(machine, cfg, shapes, seconds(machine, shapes), Settings(cfg).windows.largest)
 
 
-def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
-    """Args: taken: by phase of the trace's work; forward, backward and sum are of one micro-batch."""
+def window(
+    machine: Machine,
+    cfg: DictConfig,
+    shapes: Trace,
+    taken: Mapping[str, float],
+    micro_batches: int,
+    node: int = NODE,
+) -> Window:
+    """Args: taken: by phase of the trace's work; forward, backward and sum are of one micro-batch; node: devices of
+    one."""
+    alone = _alone(machine, cfg, shapes, taken, micro_batches)
+    if not shapes.sent:
+        return alone
+    pace, waits = machine.pace(Settings(cfg).multiplies_in), 0.0
+    for (phase, at_once), part in by_phase(shapes.sent, node).items():
+        hidden = 0.0 if at_once else pace * taken.get(phase.removeprefix(EARLIER), 0.0)
+        waits += how_often(phase, micro_batches) * _beyond(hidden, machine.exchange(part))
+    return alone._replace(transfers=alone.transfers + waits)
+
+
+def _alone(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
+    """Without what devices exchange."""
     run = Settings(cfg)
     pace = machine.pace(run.multiplies_in)
     forward, backward, update = pace * taken["forward"], pace * taken["backward"], taken["update"]
@@ -62,7 +85,8 @@ def window(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
         return Window(passes, micro_batches * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
     offloaded = sum(shapes.pinned) / machine.link
     if not shapes.steps_on_host:
-        waits = _beyond(forward, offloaded) + _beyond(backward, offloaded)
+        travel = shapes.gradients / machine.link if shapes.waits_on_host else 0.0  # of all weights once
+        waits = _beyond(forward, offloaded + travel) + _beyond(backward, offloaded + 2 * travel)
         update += 2 * shapes.paged / machine.bandwidth  # no operator that is traced touches it
         return Window(passes, micro_batches * waits, taken["step"] + update)
 

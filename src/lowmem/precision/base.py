@@ -26,7 +26,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.gradients import finite, norm, norm_of
+from lowmem.gradients import finite, norm_of, norm_of_all
 from lowmem.memory.ledger import Side
 from lowmem.offload.link import Link
 from lowmem.precision.widened import NAMES, widened
@@ -43,6 +43,8 @@ class BasePrecision(Precision):
     gradient_scale = 1.0  # after `unscale`, a gradient is stored as its true size times this
     optimizer_side: Side = "device"  # where the optimizer's state lies
     link: Link | None = None  # over which gradients and weights travel, where the optimizer is not on the device's side
+    global_norm: Callable[[Iterable[nn.Parameter]], Tensor] = staticmethod(norm_of_all)  # over all processes
+    draws = False  # whether a step draws random numbers: who else holds the same weight draws others
     keeps_buffers = False  # whether the memory of a window's gradients is held for the next window's
 
     def __init__(self, device: str = "cpu") -> None:
@@ -116,8 +118,8 @@ class BasePrecision(Precision):
         """The module calls this after `unscale`. Returns: the global norm of the true gradients, before any limit;
         None: nothing is known of them any more."""
         # In the model's order, not the optimizer's groups': a sum in the order of every other loop has the same bits.
-        if found := [p.grad for p in model.parameters() if p.grad is not None]:
-            return norm(found) / self.gradient_scale
+        if found := [p for p in model.parameters() if p.grad is not None]:
+            return self.global_norm(found) / self.gradient_scale
         return torch.linalg.vector_norm(torch.stack([*self._used_up.values()])) if self._used_up else None
 
     def first_not_finite(self, module: nn.Module) -> str | None:

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.optim import Optimizer
 
-from lowmem.gradients import norm
-from lowmem.precision.base import BasePrecision, gradients
+from lowmem.precision.base import BasePrecision, with_gradient
 from lowmem.precision.loss_scale import ScaledLoss
 
 log = logging.getLogger(__name__)
@@ -66,10 +65,10 @@ class Float16Autocast(ScaledLoss, Autocast):
     dtype = torch.float16
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        grads = gradients(optimizer)
-        finite = self.loss_scale.update(bool(norm(grads).isfinite()))
+        stepped = [p for _, p in with_gradient(optimizer)]
+        finite = self.loss_scale.update(bool(self.global_norm(stepped).isfinite()))
         if finite:
-            for grad in grads:
-                grad.mul_(1.0 / self.gradient_scale)
+            for p in stepped:
+                p.grad.mul_(1.0 / self.gradient_scale)
         self.gradient_scale = 1.0
         return finite

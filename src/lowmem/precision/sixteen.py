@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.gradients import finite, norm
-from lowmem.precision.base import BasePrecision, gradients, step_one, with_gradient, with_step
+from lowmem.errors import Refused
+from lowmem.gradients import finite
+from lowmem.precision.base import BasePrecision, step_one, with_gradient, with_step
 from lowmem.precision.loss_scale import ScaledLoss
+from lowmem.strategy.one_device import OneDevice
 
 Held = dict[str, Tensor]
 
@@ -32,7 +34,8 @@ class SixteenBitWeights(BasePrecision):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         self._held: dict[nn.Parameter, Held] = {}
-        self._named: dict[str, nn.Parameter] = {}
+        self._named: dict[str, nn.Parameter] = {}  # what is stepped of each
+        self._divided = False
 
     # --- seams ----------------------------------------------------------------------------------------------------
 
@@ -50,6 +53,11 @@ class SixteenBitWeights(BasePrecision):
         return {}
 
     def held(self, p: nn.Parameter) -> Held:
+        if self._divided:
+            raise Refused(
+                f"precision: {type(self).__name__} holds something beside each weight, which checkpoints of a divided "
+                "model do not. Type strategy=ddp."
+            )
         if p not in self._held:
             self._held[p] = self.hold(p)
         return self._held[p]
@@ -57,7 +65,10 @@ class SixteenBitWeights(BasePrecision):
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        self._named = dict(module.named_parameters())  # a tied parameter once
+        named = module.named_parameters()  # a tied parameter once
+        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):
+            self._divided, named = ranks.divides, ((name, ranks.local(p)) for name, p in named)
+        self._named = dict(named)
         return super().convert_module(module)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -110,6 +121,7 @@ class BFloat16Stochastic(SixteenBitWeights):
     """Rounded up or down at random, right in the mean."""
 
     dtype = torch.bfloat16
+    draws = True
 
     def round(self, wide: Tensor, p: nn.Parameter) -> None:
         stochastically(wide, p.data)
@@ -125,7 +137,8 @@ class Float16Weights(ScaledLoss, SixteenBitWeights):
     dtype = torch.float16
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        return self.loss_scale.update(bool(norm(gradients(optimizer)).isfinite()))
+        norm = self.global_norm([p for _, p in with_gradient(optimizer)])
+        return self.loss_scale.update(bool(norm.isfinite()))
 
 
 def stochastically(

@@ -18,17 +18,19 @@ Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float
 
 
 class OwnMetric(Callback):
-    """Args: name: of the function, for messages; metered: the meter's context; stopped: whether the run is to end."""
+    """Args: name: of the function, for messages; seed: of what it draws; metered: the meter's context; stopped: whether
+    the run is to end."""
 
     def __init__(
         self,
         name: str,
         function: Metric,
         tokenizer: PreTrainedTokenizerBase,
+        seed: int,
         metered: Callable[[], AbstractContextManager] = nullcontext,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.name, self.function, self.tokenizer = name, function, tokenizer
+        self.name, self.function, self.tokenizer, self.seed = name, function, tokenizer, seed
         self.metered, self.stopped = metered, stopped
         self.values: dict[str, float] = {}  # of the last evaluation
 
@@ -38,6 +40,7 @@ class OwnMetric(Callback):
         cards = [module.device] if module.device.type == "cuda" else []
         metered = nullcontext if trainer.sanity_checking else self.metered
         with metered(), torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():
+            torch.manual_seed(self.seed)  # all ranks make the same forward passes
             values = self._called(module.model)
         if not trainer.sanity_checking:
             self.values = values

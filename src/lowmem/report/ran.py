@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+IDLE = (None, "none", "null", "auto")  # choices that do nothing
+
 
 def chosen(choices: Mapping[str, str | None]) -> list[str]:
     """`group=choice` for every group of conf/ of which something was chosen that does something, the model first.
@@ -10,7 +12,7 @@ def chosen(choices: Mapping[str, str | None]) -> list[str]:
         choices: as Hydra lists them, the last group of the config's defaults first.
     """
     ours = {group: choice for group, choice in choices.items() if "/" not in group and group != "logger"}
-    return [f"{group}={choice}" for group, choice in reversed(ours.items()) if choice not in (None, "none", "null")]
+    return [f"{group}={choice}" for group, choice in reversed(ours.items()) if choice not in IDLE]
 
 
 def besides(choices: Mapping[str, str | None], overrides: Sequence[str]) -> list[str]:

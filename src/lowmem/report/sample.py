@@ -61,7 +61,7 @@ class Samples(Callback):
             return
         cards = [module.device] if module.device.type == "cuda" else []
         with self.metered(), torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():
-            rows = [self._row(module.model, ids, trainer.global_step) for ids in self.prompts]
+            rows = [self._row(module, ids, trainer.global_step) for ids in self.prompts]
         if self.stopped():
             return
         self.text = rows[0]["prompt"] + rows[0]["sampled"]
@@ -69,11 +69,11 @@ class Samples(Callback):
             out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         send(rows, trainer.loggers, trainer.global_step)
 
-    def _row(self, model: torch.nn.Module, ids: Tensor, step: int) -> dict[str, object]:
+    def _row(self, module: LightningModule, ids: Tensor, step: int) -> dict[str, object]:
         torch.manual_seed(self.seed)  # for each: what a prompt gets does not depend on the others
-        how = (model, self.tokenizer, ids, self.tokens)
+        what, where = (module.model, self.tokenizer, ids, self.tokens), (module.device, module.ranks.divides)
         texts = [self.tokenizer.decode(ids[0], skip_special_tokens=True)]
-        texts += [continuation(*how, temperature, self.stopped) for temperature in (0.0, TEMPERATURE)]
+        texts += [continuation(*what, temperature, self.stopped, *where) for temperature in (0.0, TEMPERATURE)]
         return dict(zip(COLUMNS, (step, *map(printable, texts)), strict=True))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from lowmem.aside import aside
 from lowmem.units import GIB
 
+RANKS = 8  # at most, that each have a line
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
@@ -66,6 +67,7 @@ def table(summary: Mapping) -> str:
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
         ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
         *_plan_rows(summary),
+        *_rank_rows(summary),
     ]
     return "\n".join(f"{name:<26}{value}" for name, value in rows)
 
@@ -110,6 +112,31 @@ def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
         each = (f"{side} {p / GIB:.3f} / {m / GIB:.3f} GiB" for side, (p, m) in sides.items())
         rows.append((f"  {phase}", ", ".join(each)))
     return [("predicted / measured", ""), *rows] if rows else []
+
+
+def highest(summary: Mapping, side: str) -> int:
+    """Peak bytes of the rank that has the most; of a run alone its own. side: device, or host_rss."""
+    return max(peak[side] for peak in [summary["peak_bytes"], *summary.get("ranks", ())])
+
+
+def _rank_rows(summary: Mapping) -> list[tuple[str, str]]:
+    """Of several ranks each; of many the one with the least and the one with the most."""
+    ranks = dict(enumerate(summary.get("ranks", ())))
+    if len(ranks) < 2:
+        return []
+    if len(ranks) > RANKS:
+        order = sorted(ranks, key=lambda number: ranks[number]["device"] or 0)
+        ranks = {number: ranks[number] for number in (order[0], order[-1])}
+    said = "device and host at their peaks; weights, their share of the model's, gradients, optimizer"
+    return [(f"GiB of {len(summary['ranks'])} ranks", said)] + [
+        (f"  rank {number}", _of_rank(rank, summary["weights_bytes"])) for number, rank in ranks.items()
+    ]
+
+
+def _of_rank(rank: Mapping, whole: int) -> str:
+    device = "-" if rank["device"] is None else f"{rank['device'] / GIB:.3f}"
+    weights, gradients, state = (f"{rank[kind] / GIB:.3f}" for kind in ("weights", "gradients", "optimizer"))
+    return f"{device} and {rank['host_rss'] / GIB:.3f}; {weights} ({rank['weights'] / whole:.1%}), {gradients}, {state}"
 
 
 def _steps(summary: Mapping) -> str:

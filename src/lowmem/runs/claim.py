@@ -19,6 +19,7 @@ import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from lowmem import launched
 from lowmem.errors import Refused
 from lowmem.overrides import as_mapping, in_shell, quoted
 from lowmem.runs import folders
@@ -29,8 +30,10 @@ HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # written before 
 # What else a command leaves: where one of these lies, another run was.
 LEFT = (
     *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
-    *("plan.json", "output.log"),
+    *("plan.json", launched.LOG),
 )
+RANKS = "rank-[0-9]*"
+LOGS = f"{RANKS}/{launched.LOG}"
 OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has made for this job
 
 
@@ -55,8 +58,9 @@ class Claimed:
         if self.untouched():
             _remove(self.folder)
             for file, content in self.before.items():
-                file.parent.mkdir(exist_ok=True)
-                file.write_bytes(content)
+                with suppress(OSError):  # what cannot be written was not written over either
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_bytes(content)
             with suppress(OSError):  # somebody has put something there
                 for folder in self.made:
                     folder.rmdir()
@@ -69,12 +73,17 @@ class Claim(Callback):
     now: Claimed | None = None  # by this process
 
     def on_run_start(self, config: DictConfig, **_) -> None:
+        if launched.of_run() or launched.number():
+            _take_part(config)
+            return
         folder = Path(config.hydra.run.dir)
         of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
         claimed = _claimed(config, "hydra.run.dir", folder, lambda: of_sweep or _goes_on(config, folder))
         Claim.now = replace(claimed, rest=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
+        if launched.size() > 1:
+            _agreed(claimed.folder.absolute())
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
         folder = Path(config.hydra.sweep.dir)
@@ -85,6 +94,33 @@ class Claim(Callback):
                 config.hydra.sweep.dir = str(Claim.now.folder)
                 # jobs are composed anew
                 config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
+
+
+def _take_part(config: DictConfig) -> None:
+    """As a rank in the folder that another process has claimed, of which Hydra's files are of the first alone."""
+    run = launched.of_run() or _agreed(None)
+    with read_write(config):
+        config.hydra.run.dir = str(run)
+        config.hydra.output_subdir = None
+        if launched.number() and OmegaConf.select(config, "hydra.job_logging.handlers.file") is not None:
+            config.hydra.job_logging.handlers.file.filename = os.devnull  # what it logs is in what it prints
+    if launched.of_run() is None:
+        try:
+            launched.redirected(run)
+        except OSError as error:
+            said = (
+                f"{error.filename}: {error.strerror}. What a rank prints goes there: give a folder that can be written."
+            )
+            sys.exit(folded(said, sys.stderr))
+
+
+def _agreed(claimed: Path | None) -> Path:
+    try:
+        return launched.agreed(claimed)
+    except Exception as error:
+        said = f"The ranks cannot meet at MASTER_ADDR and MASTER_PORT ({error}). Start them with torchrun; where "
+        said += "nobody has started several, unset RANK and WORLD_SIZE."
+        sys.exit(folded(said, sys.stderr))
 
 
 def release() -> None:
@@ -197,15 +233,23 @@ def _typed_before(sweep: Path) -> list[str] | None:
 
 
 def _hydras(folder: Path) -> list[Path]:
-    return [*(folder / ".hydra").glob("*"), *(folder / name for name in HYDRAS)]
+    """And the ranks' logs, which are begun anew, too."""
+    return [*(folder / ".hydra").glob("*"), *(folder / name for name in HYDRAS), *folder.glob(LOGS)]
 
 
 def _rest(folder: Path) -> dict[str, int]:
-    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir() if path.name not in HYDRAS}
+    ranks = [*folder.glob(RANKS)]
+    apart = {*HYDRAS, *(path.name for path in ranks)}
+    rest = [path for path in folder.iterdir() if path.name not in apart]
+    rest += [path for rank in ranks for path in rank.iterdir() if path.name != launched.LOG]
+    return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in rest}
 
 
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder / ".hydra", ignore_errors=True)
-    for name in HYDRAS:
+    for file in (*(folder / name for name in HYDRAS), *folder.glob(LOGS)):
         with suppress(OSError):
-            (folder / name).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+    for rank in folder.glob(RANKS):
+        with suppress(OSError):
+            rank.rmdir()

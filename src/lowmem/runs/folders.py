@@ -14,6 +14,7 @@ import yaml
 
 from lowmem.errors import Refused
 from lowmem.overrides import as_mapping, unquoted
+from lowmem.report.summary import highest
 from lowmem.units import GIB
 
 FAILED = "failed.txt"  # in a run's folder: why
@@ -92,8 +93,8 @@ FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
     "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
     "tokens/s": (lambda s: s["tokens_per_second"], "{:,.0f}"),
-    "device GiB": (lambda s: s["peak_bytes"]["device"] / GIB, "{:.3f}"),
-    "host GiB": (lambda s: s["peak_bytes"]["host_rss"] / GIB, "{:.3f}"),
+    "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
+    "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
 }
 
 

@@ -20,13 +20,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lowmem.errors import Refused
+from lowmem.launched import LOG
 from lowmem.overrides import CONF, in_shell, unquoted
 from lowmem.runs import folders
 from lowmem.runs.claim import OF_SWEEP
 from lowmem.signals import Ended
 
 TRAIN = CONF.parent / "train.py"
-LOG = "output.log"  # of a job: what it printed
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
@@ -52,13 +52,13 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
     summarised = (folder / "summary.json").exists()
     failed = not summarised or (code != 0 and not told)
     if failed and not (folder / folders.FAILED).exists():
-        _write(folder / folders.FAILED, _reason(code, said))
+        _write(folder / folders.FAILED, reason(code, said))
     if told:
         print(f"job {number} was interrupted; {in_shell('sweep.resume', folder.parent)} goes on", flush=True)
         raise KeyboardInterrupt if told == signal.SIGINT else Ended(told)
     ended = folders.load(folder)
     if failed and ended.status != "failed":  # the disk is full
-        ended = folders.Run(folder, plain, None, "failed", _reason(code, said))
+        ended = folders.Run(folder, plain, None, "failed", reason(code, said))
     print(f"job {number} {_line(ended)}", flush=True)  # Hydra has said what it is
     return ended
 
@@ -90,7 +90,8 @@ def _write(file: Path, text: str, mode: str = "w") -> None:
             out.write(text)
 
 
-def _reason(code: int, said: str) -> str:
+def reason(code: int, said: str) -> str:
+    """Of an end that is none: how it came, or the last line of what was said."""
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
     if code == 0:

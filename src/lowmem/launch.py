@@ -1,0 +1,259 @@
+"""Several ranks of one run: each is the command that was typed, in a process of its own, on one device of this machine.
+
+Whoever types `devices=2` gets a light process, which has claimed the run's folder and imports no torch. It starts the
+ranks, hands signals on, and ends all of them when one has died: else the others would wait for it until a time limit of
+many minutes. It alone says how they ended, once. What a rank other than the first prints is in its own output.log.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from lowmem import launched, signals
+from lowmem.errors import Refused
+from lowmem.overrides import in_shell
+from lowmem.runs import folders
+from lowmem.runs.sweep import TRAIN, reason
+from lowmem.signals import Ended
+from lowmem.strategy import faults
+
+SETTLE = 2.0  # seconds that the others have to say what they have met, once a rank has ended badly
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+LOOK = 0.05  # seconds between two looks at who has ended
+LEAVES = 30.0  # seconds that one has which has said how it failed, for all that it still does
+LAST = 20  # lines of a rank's log that are told
+WORDS = 1 << 16  # bytes of what the first rank's libraries have said last
+HERE = "127.0.0.1"
+FINE = ("done", "interrupted")
+# Of several that ended badly: the first of these is why. An abort may be what another's end has made of this one.
+CAUSES = ("killed", "failed", "ended", "aborted", "lost")
+
+
+class RankEnded(Refused):
+    """A rank has ended the run: which one, how, and its last words."""
+
+
+@dataclass
+class Rank:
+    """number: of all; process: its own; reports: where its report of its end is read; log: what it prints; words: what
+    the first one says on stderr, which is in no log; hears: the thread that hears it; code: its exit code, once it has
+    ended; at: when that, or its report, was seen; ours: whether it was told to end because another one had."""
+
+    number: int
+    process: subprocess.Popen
+    reports: int
+    log: Path
+    words: bytearray = field(default_factory=bytearray)
+    hears: threading.Thread | None = None
+    code: int | None = None
+    at: float = 0.0
+    ours: bool = False
+    report: dict[str, str] = field(default_factory=dict)
+    _read: bytes = b""
+
+    def runs(self) -> bool:
+        if self.code is None:
+            self.code = self.process.poll()  # and only then what it has said before
+            self._hear()
+            if self.at == 0.0 and (self.code is not None or self.report):
+                self.at = time.monotonic()
+        return self.code is None
+
+    def _hear(self) -> None:
+        with suppress(BlockingIOError):  # nothing yet, or a process of its own holds the pipe still
+            self._read += os.read(self.reports, 2**16)
+        if not self.report and b"\n" in self._read:
+            self.report = json.loads(self._read.partition(b"\n")[0])
+
+    @property
+    def bad(self) -> bool:
+        """Whether it has failed, perhaps without having left yet."""
+        return (self.code is not None or bool(self.report)) and self.how not in FINE
+
+    @property
+    def how(self) -> str:
+        """done; interrupted: by a signal, in order, where one that is ended by it is at once; or one of CAUSES."""
+        if self.report:
+            return self.report["how"]
+        if self.code == 0:
+            return "done"
+        if self.code - 128 in signals.ENDING or -self.code in signals.ENDING:
+            return "ended"
+        return "aborted" if self.code == -signal.SIGABRT else "killed"
+
+    @property
+    def signal(self) -> signal.Signals:
+        """Of one that was interrupted, or ended by one."""
+        if self.report:
+            return signal.Signals[self.report["said"].partition(":")[0].split()[0]]
+        return signal.Signals(self.code - 128 if self.code > 0 else -self.code)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.is_file() else ""
+
+    def last_lines(self) -> list[str]:
+        return [line.split("\r")[-1] for line in self.text.splitlines() if line.strip()][-LAST:]
+
+    @property
+    def watched(self) -> str | None:
+        """What NCCL's watchdog has said before it ended this one."""
+        return faults.watched(self.text + self.words.decode(errors="replace"))
+
+
+def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
+    """All ranks, to their end.
+
+    Args:
+        folder: claimed by this process; typed: overrides, as Hydra gives them; size: how many ranks.
+
+    Returns:
+        the signal by which they were interrupted, with a checkpoint; None: they have done their work.
+
+    Raises:
+        RankEnded: one has failed, and where it was killed or lost, failed.txt says so, too.
+        Ended: a signal has ended them at once.
+    """
+    with _started(folder, typed, size) as ranks:
+        told = _watched(ranks)
+    causes = [rank for rank in ranks if rank.how in CAUSES and not rank.ours]
+    if causes:
+        cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watched, rank.at))
+        if cause.how != "ended":
+            raise RankEnded(_told(cause, ranks, folder))
+        told = told or [cause.signal]
+    if causes or any(rank.ours for rank in ranks):
+        raise Ended(told[-1], " and a second signal" if len(told) > 1 else "")
+    return next((rank.signal for rank in ranks if rank.how == "interrupted"), None)
+
+
+@contextmanager
+def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
+    """However this ends, none of them is left."""
+    command = [sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"]
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": _free_port()}
+    # each with its share of the processors: else all of them would compute with all
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, own // size))}
+    world |= {launched.OF_RUN: folder, "PYTHONUNBUFFERED": 1}  # a log holds what was said before a rank was killed
+    ranks: list[Rank] = []
+    try:
+        for number in range(size):
+            ranks.append(_rank(number, command, world, folder))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.wait()
+            rank.runs()
+            rank.process.stdin.close()
+            os.close(rank.reports)
+            if rank.hears:
+                rank.hears.join(1.0)  # unless a process of its own holds that pipe still
+
+
+def _rank(number: int, command: Sequence[str], world: dict[str, object], folder: Path) -> Rank:
+    """The first rank's output is this command's, where its progress bar is drawn; its stderr comes there through here.
+
+    Its stdin is what ends it when this process is gone, and a session of its own keeps a terminal's Ctrl-C from it,
+    which it gets from here."""
+    own = launched.folder(folder, number)
+    own.mkdir(exist_ok=True)
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    said = {"RANK": number, "LOCAL_RANK": number, launched.REPORTS: writes}
+    env = os.environ | {key: str(value) for key, value in (world | said).items()}
+    out = None if number == 0 else (own / launched.LOG).open("wb")
+    streams = {"stdin": subprocess.PIPE, "stdout": out, "stderr": out or subprocess.PIPE, "pass_fds": (writes,)}
+    process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
+    os.close(writes)
+    if out:
+        out.close()
+    rank = Rank(number, process, reads, own / (launched.LOG if number else f"{TRAIN.stem}.log"))
+    if number == 0:
+        rank.hears = threading.Thread(target=_pass_on, args=(process.stderr, rank.words), daemon=True)
+        rank.hears.start()
+    return rank
+
+
+def _pass_on(stream: IO[bytes], words: bytearray) -> None:
+    """To this command's stderr. Args: words: the last of them, kept."""
+    with stream:
+        while read := os.read(stream.fileno(), WORDS):
+            words += read
+            del words[:-WORDS]
+            with suppress(OSError):  # nobody listens any more
+                os.write(2, read)
+
+
+def _free_port() -> int:
+    """It may be taken before the ranks take it: then they say so."""
+    with socket.socket() as one:
+        one.bind((HERE, 0))
+        return one.getsockname()[1]
+
+
+def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
+    """Until all have ended. Returns: the signals that came meanwhile.
+
+    One that ends badly takes the others along. A first signal is handed on, and a rank takes its time for a checkpoint;
+    after a second one it has seconds, as one has that was told to end.
+    """
+    told: list[signal.Signals] = []
+    due: list[tuple[float, signal.Signals]] = []  # what is sent when to those that still run
+
+    def hand_on(sent: signal.Signals) -> None:
+        told.append(sent)
+        for rank in ranks:
+            if rank.runs():
+                rank.process.send_signal(sent)
+        if len(told) > 1:
+            due[:] = [(time.monotonic() + GRACE, signal.SIGKILL)]
+
+    with signals.handled(hand_on):
+        while running := [rank for rank in ranks if rank.runs()]:
+            if not due and any(rank.bad for rank in ranks):
+                end = time.monotonic() + SETTLE
+                due += [(end, signal.SIGTERM), (end + GRACE, signal.SIGKILL)]
+            if due and time.monotonic() >= due[0][0]:
+                _end(running, due.pop(0)[1], at_once=len(told) > 1)
+                due = due or [(time.monotonic() + GRACE, signal.SIGKILL)]
+            time.sleep(LOOK)
+    return told
+
+
+def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
+    """Who is leaving has its time for it, unless all is to end at once."""
+    for rank in running:
+        if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
+            continue
+        rank.ours |= not rank.bad
+        rank.process.send_signal(sent)
+
+
+def _told(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
+    """What all say is said once, and without a rank's name."""
+    own = rank.report.get("said")
+    if own and all(one.report.get("said") == own for one in ranks):
+        return own
+    said = f"Rank {rank.number} of {len(ranks)}: "
+    if own and not own.startswith("Traceback"):  # it says what to type
+        return said + own
+    last = own.splitlines() if own else rank.last_lines()
+    said += folders.line(own) if own else rank.watched or f"{reason(rank.code, '')}."
+    if last:
+        said += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
+    said += f"\nresume=auto {in_shell('hydra.run.dir', folder)} beside what was typed goes on from its last checkpoint."
+    with suppress(OSError):  # here: whoever was killed before it wrote anything has not been refused
+        (folder / folders.FAILED).write_text(said + "\n")
+    return said

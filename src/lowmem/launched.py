@@ -1,0 +1,207 @@
+"""This process among those that train one model together, as torchrun's protocol says it in the environment.
+
+Ranks are started by lowmem's own command (`lowmem.launch`), which listens to what they say, or by torchrun, where each
+is on its own and they agree through torchrun's store: on one output folder, and on who says what all would say.
+Nothing heavy is imported: torch only where there is a store to ask.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from lowmem.errors import Refused
+
+OF_RUN = "LOWMEM_RANK_OF"  # environment variable: the folder that lowmem's own command has claimed for its ranks
+REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor at which it listens
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: where ranks meet
+LOG = "output.log"  # in a rank's folder, or in a job's: what it printed
+MOST = 4000  # characters of a report: a pipe holds it until the rank has ended
+ORPHANED = 30.0  # seconds for a checkpoint, when who has started the ranks is gone
+LOOK = 0.1  # seconds between two looks into the store: a signal comes in between
+
+
+def is_rank() -> bool:
+    """Whether somebody has started this process as one of several, or of one."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not _no_numbers()
+
+
+def _no_numbers() -> list[str]:
+    return [key for key in NUMBERS if not os.environ.get(key, "0").isdecimal()]
+
+
+def number() -> int:
+    return int(os.environ["RANK"]) if is_rank() else 0
+
+
+def size() -> int:
+    return int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+
+
+def on_this_machine() -> int:
+    """How many of the ranks."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size())) if is_rank() else 1
+
+
+def of_run() -> Path | None:
+    """The folder of the run whose rank lowmem's own command has made this process; None: it has not."""
+    return Path(os.environ[OF_RUN]) if OF_RUN in os.environ else None
+
+
+def folder(run: Path, rank: int) -> Path:
+    """Of what a rank writes alone: the run's own for the first."""
+    return run / f"rank-{rank}" if rank else run
+
+
+def check(devices: int) -> None:
+    """Raises: Refused: as many processes as were started are not what was asked for, or nobody can say how many."""
+    if wrong := _no_numbers():
+        raise Refused(
+            f"{wrong[0]}={os.environ[wrong[0]]}: this is no number of a rank. Start them with torchrun; where nobody "
+            "has started them, unset RANK and WORLD_SIZE."
+        )
+    if is_rank():
+        if size() != devices:
+            raise Refused(
+                f"devices={devices}: {size()} processes were started (WORLD_SIZE={size()}). Type devices={size()}, or "
+                f"torchrun --nproc-per-node {devices}; where nobody has started them, unset RANK and WORLD_SIZE."
+            )
+        return
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if devices > 1 and tasks.isdigit() and int(tasks) > 1:
+        raise Refused(
+            f"devices={devices}: SLURM runs {tasks} tasks (SLURM_NTASKS), and each would start all ranks. Type srun "
+            f"torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices={devices} in a job with "
+            "--ntasks-per-node=1."
+        )
+
+
+def check_sweep() -> None:
+    """Raises: Refused: a sweep in each of several processes."""
+    if size() > 1:
+        raise Refused(
+            f"-m: {size()} processes were started, and each would run the whole sweep. Type python train.py -m ... "
+            f"devices={size()}, which starts them for each job."
+        )
+
+
+# --- a rank that lowmem's own command has started ------------------------------------------------------------------
+
+
+def leashed() -> None:
+    """Ends this process when the command that has started it is gone, however that ended: stdin ends with it."""
+    if of_run() is not None:
+        threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
+    with suppress(OSError):
+        os.read(0, 1)  # nothing ever comes but the end
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHANED)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report(how: str, said: str = "") -> None:
+    """How this rank ends, to the command that has started it. The first report counts.
+
+    Args:
+        how: done, whatever becomes of libraries' threads when the process ends; interrupted: in order, said: by which
+            signal; ended: by one, at once; lost: another rank; failed.
+    """
+    if REPORTS in os.environ:
+        with suppress(OSError):  # it is gone itself
+            os.write(int(os.environ[REPORTS]), json.dumps({"how": how, "said": _shortened(said)}).encode() + b"\n")
+
+
+def _shortened(said: str) -> str:
+    """Without what is between the first line of a traceback and its last ones."""
+    if len(said) <= MOST:
+        return said
+    return "\n".join((said.splitlines()[0][:MOST], "  ...", *said[-MOST:].splitlines()[1:]))
+
+
+# --- what all would say is said once -------------------------------------------------------------------------------
+
+
+def says(message: str) -> bool:
+    """Whether this rank prints on stderr what went wrong.
+
+    The terminal hears the first rank's from lowmem's own command; torchrun's rank that is the first to say a thing.
+    """
+    if of_run() is not None:
+        return number() > 0
+    first = not _said_before(message)
+    if _terminal and first:
+        os.write(_terminal[0], f"rank {number()}: {message}\n".encode())
+    return first or bool(_terminal)
+
+
+def _said_before(message: str) -> bool:
+    if size() == 1 or not _of_agent():
+        return False
+    with suppress(Exception):  # who hosts the store is gone
+        return _store().add(sha256(message.encode()).hexdigest(), 1) > 1
+    return False
+
+
+# --- a rank of torchrun's ------------------------------------------------------------------------------------------
+
+_terminal: list[int] = []  # stderr as it was, of a rank that prints into its own log
+
+
+def redirected(run: Path) -> None:
+    """What a rank of torchrun's prints goes to its own log, as that of the ranks of lowmem's own command does."""
+    log = folder(run, number()) / LOG
+    log.parent.mkdir(exist_ok=True)
+    _terminal.append(os.dup(sys.stderr.fileno()))
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # the log holds what was said before a rank was killed
+
+
+def agreed(claimed: Path | None) -> Path:
+    """The run's folder: rank 0 tells the others which one it has claimed.
+
+    Args:
+        claimed: by this process; None: by rank 0, for which this one waits. Where that one is refused, torchrun ends
+            this one.
+    """
+    store = _store()
+    if claimed is not None:
+        store.set("folder", str(claimed))
+        return claimed
+    while not store.check(["folder"]):
+        time.sleep(LOOK)
+    return Path(store.get("folder").decode())
+
+
+@cache  # a store ends with who holds it
+def _store():
+    """torchrun's, or where somebody else has made the environment, rank 0's: torch takes it for its group, too."""
+    from datetime import timedelta
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of who does not answer it tells in frames of C++, twice
+    from torch.distributed import PrefixStore, TCPStore
+
+    if unset := [key for key in MEETING if key not in os.environ]:
+        raise Refused(f"{unset[0]} is not set")
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = number() == 0 and not _of_agent()
+    how = {"wait_for_workers": False, "multi_tenant": True, "timeout": timedelta(seconds=60)}
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives it, and what was said in it
+    return PrefixStore(f"launched/{life}", TCPStore(*where, is_master=hosts, **how))
+
+
+def _of_agent() -> bool:
+    """Whether torchrun's agent has a store, which outlives a rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

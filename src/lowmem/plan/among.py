@@ -1,0 +1,100 @@
+"""One of several processes, and none of the others: its strategy as it is, over torch's fake process group.
+
+What is sent arrives nowhere, and what is received holds no numbers, which is all that tensors without memory need:
+every buffer that an engine gathers, reduces or sends is made as in a run. So 512 devices take no longer than two.
+Source: torch/testing/_internal/distributed/fake_pg.py.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lowmem.errors import Refused
+from lowmem.instantiate import instantiate
+from lowmem.internals import FakeStore, unset_fake_temporarily
+from lowmem.settings import Settings
+from lowmem.strategy import loading
+from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.tensor_parallel import TensorParallel
+
+
+@contextmanager
+def one_of(cfg: DictConfig, rank: int = 0) -> Iterator[OneDevice]:
+    """Args: cfg: resolved; rank: which of cfg.devices.
+
+    Raises:
+        Refused: this process is one of several that are there.
+    """
+    if not Settings(cfg).several:
+        yield OneDevice()
+        return
+    if dist.is_initialized():
+        raise Refused("Recipes are not looked for while other ranks wait: type the same words behind python plan.py.")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cfg.devices)
+    try:
+        ranks = instantiate(cfg.strategy)(device="cpu", devices=cfg.devices)
+        ranks.largest = ranks.first = lambda said: said  # what is said between processes is as if all said it
+        ranks.every = lambda said: [said] * cfg.devices
+        ranks.in_turn = nullcontext
+        ranks.in_numbers = True  # each has the whole model, of shapes
+        with (
+            patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
+            patch.object(loading, "divided", _laid_out),
+            patch.object(TensorParallel, "_compare", lambda *_: None),  # it looks at numbers, once
+            patch.object(DeviceMesh, "__init__", _with_numbers),
+        ):
+            yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _laid_out(model: nn.Module, ranks: OneDevice, lay_out: Callable[[], object], device: torch.device) -> None:
+    """No numbers have to come from rank 0."""
+    lay_out()
+
+
+_mesh = DeviceMesh.__init__
+
+
+def _with_numbers(mesh: DeviceMesh, *args, **kwargs) -> None:
+    """Which devices it is of is a tensor, and looked at."""
+    with unset_fake_temporarily():
+        _mesh(mesh, *args, **kwargs)
+
+
+_init = DistributedDataParallel.__init__
+
+
+def _reduces_without_numbers(ddp: DistributedDataParallel, *args, **kwargs) -> None:
+    """As it is, but for what its C++ does with numbers: it compares weights, reads the result of what was sent, and
+    once the order in which gradients came, by which it fills its buckets then: the same bytes."""
+    _init(ddp, *args, **kwargs | {"init_sync": False})
+    ddp.register_comm_hook(None, _sent)
+    ddp.reducer = InThisOrder(ddp.reducer)
+
+
+def _sent(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    dist.all_reduce(bucket.buffer())
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class InThisOrder:
+    """A reducer of gradients whose buckets stay as they are."""
+
+    def __init__(self, reducer: object) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False

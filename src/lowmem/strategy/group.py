@@ -1,0 +1,108 @@
+"""The group of processes that train together: joined before anything is built, left in the end, come what may.
+
+Who started them has said by torchrun's protocol, in the environment, how many there are and where they meet; where
+nobody has, there is one.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from omegaconf import DictConfig, OmegaConf
+
+import lowmem
+from lowmem import launched
+from lowmem.errors import Refused
+from lowmem.instantiate import instantiate
+from lowmem.settings import Settings
+from lowmem.strategy import faults
+from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.turns import Turns
+
+log = logging.getLogger(__name__)
+
+PLACES = ("output_dir", "cache_dir")  # that may be others on each machine
+
+
+@contextmanager
+def joined(cfg: DictConfig) -> Iterator[OneDevice]:
+    """Args: cfg: checked, with a device.
+
+    Raises:
+        Refused: other code or another config on some rank.
+        RankLost: another one that is gone, or does not answer.
+    """
+    if not Settings(cfg).several:
+        yield instantiate(cfg.strategy)(device=cfg.device, devices=1)
+        return
+    try:
+        store = _join(cfg)
+        ranks = instantiate(cfg.strategy)(device=cfg.device, devices=cfg.devices)
+        ranks.turns = Turns(store, ranks.rank == 0, cfg.strategy.timeout)
+        with ranks.turns.beating():
+            _compare(ranks, cfg)
+            yield ranks
+            with ranks.in_turn("write the model"):  # and all that is rank 0's alone
+                pass
+            ranks.barrier()  # and holds what they meet by, until all have heard that it has
+        dist.destroy_process_group()
+    except Exception as error:
+        if gone := faults.lost(error, cfg.strategy.timeout):
+            raise gone from error
+        raise
+    finally:
+        if dist.is_initialized() and not _waits_for_others(cfg):
+            dist.destroy_process_group()
+
+
+def _waits_for_others(cfg: DictConfig) -> bool:
+    """Whether leaving the group does: NCCL's waits for what is under way, and so for those who wait for this process,
+    which then could not say what it has failed of. When the process ends, it is aborted."""
+    return cfg.device == "cuda" and dist.get_world_size() > 1
+
+
+def _join(cfg: DictConfig) -> dist.Store:
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # what is said over the host does not make a card wait, and a norm of what is kept there is added there
+    backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
+    limit = timedelta(seconds=cfg.strategy.timeout)
+    store, number, size = (
+        next(dist.rendezvous("env://", timeout=limit)) if launched.is_rank() else (dist.HashStore(), 0, 1)
+    )
+    dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=limit)
+    return dist.PrefixStore("lowmem", store)
+
+
+def _compare(ranks: OneDevice, cfg: DictConfig) -> None:
+    """All ranks run the same code with the same config: else they would wait for each other, or train another model."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    said = {key: str(value) for key, value in plain.items() if key not in PLACES}
+    said |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
+    compare(ranks, said, "would not train one model. Start all of them with the same command and the same code")
+
+
+def compare(ranks: OneDevice, said: dict[str, object], why: str) -> None:
+    """Args: said: by this rank, by what it is about; why: they are not to differ in that, and what to do.
+
+    Raises:
+        Refused: on all ranks.
+    """
+    every = ranks.every(said)
+    for number, other in enumerate(every):
+        if differing := [key for key in said | other if other.get(key) != every[0].get(key)]:
+            raise Refused(f"Rank {number} and rank 0 differ in {', '.join(differing)}: they {why}.")
+
+
+def _code() -> str:
+    digest = sha256()
+    for file in sorted(Path(lowmem.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

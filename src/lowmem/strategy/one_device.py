@@ -1,0 +1,164 @@
+"""The contract of a strategy: which part of a model and of the data a process has, and what it does with the others.
+
+Whoever trains, evaluates or saves asks it through `CausalLM.ranks`, in the order in which a run does; each answer here
+is that of a process that is alone. The engines are torch's:
+
+    OneDevice             here: strategy=auto
+      Several             `several.py`: what all have in common that are several processes, one per device
+        DataParallel      `ddp.py`: the whole model on each, other data
+        Divided           there too: parameters of which each holds a part
+          FullyShard      `fsdp.py`: each weight, gradient and state divided among them
+          TensorParallel  `tensor_parallel.py`: each matrix; in groups of ranks `fsdp_tensor_parallel.py`
+          Pipeline        `pipeline.py`: whole blocks
+          ZeRO2, ZeRO3    `deepspeed.py`: DeepSpeed's own engine
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from lowmem.data.loader import MicroBatch, Window
+from lowmem.gradients import norm
+from lowmem.memory.ledger import Ledger, Side
+
+
+class OneDevice:
+    """Args: device: the type of the device that computes, cpu or cuda; devices: how many processes there are."""
+
+    several = False  # whether there may be more processes than this one
+    rank, size = 0, 1  # of all processes
+    data_rank, data_size = 0, 1  # of those that read data of their own
+    side: Side = "device"  # where what is divided waits, and is stepped
+    side_of_weights: Side = "device"  # where the module's parameters and their gradients are between passes
+    divides = False  # whether parameters are held in parts, each by another process
+    builds = True  # whether the model's numbers are read or drawn here; else they come from rank 0
+    factor = 1.0  # the loss is multiplied by it: the size of what an engine's gradients are the mean of
+
+    def __init__(self, device: str = "cpu", devices: int = 1) -> None:
+        self.device = device
+
+    @staticmethod
+    def data_ranks(devices: int, **options: object) -> int:
+        """Returns: `data_size`, which a config tells before there is any process. Args: options: those of its yaml.
+
+        Raises:
+            Refused: options that so many devices do not make up.
+        """
+        return 1
+
+    def folder(self, of_run: Path) -> Path:
+        """Of the files that this process writes alone."""
+        return of_run
+
+    def in_turn(self, what: str = "work alone") -> AbstractContextManager:
+        """What is within it is done by rank 0, however long that takes, and then by the others.
+
+        Args:
+            what: it is, for messages.
+        """
+        return nullcontext()
+
+    def watched(self, what: str = "work alone") -> AbstractContextManager:
+        """What is within it is done by all at once, and left by the others when rank 0 has left it."""
+        return nullcontext()
+
+    # --- before the first step ------------------------------------------------------------------------------------
+
+    def building(self) -> AbstractContextManager:
+        """Around what makes the model's modules."""
+        return nullcontext()
+
+    def divide(self, module: LightningModule) -> None:
+        """The module is whole, on the host and the same everywhere, without numbers where they are not built: from now
+        on its parameters are this process's."""
+
+    def lightning(self) -> Strategy | str:
+        """To Lightning each process is a run on one device."""
+        return "auto"
+
+    def ready(self, module: LightningModule) -> None:
+        """Everything is restored and on its device."""
+        self.forward = module
+
+    # --- each window ----------------------------------------------------------------------------------------------
+
+    def passes(self, module: LightningModule, window: Window) -> tuple[Tensor, Tensor | None]:
+        """Forward and backward of all micro-batches. Returns: sums of their losses and auxiliary ones, of all data."""
+        return module.passes(window)
+
+    forward: Callable[[MicroBatch], Tensor]  # the loss of a micro-batch that is trained on
+
+    def passing(self, last: bool) -> AbstractContextManager:
+        """Around the forward and backward pass of one micro-batch. Args: last: of its window."""
+        return nullcontext()
+
+    def collect(self) -> None:
+        """All gradients are made: they go to where `local` parameters have theirs."""
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Global L2 norm of their gradients over all processes, each element counted once. Args: parameters: local
+        ones that have a gradient."""
+        return norm([p.grad for p in parameters])
+
+    def drop(self) -> None:
+        """The step is done, or skipped, and the local parameters have no gradients any more."""
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def local(self, p: nn.Parameter) -> nn.Parameter:
+        """This process's part of a parameter, as a plain tensor in the same memory: what is stepped and looked at."""
+        return p
+
+    def parts(self, model: nn.Module) -> nn.Module:
+        """Returns: what has the local parameters under `parameters` and `named_parameters`, in the model's order."""
+        return model
+
+    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor | None:
+        """The whole in the model's own layout, in host memory, of a part that is laid out as this process's of `p`: of
+        the weight itself, or of a state of its shape. All processes ask for the same, in the same order; on those of
+        another rank than 0 it may be None."""
+        return part
+
+    def saved(self, p: nn.Parameter, part: Tensor) -> Tensor:
+        """What of such a part goes into a checkpoint: a DTensor in the same memory where it is one, or the whole in the
+        model's own layout, a plain tensor. All processes ask for the same, in the same order."""
+        return part
+
+    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
+        """This process's part of a whole tensor, which each has. Nothing is sent."""
+        return full
+
+    def own(self, ledger: Ledger) -> None:
+        """Tell the ledger what is held of weights and gradients beside the module's parameters and theirs."""
+
+    def loaded(self) -> None:
+        """Weights were written into the local parameters by somebody else than a step."""
+
+    # --- words between processes, over the host -------------------------------------------------------------------
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Its sum over those that read data of their own."""
+        return tensor
+
+    def largest(self, number: int) -> int:
+        """Of all processes."""
+        return number
+
+    def any(self, flag: bool) -> bool:
+        """Whether one says so."""
+        return bool(self.largest(int(flag)))
+
+    def first(self, said: object) -> object:
+        """What rank 0 says, on all of them: anything that can be pickled."""
+        return said
+
+    def every(self, said: object) -> list:
+        """What each says, by rank, on all of them."""
+        return [said]
+
+    def barrier(self) -> None:
+        """Until all are here."""

@@ -1,0 +1,151 @@
+"""A group computes what one process computes: forward, every gradient, and the weights after some steps."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tensor_ranks
+from lowmem.adapter.lora import DoRA
+from lowmem.adapter.qlora import QLoRA
+from lowmem.errors import Refused
+from lowmem.strategy.fsdp_tensor_parallel import FullyShardTensorParallel
+from lowmem.strategy.tensor_parallel import TensorParallel, divide
+
+EXACT, SINGLE = 1e-9, 1e-6
+FP32 = {"dtype": torch.float32, "optimizer": "SGD"}
+CASES = {
+    "llama": {},
+    "qwen3": {"kind": "qwen3"},
+    "gpt2": {"kind": "gpt2"},
+    "phi3": {"kind": "phi3"},
+    "llama fp32": FP32,
+    "gpt2 fp32": {"kind": "gpt2", **FP32},
+    "lora": {"adapter": True, "checkpointing": "every_layer"},
+    "lora gpt2": {"kind": "gpt2", "adapter": True, "checkpointing": "selective"},
+    "chunked": {"kind": "qwen3", "loss": "chunked", "checkpointing": "sqrt"},
+    "tiled": {"kind": "qwen3", "loss": "tiled", "tile": 5},
+    "odd vocabulary": {"changes": {"vocab_size": 67}},
+    "wrong heads": {"kind": "gpt2", "wrong": "heads"},
+    "wrong norm": {"wrong": "counted twice", **FP32},
+    "wrong sum": {"kind": "qwen3", "wrong": "not summed"},
+    "wrong plan": {"kind": "qwen3", "wrong": "no sum in the plan"},
+    "wrong tiles": {"kind": "qwen3", "loss": "tiled", "wrong": "own tiles"},
+}
+
+
+def ranks(processes, folder, size, cases):
+    """What `size` processes find."""
+    results, theirs = processes.Pipe(duplex=False)
+    with_them = [
+        processes.Process(target=tensor_ranks.live, args=(rank, size, str(folder / "store"), cases, theirs))
+        for rank in range(size)
+    ]
+    for one in with_them:
+        one.start()
+    try:
+        theirs.close()
+        assert results.poll(120), "they did not answer"
+        return results.recv()
+    finally:
+        for one in with_them:
+            one.join(10)
+            one.kill()
+
+
+@pytest.fixture(scope="module")
+def figures(processes, tmp_path_factory):
+    return ranks(processes, tmp_path_factory.mktemp("pair"), 2, CASES)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("wrong")])
+def test_two_ranks_are_one_process(figures, case):
+    found, bound = figures[case], SINGLE if "dtype" in CASES[case] or "tiled" in case else EXACT
+    assert found["loss"] < (bound if bound == EXACT else 1e-4)  # a sum of 48 tokens
+    assert found["gradients"] < bound and found["norm"] < 1e-6
+    assert found["weights"] < (bound if CASES[case].get("loss") != "tiled" else 1e-4)
+    assert found["bits"], "what each rank holds has not the same gradient on all"
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("wrong")])
+def test_what_was_divided_is_put_together_to_the_bit(figures, case):
+    assert figures[case]["conversion"] == 0.0 and figures[case]["parts"]
+
+
+def test_a_tied_embedding_stays_tied_and_each_rank_has_half(figures):
+    assert figures["qwen3"]["tied"] and not figures["llama"]["tied"]
+    for case in ("llama", "qwen3", "phi3"):
+        assert 0.5 < figures[case]["share"] < 0.52  # norms are whole
+    assert figures["odd vocabulary"]["share"] > 0.55  # and embedding and head too
+
+
+def test_each_block_adds_twice_forward_and_twice_backward(figures):
+    """Layers that read the same tensor add their gradients before the ranks do. Beside blocks: the embedding's rows,
+    and of the head its logits and the gradient of what enters it."""
+    assert [figures[case]["collectives"] for case in ("llama", "qwen3", "gpt2")] == [2 * (2 + 2) + 3] * 3
+
+
+def test_wrong_variants_are_seen(figures):
+    assert figures["wrong heads"]["loss"] > 1e-3
+    assert figures["wrong norm"]["norm"] > 1e-4  # a hundred times what the right one may be off
+    assert figures["wrong sum"]["gradients"] > 1e-6
+    assert figures["wrong tiles"]["loss"] > 1e-3
+    assert re.search(r"layers.0.self_attn.q_norm.weight has another gradient.*Type ", figures["wrong plan"])
+
+
+def built(kind, **shape):
+    return tensor_ranks.network(kind, **shape)
+
+
+def group(size):
+    return SimpleNamespace(size=size)
+
+
+def test_heads_and_widths_that_do_not_divide_are_refused_with_the_number():
+    with pytest.raises(Refused, match=r"k_proj has 2 heads.*devices=2, or .*tensor_parallel_size=2\."):
+        divide(built("llama"), group(4))
+    with pytest.raises(Refused, match=r"q_proj has 4 heads. Type devices=2\.$"):  # 3 devices are no groups of 2
+        divide(built("llama"), group(3))
+    with pytest.raises(Refused, match=r"over 2 ranks.*gate_proj has 49 rows.*another strategy="):
+        divide(built("llama", intermediate_size=49), group(2))
+    with pytest.raises(Refused, match=r"c_attn has 4 heads"):
+        divide(built("gpt2"), group(8))
+
+
+def test_what_cannot_be_divided_is_refused_by_name():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for kind, shape, why in (("qwen3_moe", experts, "experts"), ("opt", {"ffn_dim": 48}, "brings no plan")):
+        with pytest.raises(Refused, match=rf"ForCausalLM cannot be divided by layers: .*{why}.*Type another strategy="):
+            divide(built(kind, **shape), group(2))
+
+
+@pytest.mark.parametrize(("adapter", "why"), [(DoRA, "DoRA measures"), (QLoRA, "and linear layers are divided")])
+def test_adapters_that_read_whole_matrices_are_refused(adapter, why):
+    network = built("llama", dtype=torch.float32, hidden_size=64, intermediate_size=64)
+    adapter(r=4)(network)
+    with pytest.raises(Refused, match=why):
+        divide(network, group(2))
+
+
+def test_a_mesh_that_does_not_multiply_out_is_refused():
+    assert TensorParallel.data_ranks(4) == 1
+    assert FullyShardTensorParallel.data_ranks(8, tensor_parallel_size=2) == 4
+    for devices, size in ((6, 4), (2, 4), (4, 0)):
+        with pytest.raises(Refused, match=f"tensor_parallel_size={size}.*devices={devices}.*Type "):
+            FullyShardTensorParallel.data_ranks(devices, tensor_parallel_size=size)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_dimensions_is_one_process_too(processes, tmp_path):
+    """Two groups of two, with other rows each."""
+    kinds = {"llama": {}, "qwen3": {"kind": "qwen3"}, "gpt2": {"kind": "gpt2"}, "lora": {"adapter": True}}
+    kinds |= {
+        "tiled": {"kind": "qwen3", "loss": "tiled"},
+        "chunked": {"loss": "chunked", "checkpointing": "every_layer"},
+    }
+    cases = {name: {"groups": 2, **FP32, **case} for name, case in kinds.items()}
+    for name, found in ranks(processes, tmp_path, 4, cases).items():
+        assert found["gradients"] < SINGLE and found["weights"] < SINGLE and found["norm"] < 1e-6, name
+        assert found["conversion"] == 0.0 and found["parts"], name
+        assert 0.25 < found["share"] < 0.28, name  # norms, and of an adapter A or B, are divided over groups alone

@@ -1,0 +1,214 @@
+"""A run goes on with another strategy and another number of processes: to the bit what it reads, and then as before.
+
+Every reader writes what it has read before its first step; that is compared with what was saved. Then it trains on the
+same rows: in fp64, so that nothing but the order of sums differs from the unbroken run.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lives import Job, live, several
+from lowmem import checkpoint
+from lowmem.checkpoint import complete
+from lowmem.overrides import key
+from same import same
+
+TOGETHER = 12  # rows of a window, of all processes
+NEAR = 1e-9
+ROWS = f"batch_size={TOGETHER}"  # where all read the same
+STEPS, AFTER = 4, 2
+RUN = (
+    *("weights_dtype=float64", "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3", "clip=0.5", "scheduler=cosine"),
+    *(f"max_steps={STEPS}", "save_every=1", "checkpoint.keep=9", "logger=none"),
+)
+WRITERS = {"one": ("auto", 1), "fsdp": ("fsdp", 2)}
+
+
+@pytest.fixture(scope="module")
+def lines(small):
+    """(strategy, processes, more) -> what is typed."""
+
+    def typed(strategy, size, *more):
+        ours = {key(line): line for line in (f"strategy={strategy}", f"batch_size={TOGETHER // size}", *RUN, *more)}
+        return tuple(line for line in small if key(line) not in ours) + tuple(ours.values())
+
+    return typed
+
+
+@pytest.fixture(scope="module")
+def written(lines, tmp_path_factory):
+    """Unbroken runs of one process and of two, by name; and what two make of a few other lives, by folder."""
+    base = tmp_path_factory.mktemp("written")
+    live(Job(lines("auto", 1), base / "one"))
+    saved = {name: f"resume={base / name / 'checkpoints' / f'step-{AFTER:08d}.ckpt'}" for name in WRITERS}
+    at_once = ("saves at once",)
+    jobs = [
+        Job(lines("fsdp", 2), base / "fsdp"),
+        Job(lines("ddp", 2, saved["fsdp"]), base / "fsdp to ddp", at_once),
+        Job(lines("fsdp", 2, saved["one"]), base / "one to fsdp", at_once),
+        Job(lines("fsdp", 2, "max_steps=4"), base / "full disk", ("disk full at step 3",)),
+        Job(lines("fsdp", 2, f"export={base / 'fsdp'}"), base / "no export", ("no room for the export",)),
+    ]
+    said = several(2, *jobs)
+    live(Job(lines("auto", 1, saved["fsdp"]), base / "fsdp to one", at_once))
+    live(Job(lines("fsdp", 1, saved["fsdp"]), base / "fsdp to fsdp of one", at_once))
+    return base, {job.folder.name: [rank[number] for rank in said] for number, job in enumerate(jobs)}
+
+
+def held(path):
+    """What a checkpoint holds, each tensor whole and by its name, whichever form it has."""
+    content = checkpoint.AtomicCheckpointIO().load_checkpoint(path)
+    (optimizer,) = content["optimizer_states"]
+    if path.is_dir():
+        of = {name: read(optimizer["stored"], name) for name in optimizer["stored"]}
+        weights = {name: read(content["state_dict"], name) for name in content["state_dict"]}
+    else:
+        named = content["lowmem"]["stepped"]
+        of = {f"{named[at]}/{key}": one for at, state in optimizer["state"].items() for key, one in state.items()}
+        weights = content["state_dict"]
+    ours = {key: content["lowmem"][key] for key in ("position", "order", "tokens", "skipped_steps", "optimizer")}
+    groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer["param_groups"]]
+    rest = {"global_step": content["global_step"], "schedule": content["lr_schedulers"], "groups": groups} | ours
+    of = {f"state/{key}": one for key, one in of.items() if not key.startswith("model.lm_head")}  # tied
+    return {f"weights/{key}": one for key, one in weights.items()} | of, rest
+
+
+def read(stored, name):
+    into = torch.empty_like(stored[name], device="cpu")
+    stored.read(name, into)
+    return into
+
+
+def at(run, step):
+    return run / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def furthest(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+READERS = ("one to fsdp", "fsdp to one", "fsdp to ddp", "fsdp to fsdp of one")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_read_is_what_was_saved_and_the_next_steps_are_those_of_the_unbroken_run(written, reader):
+    base, said = written
+    assert not any(said.get(reader, ())), said[reader]
+    writer, reads = base / reader.split()[0], base / reader
+    there, rest = held(at(writer, AFTER))
+    here, rest_here = held(at(reads, AFTER))
+    assert same(there, here) and same(rest, rest_here)
+    assert at(reads, AFTER).is_dir() == reader.split(" to ")[1].startswith("fsdp")
+    assert len(there) > 3 * 20  # weights, and two moments of each
+    (ends, _), (unbroken, _) = held(at(reads, STEPS)), held(at(base / "one", STEPS))
+    assert furthest(ends, unbroken) < NEAR
+    exported = [load_file(run / "model" / "model.safetensors") for run in (reads, base / "one")]
+    assert exported[0].keys() == exported[1].keys() and furthest(*exported) < NEAR
+
+
+def test_forgetting_the_state_is_caught(written, lines):
+    """The deliberately wrong variant."""
+    base, _ = written
+    live(Job(lines("auto", 1, f"resume={at(base / 'fsdp', AFTER)}"), base / "forgot", ("forgets state",)))
+    assert furthest(held(at(base / "forgot", STEPS))[0], held(at(base / "one", STEPS))[0]) > 1e3 * NEAR
+
+
+def test_two_processes_train_what_one_does(written):
+    base, said = written
+    assert not any(said["fsdp"]), said["fsdp"]
+    assert furthest(held(at(base / "fsdp", STEPS))[0], held(at(base / "one", STEPS))[0]) < NEAR
+    parts = sorted(file.name for file in at(base / "fsdp", STEPS).iterdir())
+    assert parts == ["index.pt", "part-00000.bin", "part-00001.bin"]
+    sizes = [(at(base / "fsdp", STEPS) / part).stat().st_size for part in parts[1:]]
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_a_disk_that_is_full_for_one_of_them_is_full_for_all(written):
+    base, said = written
+    assert not any(said["full disk"]), said["full disk"]  # the run goes on
+    steps = sorted(path.name for path in (base / "full disk" / "checkpoints").iterdir())
+    assert steps == [f"step-{step:08d}.ckpt" for step in (1, 2, 4)]
+    assert furthest(held(at(base / "full disk", STEPS))[0], held(at(base / "fsdp", STEPS))[0]) == 0
+
+
+def test_an_export_that_fails_fails_for_all(written):
+    base, said = written
+    assert len(said["no export"]) == 2
+    told = "Refused", "model cannot be written: No space left on device"
+    assert all(word in one for one in said["no export"] for word in told)
+    assert not list((base / "no export").rglob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline"])
+def test_parts_of_another_kind_are_read_and_read_by_others(written, lines, tmp_path, strategy):
+    """Parts of layers, of which some lie in another order than in the model, and whole blocks on each."""
+    base, _ = written
+    there, here, back = (tmp_path / name for name in ("there", "here", "back"))
+    jobs = [
+        Job(lines(strategy, 2, ROWS), there),
+        Job(lines(strategy, 2, ROWS, f"resume={at(base / 'fsdp', AFTER)}"), here, ("saves at once",)),
+        Job(lines("fsdp", 2, f"resume={at(there, AFTER)}"), back, ("saves at once",)),
+    ]
+    said = several(2, *jobs)
+    assert not any(map(any, said)), said
+    live(Job(lines("auto", 1, f"resume={at(there, AFTER)}"), tmp_path / "one", ("saves at once",)))
+    for writer, reader in ((base / "fsdp", here), (there, back), (there, tmp_path / "one")):
+        (saved, rest), (read_, rest_read) = held(at(writer, AFTER)), held(at(reader, AFTER))
+        assert same(saved, read_) and same(rest, rest_read), (writer, reader)
+        assert furthest(held(at(reader, STEPS))[0], held(at(base / "one", STEPS))[0]) < NEAR
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (there, base / "one"))
+    assert ours.keys() == theirs.keys() and furthest(ours, theirs) < NEAR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["16", "bf16-sr"])
+def test_as_many_processes_go_on_as_if_they_had_not_stopped(lines, tmp_path, strategy, precision):
+    """Dropout, numbers that are rounded at random and the loss scale included: to the bit, as typed by a user."""
+    drops = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
+    typed = [line for line in lines(strategy, 2, *drops, f"precision={precision}") if key(line) != "weights_dtype"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    at_once = ("as typed", "saves at once")
+    jobs = [
+        Job((*typed,), whole, ("as typed",)),
+        Job((*typed, f"resume={at(whole, AFTER)}"), again, at_once),
+        Job((*typed, "seed=1", "max_steps=2"), tmp_path / "other", ("as typed",)),
+    ]
+    said = several(2, *jobs)
+    assert not any(map(any, said)), said
+    for step in (AFTER, STEPS):
+        (one, rest), (other, rest_other) = held(at(whole, step)), held(at(again, step))
+        assert same(one, other) and same(rest, rest_other), step
+    contents = [checkpoint.AtomicCheckpointIO().load_checkpoint(at(run, STEPS)) for run in (whole, again)]
+    scales = [[content[name] for name in content if "Float16" in name] for content in contents]
+    assert scales[0] == scales[1] and bool(scales[0]) == (precision == "16")
+    assert not same(held(at(whole, AFTER))[0], held(at(tmp_path / "other", AFTER))[0])
+
+
+@pytest.mark.slow
+def test_three_processes_and_back(written, lines, tmp_path):
+    base, _ = written
+    at_once, resume = ("saves at once",), f"resume={at(base / 'fsdp', AFTER)}"
+    three = several(3, Job(lines("fsdp", 3, resume), tmp_path / "three", at_once))
+    assert not any(map(any, three)), three
+    back = several(2, Job(lines("fsdp", 2, f"resume={at(tmp_path / 'three', 3)}"), tmp_path / "two", at_once))
+    assert not any(map(any, back)), back
+    for writer, reader, step in ((base / "fsdp", tmp_path / "three", 2), (tmp_path / "three", tmp_path / "two", 3)):
+        (there, rest), (here, rest_here) = held(at(writer, step)), held(at(reader, step))
+        assert same(there, here) and same(rest, rest_here)
+        assert furthest(held(at(reader, STEPS))[0], held(at(base / "one", STEPS))[0]) < NEAR
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_in_a_save_leaves_the_checkpoint_before(written, lines, tmp_path):
+    run = tmp_path / "run"
+    said = several(2, Job(lines("fsdp", 2), run, ("killed at step 3",)))
+    assert said[1] == [] and said[0] != [""]
+    assert [path.name for path in complete(run / "checkpoints")] == [f"step-{step:08d}.ckpt" for step in (1, 2)]
+    again = several(2, Job(lines("fsdp", 2, "resume=auto"), run))
+    assert not any(map(any, again)), again
+    assert not list((run / "checkpoints").glob(".step-*"))
+    assert furthest(held(at(run, STEPS))[0], held(at(written[0] / "fsdp", STEPS))[0]) == 0

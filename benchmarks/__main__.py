@@ -25,6 +25,7 @@ EVERY = {
     "architectures": "every causal family of transformers under the techniques that reach into a model",
     "prepare": "making tokens of 1 and 3 GB of text",
     "packing": "documents packed into rows, in every causal family: exact or refused",
+    "strategies": "several processes beside one: every strategy with every feature",
     "plan_error": "predicted over measured",
     "plan_time": "counted times beside a stopwatch's",
     "published": "peaks that other projects measured on cards, beside the plan's",

@@ -1,6 +1,6 @@
 """Everything that only a card can show, stage by stage.
 
-    python -m benchmarks.card                  # all seven, on a CUDA device: some forty minutes
+    python -m benchmarks.card                  # all eight, on a CUDA device: forty minutes, with two of them fifty
     python -m benchmarks.card --stages 3,5     # some of them; what is known of the others stays
     python -m benchmarks.card --resume         # what has no record yet
     python -m benchmarks.card --retry          # and again what failed or was ended
@@ -36,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if old := list(_too_old()):
         return _refused(f"{', '.join(old)}. Type pip install -e . first.")
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # of this checkout, whatever is installed and wherever this was typed
-    from benchmarks.card import auto, correctness, link, memory, speed, streamed, xl
+    from benchmarks.card import auto, correctness, link, memory, several, speed, streamed, xl
     from benchmarks.card.kit import Kit
     from lowmem.errors import Refused
 
-    modules = (link, correctness, memory, speed, xl, auto, streamed)
+    modules = (link, correctness, memory, speed, xl, auto, streamed, several)
     stages = {str(module.STAGE.number): module.STAGE for module in modules}
     wanted = dict.fromkeys(word.strip() for word in options.stages.split(",")) if options.stages is not None else stages
     if unknown := [word for word in wanted if word not in stages]:

@@ -24,6 +24,8 @@ NOT_OURS = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
 
+EVERY_CARD = "CARDS_OF_THE_KIT"  # CUDA_VISIBLE_DEVICES as the kit found it; empty: all
+
 stopped = threading.Event()  # the kit is: what is about to begin must not
 _running: set[subprocess.Popen] = set()
 
@@ -111,6 +113,7 @@ def _environment(folder: Path, threads: int | None) -> dict[str, str]:
     more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     more |= {"PYTHONUNBUFFERED": "1"}  # or one that is ended has said nothing
     more |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    more |= {EVERY_CARD: os.environ.get("CUDA_VISIBLE_DEVICES", "")}  # for the stage that needs several
     more |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts them
     more |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {key: value for key, value in environment(folder).items() if key not in NOT_OURS} | more

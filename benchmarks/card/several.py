@@ -1,0 +1,159 @@
+"""Stage 8: several cards, where there are at least two: memory per rank, speed beside one card, and a rank that hangs.
+
+Each strategy trains the same model on all cards that can be seen: what the allocator of each had at its peak, beside
+what was predicted for the first, and tokens per second beside those of one card. fsdp_offload must have its parts in
+pinned memory, and a rank that stands still must end the run with NCCL's time limit in a sentence of lowmem's.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
+from benchmarks.card.memory import both, reserved_by_phase
+from benchmarks.card.process import EVERY_CARD
+from benchmarks.runner import ROOT
+from lowmem.units import GIB
+
+STAGE = Stage(8, "several cards", __name__, seconds=475, gib=8)
+ONE, HANGS = "one card", "a rank that hangs"
+STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "tensor_parallel", "pipeline")
+REHEARSED = ("fsdp_offload", HANGS)  # one that divides, and the end of one
+RUN = (
+    *("max_steps=12", "val_every=1000", "save_every=1000", "scheduler=constant", "log_every=1", "precision=bf16"),
+    *("accumulation=fixed", "accumulation.batches=4", "optim=adamw", "export=null"),
+)
+LIMIT = 20  # seconds after which a rank that does not answer is lost
+SEEN, RANKS = "seen-{}.json", "benchmarks.card.ranks"
+SAYS = r"another rank did not answer (in time|within \d+ seconds)"
+
+
+def cases(size: Size) -> Mapping[str, Case]:
+    wanted = (ONE, *STRATEGIES, HANGS) if size.whole else REHEARSED
+    return {name: Case(partial(case, name=name), 120) for name in wanted}
+
+
+def case(here: Here, name: str) -> dict:
+    """Raises: LeftOut: with one card."""
+    if (cards := counted(here)) < 2:
+        raise LeftOut("it needs two cards: not run")
+    if name == HANGS:
+        return hang(here, cards)
+    return strategy(here, name, 1 if name == ONE else cards)
+
+
+def counted(here: Here) -> int:
+    """Cards that may be used; a rehearsal has two processes in their place."""
+    if not here.on_card:
+        return 2
+    ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(ask, env=environment(), capture_output=True, text=True, check=True).stdout)
+
+
+def environment() -> dict[str, str]:
+    """With every card that the kit was started with, of which a case is given one."""
+    cards = os.environ.get(EVERY_CARD)
+    rest = {key: value for key, value in os.environ.items() if key not in (EVERY_CARD, "CUDA_VISIBLE_DEVICES")}
+    return rest | ({"CUDA_VISIBLE_DEVICES": cards} if cards else {})
+
+
+def train(here: Here, *typed: str) -> tuple[int, str]:
+    """train.py, which starts the ranks. Returns: its exit code, and what it said."""
+    lines = [*here.typed(), *here.size.model, *RUN, *typed, f"hydra.run.dir={here.folder / 'run'}"]
+    ran = subprocess.run(
+        [sys.executable, "train.py", *lines],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return ran.returncode, ran.stdout
+
+
+def strategy(here: Here, name: str, cards: int) -> dict:
+    """Raises: SystemExit: it did not come to its end, with its last words."""
+    typed = f"strategy={'auto' if name == ONE else name}", f"devices={cards}"
+    watched = f"+callbacks.seen._target_={RANKS}.Seen", f"+callbacks.seen.folder={here.folder}"
+    code, said = train(here, *typed, *watched)
+    if code:
+        raise SystemExit(said[-2000:])
+    return found(here, here.folder / "run", name)
+
+
+def found(here: Here, run: Path, name: str) -> dict:
+    """What a run of several ranks has left in its folder."""
+    summary, predicted = json.loads((run / "summary.json").read_text()), None
+    seen = [json.loads((here.folder / SEEN.format(rank)).read_text()) for rank in range(len(summary["ranks"]))]
+    folders = [run, *(run / f"rank-{rank}" for rank in range(1, len(summary["ranks"])))]
+    if summary["predicted"]:
+        predicted = {key: summary["predicted"][f"{key}_bytes"] for key in ("device_peak", "reserved_peak")}
+    one = {
+        "predicted": predicted,
+        "allocated": [rank["device"] for rank in summary["ranks"]],
+        "reserved": [max(reserved_by_phase(folder / "memory.csv").values(), default=0) for folder in folders],
+        "weights": [rank["weights"] / summary["weights_bytes"] for rank in summary["ranks"]],
+        "tokens_per_second": summary["tokens_per_second"],
+        "train_loss": summary["train_loss"],
+        "pinned": all(one["pinned"] for one in seen),
+        "beside": max(one["beside"] for one in seen),
+    }
+    return one | {"right": right(one, offloads=here.on_card and name == "fsdp_offload")}
+
+
+def right(one: Mapping, offloads: bool) -> bool:
+    """It trains; and what is on the host for a card is where a copy need not wait for another one."""
+    return math.isfinite(one["train_loss"]) and (one["pinned"] or not offloads)
+
+
+def hang(here: Here, cards: int) -> dict:
+    start = time.monotonic()
+    limit = f"strategy.timeout={LIMIT}", f"+callbacks.hangs._target_={RANKS}.Hangs"
+    code, said = train(here, "strategy=ddp", f"devices={cards}", *limit)
+    sentence = next((line for line in said.splitlines() if re.search(SAYS, line)), None)
+    return {"code": code, "said": sentence, "seconds": time.monotonic() - start, "right": bool(code and sentence)}
+
+
+def beside_one(results: Mapping[str, dict], name: str) -> float | None:
+    """Tokens per second, of all cards over one; None where the one did not run."""
+    return results[name]["tokens_per_second"] / results[ONE]["tokens_per_second"] if ONE in results else None
+
+
+def says(results: Mapping[str, dict]) -> str:
+    parts = []
+    for name, one in results.items():
+        if name == HANGS:
+            parts.append(f"{name}: {one['said'] or 'NO SENTENCE'} ({one['seconds']:.0f} s)")
+        elif name != ONE:
+            speed = f", {times:.2f} times one card" if (times := beside_one(results, name)) else ""
+            beside = f"{max(one['allocated']) / GIB:.2f} GiB, and {one['beside'] / GIB:.2f} that are not torch's"
+            parts.append(f"{name}: {beside}, {len(one['allocated'])} ranks{speed}")
+    return "; ".join(parts)
+
+
+def table(results: Mapping[str, dict]) -> str:
+    lines = [
+        "| strategy | ranks | live GiB, predicted / measured | reserved | of all ranks | weights of the model's "
+        "| tokens/s | of one card's |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(_line(results, name) for name in results if name != HANGS)])
+
+
+def _line(results: Mapping[str, dict], name: str) -> str:
+    one = results[name]
+    planned = one["predicted"] or {"device_peak": math.nan, "reserved_peak": math.nan}
+    peaks = {"device_peak": max(one["allocated"]), "reserved_peak": max(one["reserved"])}
+    cells = [name, str(len(one["allocated"]))]
+    cells += [both(planned[key], size) if size else "-" for key, size in peaks.items()]
+    cells += [", ".join(f"{size / GIB:.2f}" for size in one["allocated"])]
+    cells += [", ".join(f"{share:.1%}" for share in one["weights"]), f"{one['tokens_per_second']:,.0f}"]
+    times = beside_one(results, name)
+    return f"| {' | '.join([*cells, '-' if times is None else f'{times:.2f}'])} |"

@@ -1,0 +1,156 @@
+"""What each of two processes is predicted to need, beside what it has measured: every strategy that runs on a CPU. And
+what a model of 70B parameters is predicted to need and to exchange on 8, 64 and 512 cards.
+
+python -m benchmarks.ranks          # about 15 minutes on two cores
+
+Each row of the first table is a real train.py with two ranks over gloo. The prediction is that of rank 0 at its start,
+made of one process over a group that is not there; measured are live tensors, by the tracker of each rank. A prediction
+is of the rank that needs most, and is compared with that. The second table is on paper: no card was there.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.runner import RESULTS, ROOT, machine, write
+from lowmem.units import GIB, MIB
+
+PHASES = ("forward", "backward", "step", "evaluation")
+SHORT = ("max_steps=3", "val_every=1000", "val_sequences=2", "sample_tokens=0", "save_every=1000", "logger=none")
+LLAMA = ("model=llama-3.2-1b", "model.pretrained=false", "model.architecture.tie_word_embeddings=false")
+LLAMA += ("model.architecture.bos_token_id=null", "model.architecture.eos_token_id=null", "lr=1e-4")
+LLAMA += ("model.architecture.num_attention_heads=8", "model.architecture.num_key_value_heads=8")
+SIZES = {  # hidden, inner, blocks, vocabulary
+    "10M": (256, 768, 6, 8192),
+    "60M": (512, 1536, 12, 24576),
+}
+STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "tensor_parallel", "pipeline")
+WAYS = {
+    "as it is": ("batch_size=2", "accumulation=none"),
+    "4 micro-batches, checkpointing": ("batch_size=1", "accumulation=fixed", "gradient_checkpointing=every_layer"),
+}
+PAPER = ("model=llama-3.1-70b", "gpu=h100", "seq_len=2048", "precision=bf16", "gradient_checkpointing=every_layer")
+PAPER += ("loss=chunked", "batch_size=1", "accumulation=fixed", "search=false")
+GROUPS = ("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=8")
+ON_PAPER = [
+    *(((f"strategy={name}",), devices) for name in ("fsdp", "fsdp_offload") for devices in (8, 64, 512)),
+    *((GROUPS, devices) for devices in (64, 512)),
+    (("strategy=tensor_parallel",), 8),
+    *((("strategy=pipeline", f"accumulation.batches={4 * devices}"), devices) for devices in (8, 64)),
+]
+
+
+def shape(size: str) -> list[str]:
+    hidden, inner, blocks, vocabulary = SIZES[size]
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": blocks, "vocab_size": vocabulary}
+    sizes["head_dim"] = hidden // 8
+    return [f"model.architecture.{key}={value}" for key, value in sizes.items()]
+
+
+def row(strategy: str, size: str, way: str) -> dict:
+    """Bytes by phase: predicted of rank 0, measured of each."""
+    with TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        lines = [*LLAMA, *shape(size), *SHORT, *WAYS[way], "seq_len=128", f"strategy={strategy}", "devices=2"]
+        command = [sys.executable, "train.py", *lines, f"hydra.run.dir={run}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            return {"refused": done.stderr.strip().splitlines()[-1] if done.stderr else "no word"}
+        predicted = json.loads((run / "summary.json").read_text())["predicted"]
+        files = (run / "memory.csv", run / "rank-1" / "memory.csv")
+        return {
+            "predicted": {phase: predicted["phases"][phase]["device"] for phase in PHASES},
+            "estimate": predicted["estimate"],
+            "exchanged": predicted["exchanged_bytes_per_step"],
+            "measured": [highest(file) for file in files],
+        }
+
+
+def on_paper(lines: tuple[str, ...], devices: int) -> dict:
+    """One plan.py as typed: bytes of a card and of a host of eight, and what comes to a card per step."""
+    with TemporaryDirectory() as folder:
+        typed = [*PAPER, *lines, f"devices={devices}", f"hydra.run.dir={folder}"]
+        done = subprocess.run([sys.executable, "plan.py", *typed], capture_output=True, text=True, cwd=ROOT)
+        if done.returncode not in (0, 2):  # 2: it does not fit
+            raise SystemExit(done.stderr)
+        planned = json.loads((Path(folder) / "plan.json").read_text())
+    need = planned["recipes"][0]
+    keys = ("device_need_bytes", "host_need_bytes", "exchanged_bytes_per_step")
+    return {key: need[key] for key in keys} | {"seconds": planned["seconds"]}
+
+
+def highest(file: Path) -> dict[str, int]:
+    with file.open() as written:
+        rows = [row for row in csv.DictReader(written) if row["live_peak_bytes"] and int(row["step"]) > 1]
+    return {phase: max(int(r["live_peak_bytes"]) for r in rows if r["phase"] == phase) for phase in PHASES}
+
+
+def error(one: dict) -> float:
+    """Of the highest phase on the rank that needs most, predicted over measured, less one."""
+    return max(one["predicted"].values()) / max(max(ranks.values()) for ranks in one["measured"]) - 1
+
+
+def table(found: dict[str, dict], paper: dict[str, dict]) -> str:
+    return f"{_measured(found)}\n\n{_on_paper(paper)}"
+
+
+def _on_paper(paper: dict[str, dict]) -> str:
+    lines = [
+        f"On paper: `{' '.join(PAPER)}`, each card of 80 GB, each host of eight. Comes: to a card per optimizer step, "
+        "over the links of its node and over its share of those between nodes.",
+        "",
+        "| strategy | devices | GiB of a card | GiB of a host | GiB in the node | between nodes | s to plan |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, one in paper.items():
+        strategy, devices = name.split(" on ")
+        sizes = (one["device_need_bytes"], one["host_need_bytes"], *one["exchanged_bytes_per_step"].values())
+        cells = [f"`{strategy}`", devices, *(f"{size / GIB:.1f}" for size in sizes), f"{one['seconds']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _measured(found: dict[str, dict]) -> str:
+    lines = [
+        "Two ranks over gloo on a CPU: live tensors of the device's side at their highest, MiB.",
+        "",
+        "| model, strategy, way | predicted | rank 0 | error | rank 1 | comes to each per step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, one in found.items():
+        if "refused" in one:
+            lines.append(f"| {name} | - | {one['refused']} | | | |")
+            continue
+        zero, other = (max(ranks.values()) / MIB for ranks in one["measured"])
+        predicted, comes = max(one["predicted"].values()) / MIB, sum(one["exchanged"].values()) / MIB
+        lines.append(f"| {name} | {predicted:.2f} | {zero:.2f} | {error(one):+.2%} | {other:.2f} | {comes:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=[*SIZES, "none"], help="measure one model only")
+    parser.add_argument("--no-paper", dest="paper", action="store_false", help="predict nothing beside")
+    asked = parser.parse_args()
+    sizes = [size for size in SIZES if asked.size in (None, size)]
+    kept = RESULTS / "ranks.json"
+    found = {"rounds": {}, "paper": {}} | (json.loads(kept.read_text()) if kept.exists() else {})
+
+    def measured(of: str, name: str, one: dict) -> None:
+        found[of][name] = one
+        write("ranks", found | {"machine": machine()}, table(found["rounds"], found["paper"]))
+
+    for size in sizes:
+        for strategy in STRATEGIES:
+            for way in WAYS:
+                measured("rounds", f"{size}, {strategy}, {way}", row(strategy, size, way))
+    for lines, devices in ON_PAPER if asked.paper else ():
+        measured("paper", f"{' '.join(lines)} on {devices}", on_paper(lines, devices))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Strategy by feature: what several processes train beside one on the joint batch, what each holds, what is sent.
+
+python -m benchmarks.strategies                    # some 20 minutes on two cores that nobody else uses
+python -m benchmarks.strategies --only ddp fsdp    # the others stay as they were measured
+
+The cases are those of tests/matrix.py, over gloo on a CPU: two processes, four for a mesh of two dimensions. What needs
+cards is not run here: NCCL, and how long a step takes.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.runner import RESULTS, ROOT, machine, write
+
+TESTS = ROOT / "tests"
+WORST = 300  # seconds of a case: of one that compiles, where others use the machine
+SIGNS = {"exact": "exact", "refused": "refused", "not run": "not run", "differs": "**differs**"}
+
+
+def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> dict:
+    """Feature -> what came of it, and of one of them what each rank holds and sends. Args: before: what was measured
+    earlier; only: features that are measured again; None: all."""
+    import matrix
+    import pair
+
+    pair.LIMIT = WORST
+    logging.disable(logging.WARNING)
+    devices = next(int(line.split("=")[1]) for line in matrix.STRATEGIES[strategy] if line.startswith("devices="))
+    ranks, rows = pair.Ranks(multiprocessing.get_context("spawn"), devices), dict(before.get("features", {}))
+    wanted = {name: one for name, one in matrix.features(folder).items() if only is None or name in only}
+    try:
+        for name, (case, bands) in wanted.items():
+            rows[name] = one(ranks, matrix.typed(case, strategy, WORST), bands, name)
+            print(f"{strategy:<22}{name:<40}{rows[name]}", flush=True)
+        case = matrix.typed(matrix.features(folder)["clip"][0], strategy)
+        return {"devices": devices, "features": rows} | held(ranks, case)
+    finally:
+        ranks.close()
+
+
+def one(ranks, case, bands: dict[str, float], name: str) -> dict:
+    import matrix
+    import pair
+    from lowmem.errors import Refused
+
+    if name == matrix.OF_PARTS and "strategy=ddp" in case.lines:
+        return {"result": "not run", "why": "every rank has the same gradient"}
+    if why := matrix.why_not(case):
+        return {"result": "refused", "why": why}
+    try:
+        found = pair.apart(ranks(case), pair.alone(case))
+    except Refused as error:
+        return {"result": "refused", "why": str(error)}
+    except (pair.Failed, AssertionError) as error:
+        return {"result": "differs", "why": str(error).strip().splitlines()[-1]}
+    exact = all(found[what] <= band for what, band in bands.items())
+    return {"result": "exact" if exact else "differs", **found, "bands": bands}
+
+
+def held(ranks, case) -> dict:
+    """Of the last window: bytes as a share of one process's, of each rank; collectives by name."""
+    import pair
+
+    seen, whole = ranks(replace(case, counted=True)), pair.alone(case)["bytes"]
+    shares = [{kind: rank["bytes"][kind] / whole[kind] for kind in whole} for rank in seen]
+    return {"shares": shares, "collectives": seen[0]["collectives"][-2]}  # the last window has one micro-batch
+
+
+def table(found: dict) -> str:
+    names = list(next(iter(found.values()))["features"])
+    lines = [
+        "Largest difference of an element, of any step's gradients / of the final weights, relative to the largest "
+        "element. `exact`: within the band of tests/matrix.py (fp64 AdamW 1e-9; fp32 SGD 1e-6 of weights; 16 bits "
+        "their roundings).",
+        "",
+        f"| feature | {' | '.join(found)} |",
+        f"|---|{'---|' * len(found)}",
+    ]
+    for name in names:
+        lines.append(f"| {name} | {' | '.join(cell(one['features'].get(name)) for one in found.values())} |")
+    lines += ["", "| strategy | ranks | weights | gradients | optimizer state | collectives of a window of 2 |"]
+    lines.append("|---|---|---|---|---|---|")
+    for strategy, one in found.items():
+        shares = (
+            ", ".join(f"{rank[kind]:.3f}" for rank in one["shares"]) for kind in ("weights", "gradients", "state")
+        )
+        sent = ", ".join(f"{count} {name}" for name, count in one["collectives"].items() if "wait" not in name)
+        lines.append(f"| {strategy} | {one['devices']} | {' | '.join(shares)} | {sent} |")
+    lines += ["", "Bytes are each rank's share of what one process holds.", "", "Refused, and why:", ""]
+    why = {}
+    for strategy, one in found.items():
+        for name, row in one["features"].items():
+            if row["result"] == "refused":
+                why.setdefault(row["why"], []).append(f"{strategy} x {name}")
+    lines += [f"- {sentence} ({'; '.join(where)})" for sentence, where in why.items()]
+    return "\n".join(lines)
+
+
+def cell(row: dict | None) -> str:
+    if row is None:
+        return SIGNS["not run"]
+    numbers = f" {row['gradients']:.0e} / {row['weights']:.0e}" if "gradients" in row else ""
+    return SIGNS[row["result"]] + numbers
+
+
+def main() -> None:
+    sys.path.insert(0, str(TESTS))
+    import matrix
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=matrix.STRATEGIES, default=list(matrix.STRATEGIES))
+    parser.add_argument("--features", nargs="+", choices=matrix.features(Path()), help="the others stay, too")
+    asked = parser.parse_args()
+    kept = RESULTS / "strategies.json"
+    found = json.loads(kept.read_text())["strategies"] if kept.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = matrix.written(Path(folder))
+        for strategy in asked.only:
+            found[strategy] = run(strategy, rows, found.get(strategy, {}), asked.features)
+            ordered = {name: found[name] for name in matrix.STRATEGIES if name in found}
+            write("strategies", {"machine": machine(), "strategies": ordered}, table(ordered))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,16 +8,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lowmem.internals import FakeStore
 from lowmem.sharded import _Writer
 
 
 @contextmanager
-def as_rank(rank, size):
+def as_rank(rank, size, *names):
+    """Args: names: of its mesh. torch keeps by them what it finds out, so ranks of equal meshes need other ones."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (size,))
+        yield init_device_mesh("cpu", (size,), mesh_dim_names=names or None)
     finally:
         dist.destroy_process_group()
 

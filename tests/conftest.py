@@ -161,6 +161,17 @@ def deterministic(monkeypatch):
 
 
 @pytest.fixture
+def as_for_families():
+    """What makes models of every family quiet, and small."""
+    from benchmarks.architectures import _prepare
+
+    threads = torch.get_num_threads()
+    _prepare()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def without_units(monkeypatch):
     """A CPU that multiplies nothing but fp32."""
     monkeypatch.setattr("lowmem.precision.widened.has_units", lambda dtype: dtype == torch.float32)

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from lowmem.launch import free_port
 from test_accumulation import fp64_loss
 
 LIMIT = 100  # seconds of all jobs
@@ -41,12 +41,6 @@ def several(size: int, *jobs: Job) -> list[list[str]]:
         process.kill()
         process.join()
     return said
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def _heard(call, count: int) -> list[str]:

@@ -5,7 +5,6 @@ seen; `alone` trains the same rows in this process, which reads those of all ran
 """
 
 import os
-import socket
 import time
 import traceback
 from contextlib import ExitStack, nullcontext
@@ -27,6 +26,7 @@ from lowmem.data.loader import WindowLoader
 from lowmem.data.packing import with_positions
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
+from lowmem.launch import free_port
 from lowmem.loss import Verified
 from lowmem.memory.ledger import parts
 from lowmem.quiet import quiet
@@ -149,12 +149,6 @@ class Ranks:
             process.kill()
             process.join()
         self.processes, self.calls = [], []
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def live(calls, rank: int, size: int) -> None:

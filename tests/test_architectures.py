@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import torch
 from benchmarks import architectures
 from benchmarks.architectures import CELLS, configured, family, made, shrunk, table
 
@@ -25,15 +24,6 @@ FAMILIES = {
     "xlstm": "no attention, a cap",
 }
 
-
-@pytest.fixture(autouse=True)
-def quietly():
-    threads = torch.get_num_threads()
-    architectures._prepare()
-    yield
-    torch.set_num_threads(threads)
-
-
 # What people have: dense, grouped heads, sliding windows, caps and factors, experts, state spaces.
 POPULAR = (
     *("gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon", "llama", "mistral", "qwen2", "qwen3", "gemma2"),
@@ -43,6 +33,8 @@ REFUSED = {
     ("xlstm", "bf16-master"): "refused: expected m1 and m2",  # it multiplies with fp32 tensors of its own
     ("mamba2", "lora"): "refused: adapter: peft cannot adapt this Mamba2ForCausalLM",
 }
+
+pytestmark = pytest.mark.usefixtures("as_for_families")
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in POPULAR)])

@@ -212,7 +212,7 @@ def test_what_is_set_where_the_kit_is_typed_does_not_change_what_it_measures(mon
 def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
     free = [64 * GIB]
     monkeypatch.setattr("lowmem.memory.process.available_bytes", lambda: free[0])
-    monkeypatch.setattr(kit, "_cores", lambda: 16)
+    monkeypatch.setattr(kit.processors, "usable", lambda: 16)
     monkeypatch.setattr(kit.os, "cpu_count", lambda: 16)
     stage = Stage(3, "", "", 60, together=6, gib=8)
     assert kit._at_once(stage, 80 * GIB) == (6, 2) and kit._at_once(stage, 24 * GIB) == (3, 5)

@@ -26,6 +26,7 @@ STOREYS = (
         "instantiate",
         "internals",
         "launched",
+        "processors",
         "strategy.faults",
     ),
     (

@@ -6,7 +6,6 @@ Most ranks here are scripts of a few lines in the place of train.py, without tor
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -523,9 +522,7 @@ def test_under_torchrun_there_is_one_folder_and_what_all_refuse_is_said_once(typ
 @pytest.mark.slow
 def test_two_agents_of_torchrun_are_one_run(typed, tmp_path):
     """As `srun torchrun` starts them, one on each of two nodes."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        where = f"--rdzv-endpoint=127.0.0.1:{one.getsockname()[1]}"
+    where = f"--rdzv-endpoint=127.0.0.1:{launch.free_port()}"
     agents = (
         "-m",
         "torch.distributed.run",

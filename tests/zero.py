@@ -7,7 +7,6 @@ a window has rows for one of them only. What differs in the end goes into a file
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lowmem import gradient_checkpointing as checkpointing
 from lowmem.data.loader import MicroBatch
+from lowmem.launch import free_port
 from lowmem.loss import Chunked, full
 from lowmem.strategy import deepspeed
 from lowmem.tiled_loss import Tiled
@@ -33,10 +33,7 @@ ENGINES = {f"zero{stage}{' offload' * offload}": (stage, offload) for stage in (
 @cache
 def results() -> dict[str, dict]:
     """engine -> case -> what differs; and what is refused."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__],

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.card import page, process
 from benchmarks.card.case import SIZES, Stage, text
 from benchmarks.runner import ROOT
+from lowmem import processors
 from lowmem.errors import Refused
 from lowmem.report.summary import write
 from lowmem.units import GIB
@@ -107,7 +108,7 @@ class Kit:
         """Their cases that have no record, each written down as soon as it has ended."""
         size, memory = SIZES[self.device], found["machine"].get("memory_bytes")
         records = {stage: found["stages"][str(stage.number)] for stage in stages}
-        at_once, threads = _at_once(stages[0], memory) if size.whole else (min(_cores(), REHEARSED), 1)
+        at_once, threads = _at_once(stages[0], memory) if size.whole else (min(processors.usable(), REHEARSED), 1)
         begin, todo = self._beginner(threads), [(stage, name) for stage in stages for name in _todo(records[stage])]
         with ThreadPoolExecutor(at_once) as pool:
             running = {pool.submit(begin, stage, name): (stage, name) for stage, name in todo}
@@ -159,22 +160,12 @@ def _at_once(stage: Stage, memory: int | None) -> tuple[int, int | None]:
     """(cases at once, threads of each): two cores for each, and what a case may need of the host and the card."""
     from lowmem.memory.process import available_bytes  # and with it torch
 
-    cores = _cores()
+    cores = processors.usable()
     most = min(stage.together, cores // 2, available_bytes() // HOST)
     if memory is not None and stage.gib:
         most = min(most, int(memory / GIB / stage.gib))
     at_once = max(1, most)
     return at_once, None if at_once == 1 and cores == os.cpu_count() else cores // at_once
-
-
-def _cores() -> int:
-    """That may be used: a container has often been given few of many, and torch counts them all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return cores
 
 
 def _whole(record: Mapping) -> bool:

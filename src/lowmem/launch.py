@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from lowmem import launched, signals
+from lowmem import launched, processors, signals
 from lowmem.errors import Refused
 from lowmem.overrides import in_shell
 from lowmem.runs import folders
@@ -141,10 +141,9 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
     """However this ends, none of them is left."""
     command = [sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"]
-    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": _free_port()}
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
     # each with its share of the processors: else all of them would compute with all
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, own // size))}
+    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
     world |= {launched.OF_RUN: folder, "PYTHONUNBUFFERED": 1}  # a log holds what was said before a rank was killed
     ranks: list[Rank] = []
     try:
@@ -196,8 +195,8 @@ def _pass_on(stream: IO[bytes], words: bytearray) -> None:
                 os.write(2, read)
 
 
-def _free_port() -> int:
-    """It may be taken before the ranks take it: then they say so."""
+def free_port() -> int:
+    """On this machine. It may be taken before the ranks take it: then they say so."""
     with socket.socket() as one:
         one.bind((HERE, 0))
         return one.getsockname()[1]

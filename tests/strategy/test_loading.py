@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from as_rank import as_rank
 from lowmem import build, model
 from lowmem.errors import Refused
 from lowmem.report.sample import Samples
@@ -68,19 +67,14 @@ class Tape:
 @contextmanager
 def one_of(rank, strategy=FullyShard, **options):
     """A rank of a group in which nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-    try:
+    with as_rank(rank, RANKS, f"seen by {rank}") as mesh:
         ranks = strategy(devices=RANKS, **options)
-        # of its own name: torch keeps by the names of a mesh what it finds out, and it is another rank of an equal one
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=(f"seen by {rank}",))
         if strategy is FullyShard:
             ranks.mesh = mesh
         else:
             ranks.group = Group(mesh)
         ranks.in_turn = nullcontext
         yield ranks
-    finally:
-        dist.destroy_process_group()
 
 
 def parts_of(ranks, network):

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from as_rank import as_rank
 from lowmem import training
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
@@ -137,10 +136,7 @@ def test_a_part_that_is_no_dtensor_stays_where_its_engine_has_it():
             return torch.nn.Parameter(flat[:2])
 
     flat, p = torch.arange(4.0), torch.nn.Parameter(torch.ones(4))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with as_rank(0, 2):
         (ranks := Engine(devices=2)).local(p)
         ranks.ready(SimpleNamespace(position=SimpleNamespace(window=0)))
         assert ranks.local(p).data_ptr() == flat.data_ptr()
-    finally:
-        dist.destroy_process_group()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from as_rank import as_rank
 from lowmem.module import CausalLM
 from lowmem.strategy.fsdp import FullyShard
 from lowmem.strategy.several import AmongSeveral, Several
@@ -68,12 +68,9 @@ def test_the_norm_of_gradients_on_the_host_is_added_where_the_ranks_compute(monk
     monkeypatch.setattr(Several, "place", DEVICE)
     added = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: added.append(tensor))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with as_rank(0, 2):
         ranks, p = FullyShard(devices=2, offload=True), nn.Parameter(torch.ones(4))
         p.grad = torch.full((4,), 3.0)
         norm = ranks.norm([ranks.local(p)])
-    finally:
-        dist.destroy_process_group()
     assert [one.device for one in (norm, *added)] == [DEVICE, DEVICE] and added[0].dim() == 0
     assert p.grad.device.type == "cpu"

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from benchmarks import architectures
 from benchmarks.architectures import configured, made, shrunk
 
 from lowmem import gradient_checkpointing
@@ -18,14 +17,7 @@ POPULAR = (
     *("gpt_neox", "bloom", "falcon", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere", "granite"),
     *("starcoder2", "qwen3_moe", "gpt_oss", "mixtral", "modernbert-decoder", "rembert", "recurrent_gemma", "mamba2"),
 )
-
-
-@pytest.fixture(autouse=True)
-def quietly():
-    threads = torch.get_num_threads()
-    architectures._prepare()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("as_for_families")
 
 
 def a_model(name, **changes):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from lowmem import processors
 from lowmem.errors import Refused
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ def elsewhere(cfg: "DictConfig", on_card: bool, capability: float | None, rank: 
 
 def helper() -> Helper | None:
     """None: there is one processor, and two processes would wait for each other."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Helper() if usable and usable > 1 else None
+    return Helper() if processors.usable() > 1 else None
 
 
 def serve() -> None:

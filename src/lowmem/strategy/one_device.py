@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lowmem.data.loader import MicroBatch, Window
-from lowmem.gradients import norm
+from lowmem.gradients import norm_of_all
 from lowmem.memory.ledger import Ledger, Side
 
 
@@ -102,7 +102,7 @@ class OneDevice:
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Global L2 norm of their gradients over all processes, each element counted once. Args: parameters: local
         ones that have a gradient."""
-        return norm([p.grad for p in parameters])
+        return norm_of_all(parameters)
 
     def drop(self) -> None:
         """The step is done, or skipped, and the local parameters have no gradients any more."""

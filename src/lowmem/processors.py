@@ -1,0 +1,16 @@
+"""How many processors this process may compute with."""
+
+import os
+from pathlib import Path
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable() -> int:
+    """A container has often been given few of many, and torch counts them all."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return min(own, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return own

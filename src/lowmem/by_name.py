@@ -47,10 +47,10 @@ def held(tensor: Tensor, ranks: OneDevice) -> Tensor:
 def divided(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor], dict]:
     """A checkpoint as Lightning gathers it, by all processes. Returns: its tensors, as `sharded.save` takes them, and
     the rest."""
-    tied, (optimizer,) = _tied(module), checkpoint["optimizer_states"]
+    tied, numbered, (optimizer,) = _tied(module), stepped(module), checkpoint["optimizer_states"]
     tensors = dict(_weights(checkpoint["state_dict"], module, tied))
     plain: dict[str, dict] = {}
-    for (name, p), state in ((stepped(module)[number], state) for number, state in optimizer["state"].items()):
+    for (name, p), state in ((numbered[number], state) for number, state in optimizer["state"].items()):
         for key, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"{STATE}{name}/{key}"] = module.ranks.saved(p, value) if value.dim() else value

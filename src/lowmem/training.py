@@ -236,6 +236,7 @@ def _assembled(
         "max_epochs": -1,  # epochs are the loader's affair
         "val_check_interval": cfg.val_every,
         "check_val_every_n_epoch": None,
+        "inference_mode": not module.ranks.several,  # fully_shard counts versions of tensors, which there have none
         "num_sanity_val_steps": 1,  # an evaluation that does not fit fails before the first step, not hours later
         "default_root_dir": output_dir,
         "logger": loggers or False,

@@ -1,18 +1,25 @@
 """What several processes must do alike, seen in one: each would do it alone, or wait for the others."""
 
+import math
+from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import strategy as strategies
 
 from as_rank import as_rank
 from lowmem import training
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
 from lowmem.strategy.ddp import DataParallel
+from lowmem.strategy.fsdp import FullyShard
 from lowmem.strategy.one_device import OneDevice
-from lowmem.strategy.several import Divided, Several
+from lowmem.strategy.several import AmongSeveral, Divided, Several
+from lowmem.strategy.tensor_parallel import TensorParallel
 
 
 def spare(module):
@@ -77,6 +84,42 @@ def test_what_is_stepped_under_ddp_moves_with_the_weights(fit, monkeypatch, foll
         monkeypatch.setattr(Several, "moved", lambda self: None)
     fit("strategy=ddp", "max_steps=1", "precision=bf16-sr", "optim=adamw", "export=null", "sample_tokens=0")
     assert seen == [follows]
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_a_checkpoint_is_evaluated_where_the_group_is_not_gloos_alone(fit, monkeypatch, mode):
+    """As on cards, where Lightning would do it in inference mode, in which fully_shard's tensors have no version."""
+    _, run = fit("strategy=fsdp", "max_steps=1", "export=null")
+    join, trainer = dist.init_process_group, training.Trainer
+    monkeypatch.setattr(dist, "init_process_group", lambda _, **how: join("cpu:gloo,cuda:gloo", **how))
+    if mode == "inference_mode":
+        monkeypatch.setattr(training, "Trainer", lambda **how: trainer(**(how | {"inference_mode": True})))
+    with pytest.raises(RuntimeError, match="Inference tensors") if mode == "inference_mode" else nullcontext():
+        assert math.isfinite(fit("strategy=fsdp", f"evaluate={run}")[0]["val_loss"])
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_state_of_all_ranks_is_not_brought_to_one_host(fit, monkeypatch, stays):
+    """Lightning does that when a run ends, however it ends."""
+    brought = []
+    monkeypatch.setattr(strategies, "_optimizers_to_device", lambda optimizers, _: brought.append(len(optimizers)))
+    if not stays:
+        monkeypatch.delattr(AmongSeveral, "teardown")
+    fit("strategy=fsdp", "max_steps=1", "export=null")
+    assert brought[-1] == (0 if stays else 1)
+
+
+@pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
+def test_ranks_that_compute_on_the_processor_have_their_own_limit_where_there_is_a_card(strategy, monkeypatch):
+    """Where torch makes them a group of its own, with a limit of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        *_, group = strategy(timeout=7).mesh.get_all_groups()
+        assert group is not dist.group.WORLD
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_without_loggers_bears_callbacks_that_want_one(fit, monkeypatch):

@@ -291,7 +291,7 @@ def needs(
     }
     base = sum(built_on.values())
     device = _device_bytes(shapes, on_card, leaving)
-    host = _host_bytes(shapes, on_card, size, loaded)
+    host = _host_bytes(shapes, run, on_card, size, loaded)
     host["save"] += _merged(cfg, shapes)
     mapped = _mapped(cfg, shapes.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
@@ -334,7 +334,7 @@ def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
     }
 
 
-def _host_bytes(shapes: Trace, on_card: bool, size: int, loaded: int) -> dict[str, int]:
+def _host_bytes(shapes: Trace, run: Settings, on_card: bool, size: int, loaded: int) -> dict[str, int]:
     """By phase, of tensors that lie on the host only. Args: size: bytes of an element of what is trained; loaded: of
     the weights as they are read."""
     traced = {name: point.host for name, point in shapes.phases.items()}
@@ -346,8 +346,10 @@ def _host_bytes(shapes: Trace, on_card: bool, size: int, loaded: int) -> dict[st
         load = shapes.held + (shapes.weights if on_card else 0)
     # where there is a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
-    # to be written each tensor is copied from the card, and when a run ends Lightning brings all of them to the host
-    copies = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"] if on_card else 0
+    copies = 0
+    if on_card:  # to be written each tensor is copied, and when a run ends Lightning brings what is whole to the host
+        copies = shapes.largest * size if run.saves_parts else shapes.weights
+        copies += 0 if run.several else shapes.phases["evaluation"].bytes["optimizer"]
     return {
         "load": largest + load,
         "forward": traced["forward"] + rounding,

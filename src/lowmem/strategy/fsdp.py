@@ -7,6 +7,7 @@ in host memory, where they are stepped, too. Source: Zhao et al. 2023, arXiv 230
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import reduce
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from lowmem.data.loader import MicroBatch
 from lowmem.gradient_checkpointing import blocks
+from lowmem.internals import limit
 from lowmem.strategy import loading
 from lowmem.strategy.several import Divided
 
@@ -31,6 +33,7 @@ class FullyShard(Divided):
         self.offload = offload
         self.side = self.side_of_weights = "host" if offload else "device"
         self.mesh = init_device_mesh(device, (self.size,), mesh_dim_names=("data",))
+        limit(self.mesh.get_group(), timedelta(seconds=timeout))
 
     def divide(self, module: LightningModule) -> None:
         pinned = self.device == "cuda"
@@ -47,10 +50,10 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
     for block in blocks(module.model):
         fully_shard(block, mesh=mesh, mp_policy=added, offload_policy=policy)
     fully_shard(module.model, mesh=mesh, mp_policy=added, offload_policy=policy)
-    Gathered(module)
+    Resharding(module)
 
 
-class Gathered:
+class Resharding:
     """What is outside of the blocks stays gathered after a forward pass, for the backward pass. Where none follows it
     would stay for ever, and a parameter would be its whole: so it is put away, by a loss that reads the head itself
     when it has done so."""

@@ -71,7 +71,7 @@ def _waits_for_others(cfg: DictConfig) -> bool:
 def _join(cfg: DictConfig) -> dist.Store:
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # what is said over the host does not make a card wait, and a norm of what is kept there is added there
+    # what is said over the host does not make a card wait
     backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
     limit = timedelta(seconds=cfg.strategy.timeout)
     store, number, size = (

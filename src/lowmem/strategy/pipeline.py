@@ -122,25 +122,26 @@ class Pipeline(Divided):
     # --- each window ----------------------------------------------------------------------------------------------
 
     def passes(self, module: LightningModule, window: Window) -> tuple[Tensor, Tensor | None]:
-        turns = Turns(self, window)
+        work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
-        schedule = self._schedule(turns, len(numbers))
+        schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
         module.last_micro_batch = True  # whose backward pass ends now
-        turns.after_backward()
+        work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
-        return self._of_last(turns.loss_sum), None
+        return self._of_last(work.loss_sum), None
 
-    def _schedule(self, turns: "Turns", count: int) -> PipelineScheduleSingle:
+    def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
         """Made anew for each window: it holds room for what travels, of as many micro-batches as long as this one's.
-        With fewer than stages, 1F1B is not defined, and GPipe does and holds the same."""
+        So torch has all stages agree again on how they pass, by one number that goes from the first to the last and
+        back. With fewer micro-batches than stages 1F1B is not defined, and GPipe does and holds the same."""
         stage = self.stage
-        travels = torch.empty(turns.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
+        travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), torch.empty((), device="meta") if stage.last else travels
-        place = PipelineStage(turns, self.rank, self.size, self.place, input_args=arrives, output_args=leaves)
+        place = PipelineStage(work, self.rank, self.size, self.place, input_args=arrives, output_args=leaves)
         schedule = self.schedule if count >= self.size else ScheduleGPipe
-        return schedule(place, count, loss_fn=turns.before_backward, scale_grads=False)
+        return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
 
     def drop(self) -> None:
         """A step that rounds at random has rounded a tied weight in two ways."""
@@ -222,7 +223,7 @@ class Pipeline(Divided):
         return full.to("meta") if p.is_meta else full
 
 
-class Turns(nn.Module):
+class WindowOfStage(nn.Module):
     """A stage's work on a window, as a schedule calls it: for one micro-batch behind the other, with what arrived."""
 
     def __init__(self, ranks: Pipeline, window: Window) -> None:

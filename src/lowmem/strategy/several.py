@@ -34,7 +34,7 @@ class Several(OneDevice):
         super().__init__(device, devices)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_size = self.rank, self.size
-        self.factor = float(self.size)
+        self.factor, self.data_group = float(self.size), dist.group.WORLD  # of those that read data of their own
         self._locals: dict[nn.Parameter, nn.Parameter] = {}
 
     @staticmethod
@@ -95,7 +95,7 @@ class Several(OneDevice):
 
     def total(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=self.data_group)
         return summed
 
     def largest(self, number: int) -> int:
@@ -246,3 +246,9 @@ class AmongSeveral(SingleDeviceStrategy):
             self.ranks.moved()
         for _, holder, key, buffer in buffers(self.lightning_module):
             setattr(holder, key, buffer if buffer.is_meta else buffer.to(self.root_device))
+
+    def teardown(self) -> None:
+        """The optimizer's state stays: Lightning would bring that of all ranks to the memory of one host."""
+        held, self.optimizers = self.optimizers, []
+        super().teardown()
+        self.optimizers = held

@@ -200,7 +200,7 @@ class TensorParallel(Divided):
         for name in self.mesh.mesh_dim_names:
             limit(self.mesh[name].get_group(), timedelta(seconds=timeout))
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
-        self.factor = float(self.data_size)
+        self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
         self._layouts: dict[nn.Parameter, Layout] = {}
         self._compared = False  # whether what all ranks hold has had the same gradient on them
 
@@ -225,11 +225,6 @@ class TensorParallel(Divided):
     def laid_out(self, module: LightningModule) -> dict[str, Layout]:
         """Returns: as `divide`."""
         return divide(module.model, self.group)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        summed = tensor.clone()
-        dist.all_reduce(summed, group=self.mesh["data"].get_group())
-        return summed
 
     def collect(self) -> None:
         """Gradients that are summands are added over the group: once for all of them, and for a whole window."""

@@ -115,7 +115,7 @@ def _scaled():
         return lambda *args, **kwargs: made(*args, **{**kwargs, "scale_grads": True})
 
     every = {name: scaled(made) for name, made in pipeline.SCHEDULES.items()}
-    shown = patch.object(pipeline.Turns, "parameters", lambda turns: turns.ranks.stage.model.parameters())
+    shown = patch.object(pipeline.WindowOfStage, "parameters", lambda work: work.ranks.stage.model.parameters())
     with shown, patch.dict(pipeline.SCHEDULES, every):
         yield
 

@@ -138,7 +138,7 @@ class Pipeline(Divided):
         back. With fewer micro-batches than stages 1F1B is not defined, and GPipe does and holds the same."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
-        arrives, leaves = () if stage.first else (travels,), torch.empty((), device="meta") if stage.last else travels
+        arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
         place = PipelineStage(work, self.rank, self.size, self.place, input_args=arrives, output_args=leaves)
         schedule = self.schedule if count >= self.size else ScheduleGPipe
         return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
@@ -231,7 +231,7 @@ class WindowOfStage(nn.Module):
         self.ranks, self.window = ranks, window
         self._coming = iter(window.micro_batches)
         self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)  # that travel
-        self.loss_sum = torch.zeros((), device=ranks.place)
+        self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
         self._backward = False  # whether it was the last thing done
         ranks.module.last_micro_batch = False
 
@@ -244,7 +244,7 @@ class WindowOfStage(nn.Module):
             if stage.last:
                 loss = ranks.loss(stage.model, micro_batch)
                 self.loss_sum += loss.detach()
-                return loss
+                return loss.to(self.loss_sum.dtype)  # as it was announced
             hidden = stage.hidden(**micro_batch.inputs, use_cache=False)
         leaves = F.pad(hidden, (0, 0, 0, self.rows - len(hidden)))
         leaves.register_hook(lambda _: self.before_backward(self.loss_sum))  # which is zero here

@@ -263,7 +263,7 @@ def until(what, seconds=60) -> None:
 @pytest.fixture
 def place(monkeypatch):
     """(environment) of this process from now on."""
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", launched.OF_RUN, launched.REPORTS):
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", launched.OF_RUN, launched.REPORTS):
         monkeypatch.delenv(key, raising=False)
     return lambda **env: [monkeypatch.setenv(key, value) for key, value in env.items()]
 
@@ -274,9 +274,9 @@ def place(monkeypatch):
         ({"RANK": "1", "WORLD_SIZE": "4"}, "devices=2: 4 processes were started (WORLD_SIZE=4). Type devices=4"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: this is no number of a rank. Start them with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "unset RANK and WORLD_SIZE"),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "devices=2: SLURM runs 2 tasks (SLURM_NTASKS)"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "devices=2: SLURM runs 2 tasks (SLURM_STEP_NUM_TASKS)"),
         (
-            {"SLURM_NTASKS": "2"},
+            {"SLURM_STEP_NUM_TASKS": "2"},
             "srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices=2",
         ),
     ],
@@ -288,7 +288,10 @@ def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("env", [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_NTASKS": "2"}, {"SLURM_NTASKS": "1"}])
+@pytest.mark.parametrize(
+    "env",
+    [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+)
 def test_as_many_as_were_asked_for_are_not(place, env):
     place(**env)
     assert cli.prepare(["strategy=ddp", "devices=2"]) == ["strategy=ddp", "devices=2"]

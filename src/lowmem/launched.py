@@ -74,12 +74,12 @@ def check(devices: int) -> None:
                 f"torchrun --nproc-per-node {devices}; where nobody has started them, unset RANK and WORLD_SIZE."
             )
         return
-    tasks = os.environ.get("SLURM_NTASKS", "1")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # of this srun; of the whole job there may be more
     if devices > 1 and tasks.isdigit() and int(tasks) > 1:
         raise Refused(
-            f"devices={devices}: SLURM runs {tasks} tasks (SLURM_NTASKS), and each would start all ranks. Type srun "
-            f"torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices={devices} in a job with "
-            "--ntasks-per-node=1."
+            f"devices={devices}: SLURM runs {tasks} tasks (SLURM_STEP_NUM_TASKS), and each would start all ranks. Type "
+            f"srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices={devices} in a job "
+            "with --ntasks-per-node=1."
         )
 
 

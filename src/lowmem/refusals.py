@@ -74,14 +74,15 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.several and run.streams,
-        "weights=streamed: the host holds one whole model, for one device. Type weights=resident strategy=fsdp_offload "
-        "for several, whose hosts hold a part of it for each, or strategy=auto devices=1.",
+        "weights=streamed: the host holds one whole model, for one device. Type weights=resident precision=bf16-sr "
+        "optim=adamw strategy=fsdp_offload for several, whose hosts hold a part of it for each, or strategy=auto "
+        "devices=1.",
         "each_process_would_hold_all_that_streams",
     ),
     Refusal(
         lambda run: run.several and run.masters and not run.streams,
-        "strategy: with this precision the host steps one whole model beside one device. Type precision=bf16-sr or "
-        "bf16 for several, or strategy=auto devices=1.",
+        "strategy: with this precision the host steps one whole model beside one device. Type precision=bf16 for "
+        "several, or bf16-sr where the engine is torch's, or strategy=auto devices=1.",
         "each_process_would_step_masters_of_its_own",
     ),
     Refusal(

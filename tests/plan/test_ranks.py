@@ -17,9 +17,11 @@ from lowmem.memory.tracker import StorageTracker
 from lowmem.plan import shapes
 from lowmem.plan.links import EARLIER, NODE, Sent, Traffic, by_phase, of_window, traffic
 from lowmem.plan.machine import Machine
-from lowmem.plan.prediction import PHASES, Need, Prediction, predict
+from lowmem.plan.prediction import PHASES, Need, Prediction, outline, predict
+from lowmem.plan.table import command
 from lowmem.plan.trace import trace
 from lowmem.plan.window import window
+from lowmem.strategy.pipeline import Pipeline
 from lowmem.units import GIB
 
 S = SimpleNamespace(B=2, T=16, H=64, F=128, n=4, L=3, V=2048)
@@ -124,6 +126,31 @@ def test_each_stage_of_a_pipeline_has_its_own_blocks(traced):
 def test_a_window_of_one_and_a_loss_in_chunks_are_traced_too(traced):
     lines = ("strategy=pipeline", "devices=2", "accumulation=none", "loss=chunked")
     assert sum(traced(*lines, rank=rank).gradients for rank in (0, 1)) == WHOLE
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
+    """A large vocabulary leaves the first and the last stage one block. Wrong: to look at these two alone."""
+    lines = ("strategy=pipeline", "devices=4", f"strategy.schedule={schedule}", "accumulation=fixed")
+    cfg = typed(*lines, "accumulation.batches=6", "model.architecture.num_hidden_layers=12")
+    stages = [max(point.total for point in trace(cfg, False, rank=rank).phases.values()) for rank in range(4)]
+    assert predict(cfg, on_card=False).device_peak == max(stages)
+    monkeypatch.setattr(Pipeline, "neediest", (0, 3))
+    assert predict(cfg, on_card=False).device_peak < max(stages)
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_zero3", "fsdp_offload"])
+def test_an_outline_knows_what_waits_in_host_memory(typed, strategy):
+    lines = (f"strategy={strategy}", "devices=2", *(["strategy.offload=true"] if strategy != "fsdp_offload" else []))
+    points = outline(typed(*lines), on_card=True).phases.values()
+    assert all(sum(point.bytes[part] for part in ("weights", "gradients", "optimizer")) == 0 for point in points)
+    assert all(point.host >= 4 * WHOLE / 2 for point in points)
+
+
+def test_a_command_for_several_hosts_starts_the_ranks_of_each():
+    recipe = SimpleNamespace(overrides=("optim=adamw",), prediction=SimpleNamespace(devices=20, node=8))
+    started = "torchrun --nnodes=3 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py "
+    assert command(["devices=20"], recipe) == started + "devices=20 optim=adamw"
 
 
 # --- links and hosts -------------------------------------------------------------------------------------------------

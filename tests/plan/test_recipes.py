@@ -14,7 +14,7 @@ from lowmem.memory.tracker import Point
 from lowmem.overrides import CONF, replaced
 from lowmem.overrides import composed as compose_lines
 from lowmem.plan import recipes, tracing
-from lowmem.plan.candidates import COMPUTED, Typed, candidates, stands_alone, trainings
+from lowmem.plan.candidates import COMPUTED, Typed, candidates, micro_batches, stands_alone, trainings
 from lowmem.plan.derive import Derivation, bilinear
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import Need, Prediction, needs
@@ -380,6 +380,23 @@ def test_every_config_of_a_search_is_what_would_be_composed():
         # what was typed for adamw and for a loss in chunks means nothing to these
         assert asked.config(passes) == asked.compose({"optim.betas": None, **passes})
         assert asked.config(parameters) == asked.compose({"loss.rows": None, **parameters})
+
+
+@pytest.mark.parametrize(
+    ("named", "strategy", "sequences"),
+    [
+        ("strategy=tensor_parallel", "tensor_parallel", 8),  # of which all eight read the same
+        ("strategy=fsdp", "fsdp", 8),
+        ("strategy=ddp", "ddp", 8),  # where none is typed, too
+        ("strategy=ddp", "tensor_parallel", 64),
+    ],
+)
+def test_a_window_of_several_devices_has_as_many_sequences_as_typed(named, strategy, sequences):
+    """Of each that reads data of its own."""
+    asked = typed("devices=8", "device=cpu", "batch_size=8", named)
+    asked = replace(asked, lines=())
+    tried = micro_batches(asked, asked.config({"strategy": strategy}))
+    assert {size * int(more.get("accumulation.batches", 1)) for size, more in tried} == {sequences}
 
 
 def test_where_everything_is_refused_the_reason_is_said():

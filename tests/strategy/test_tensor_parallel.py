@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tensor_ranks
+from as_rank import as_rank
 from lowmem.adapter.lora import DoRA
 from lowmem.adapter.qlora import QLoRA
 from lowmem.errors import Refused
@@ -111,6 +112,21 @@ def test_heads_and_widths_that_do_not_divide_are_refused_with_the_number():
         divide(built("llama", intermediate_size=49), group(2))
     with pytest.raises(Refused, match=r"c_attn has 4 heads"):
         divide(built("gpt2"), group(8))
+    fused = built("gpt_neox", num_attention_heads=8, hidden_size=96)
+    layers = "gpt_neox.layers.*.attention"
+    fused.tp_plan = {f"{layers}.query_key_value": "colwise", f"{layers}.dense": "rowwise"}
+    with pytest.raises(Refused, match=r"query_key_value has 8 heads"):  # three times as many would divide
+        divide(fused, group(3))
+
+
+def test_devices_are_not_to_blame_where_a_group_is_smaller():
+    with as_rank(0, 8), pytest.raises(Refused, match=r"k_proj has 2 heads. Type another strategy=.*parallel_size=2\.$"):
+        divide(built("llama"), group(4))
+
+
+def test_one_group_takes_no_size():
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
+        TensorParallel(tensor_parallel_size=2)
 
 
 def test_what_cannot_be_divided_is_refused_by_name():

@@ -205,8 +205,8 @@ def micro_batches(typed: Typed, cfg: DictConfig) -> Iterator[tuple[int, dict[str
             if typed.cfg.batch_size == "auto" or batch_size <= typed.cfg.batch_size:
                 yield batch_size, {}
         return
-    # Of several devices each would have as many if all of them read data of their own.
-    sequences = typed.cfg.batch_size * typed.cfg.devices // Settings(cfg).data_ranks
+    # As many in all, of which each that reads data of its own has its share.
+    sequences = typed.cfg.batch_size * Settings(typed.cfg).data_ranks // Settings(cfg).data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
         accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}

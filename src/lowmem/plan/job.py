@@ -62,7 +62,7 @@ def plan(
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
         said, written = f"\n{table.of_plan(searched, cfg.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
-            smaller = largest_model(searched, on_card)
+            smaller = largest_model(searched, on_card, cfg.node)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
         if emulates(card, cfg):

@@ -175,10 +175,9 @@ def predict(
     if Settings(cfg).strategy.package:
         why = f"the engine of this strategy is counted by its rule: what it divides is 1/{cfg.devices} on each device."
         return replace(needs(outline(cfg, on_card), cfg, on_card, libraries, **more), estimate=f"{why} {OUTLINED}")
-    # Of a pipeline the first stage holds the embedding and most micro-batches, the last one the logits.
-    ranks = {0, cfg.devices - 1} if Settings(cfg).strategy.together else {0}
     try:
-        found = [traces(cfg, on_card, capability=capability, rank=rank) for rank in ranks]
+        first = traces(cfg, on_card, capability=capability)
+        found = [first, *(traces(cfg, on_card, capability=capability, rank=rank) for rank in first.neediest if rank)]
         return max((needs(one, cfg, on_card, libraries, **more) for one in found), key=lambda need: need.device_peak)
     except Refused:
         raise
@@ -209,7 +208,8 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     state = round(count * rate) - paged
     gradients = 0 if on_host else sum(p.nbytes for p in own)
     tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
-    if run.strategy.divides:
+    whole = 0
+    if run.saves_parts:
         whole = weights if run.strategy.steps_wide and not run.strategy.gathers_in_hooks else 0
         wide = 4 * count if run.strategy.steps_wide else 0
         weights, gradients, state = (size // cfg.devices for size in (weights, gradients, state + wide))
@@ -222,6 +222,9 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
     master = getattr(torch, cfg.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else HALF)) + state if on_host else 0
+    if run.strategy.offloads or cfg.strategy.get("offload"):  # what is divided waits and is stepped there
+        divided = 0 if whole else weights
+        host, weights, gradients, state = gradients + state + divided, weights - divided, 0, 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
         held = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
@@ -349,6 +352,8 @@ def _host_bytes(shapes: Trace, run: Settings, on_card: bool, size: int, loaded: 
     copies = 0
     if on_card:  # to be written each tensor is copied, and when a run ends Lightning brings what is whole to the host
         copies = shapes.largest * size if run.saves_parts else shapes.weights
+        if run.strategy.package:  # its parts are put together first, by each process, with an AdamW's two states
+            copies = (shapes.parameters + 2 * shapes.trained) * size
         copies += 0 if run.several else shapes.phases["evaluation"].bytes["optimizer"]
     return {
         "load": largest + load,

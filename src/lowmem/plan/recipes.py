@@ -250,7 +250,12 @@ def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 def model_depth(cfg: DictConfig) -> tuple[int, int]:
     """How many blocks, and after how many their kinds begin again."""
-    config = architecture_of(cfg)
+    config, strategy = architecture_of(cfg), Settings(cfg).strategy
+    if strategy.together or strategy.package:
+        raise Refused(
+            "strategy: recipes are derived from a few blocks of a model, which this one divides otherwise than all of "
+            "them. Type search=false to plan.py to predict one run at a time."
+        )
     depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
     rounds = period(kinds) if kinds else 1
     if not depth or rounds is None:
@@ -272,7 +277,7 @@ def _trained_alike(cfg: DictConfig, rounds: int) -> bool:
     return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
 
 
-def largest_model(plan: Plan, on_card: bool) -> str | None:
+def largest_model(plan: Plan, on_card: bool, node: int = NODE) -> str | None:
     """Of conf/model, smaller than the plan's: the largest with which its smallest recipe fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
     parameters = plan.recipes[0].prediction.parameters
@@ -284,6 +289,7 @@ def largest_model(plan: Plan, on_card: bool) -> str | None:
                 sizes[yaml.stem] = outline(cfg, on_card).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
         of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
-        if predict(compose({**recipe, "model": name}), on_card, **of_card).fits(plan.gpu, plan.ram):
-            return name
+        with suppress(Refused):  # its widths may not divide
+            if predict(compose({**recipe, "model": name}), on_card, node=node, **of_card).fits(plan.gpu, plan.ram):
+                return name
     return None

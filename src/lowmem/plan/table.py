@@ -13,8 +13,12 @@ from lowmem.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
-    """As a shell reads it."""
-    return shlex.join(["python", "train.py", *replaced(typed, as_mapping(recipe.overrides))])
+    """As a shell reads it; of several hosts, as it is typed on each of them, HOST being the first one's name."""
+    program, need = ["python"], recipe.prediction
+    if need.devices > need.node:
+        program = ["torchrun", f"--nnodes={-(-need.devices // need.node)}", f"--nproc-per-node={need.node}"]
+        program += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    return shlex.join([*program, "train.py", *replaced(typed, as_mapping(recipe.overrides))])
 
 
 def of_plan(plan: Plan, rows: int) -> str:

@@ -124,6 +124,7 @@ class Trace:
     places: dict[str, Place] = field(default_factory=dict)
     advice: str | None = None  # where attention takes the math kernel
     estimate: str | None = None  # why it is one
+    neediest: tuple[int, ...] = (0,)  # ranks, of which one needs most
 
 
 def trace(
@@ -199,6 +200,7 @@ def trace(
         places=places(window.points, recorder.marks),
         advice=attention and attention.advice,
         estimate=EVENLY if shapes.spread else None,
+        neediest=ranks.neediest,
     )
 
 

@@ -111,7 +111,7 @@ def divide_rows(layer: nn.Linear | Conv1D, group: Group, split: bool = False) ->
         group.leaving()
         x = group.redistributed(x, Replicate(), Shard(x.dim() - 1)) if split else x
         product = group.redistributed(_product(layer, x, None), Partial(), Replicate())
-        return product if layer.bias is None else product + layer.bias
+        return product if layer.bias is None else product + layer.bias.to(product.dtype)  # autocast casts it, too
 
     layer.forward = forward
     return dict(layouts)

@@ -16,6 +16,12 @@ from lowmem.strategy.tensor_parallel import TensorParallel
 class FullyShardTensorParallel(TensorParallel):
     """Args: tensor_parallel_size: ranks of a group, which are neighbours; with N devices there are N / size groups."""
 
+    def __init__(
+        self, device: str = "cpu", devices: int = 1, timeout: float = 600, tensor_parallel_size: int = 2
+    ) -> None:
+        self.tensor_parallel_size = tensor_parallel_size
+        super().__init__(device, devices, timeout)
+
     def laid_out(self, module: LightningModule) -> dict[str, Layout]:
         layouts = super().laid_out(module)
         shard(module, self.mesh["data"], offload=False, pinned=False)

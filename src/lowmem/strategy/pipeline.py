@@ -108,6 +108,15 @@ class Pipeline(Divided):
         )
         return f"strategy=pipeline: blocks and bytes of weights by stage: {cuts}."
 
+    @property
+    def neediest(self) -> tuple[int, ...]:
+        """The first stage has the embedding, the last one the logits; of those between one has most weights, and one
+        most activations: of each block, and under 1F1B of as many micro-batches as there are stages from it on."""
+        cuts, stages = self.stage.division.cuts, range(self.size)
+        kept = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
+        most = (max(stages, key=kept.__getitem__), max(stages, key=self.stage.division.bytes))
+        return tuple(sorted({0, *most, self.size - 1}))
+
     def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """(weight that this stage trains with others, the group of these)."""
         shared = {tuple(stages): None for stages in self.stage.holders.values() if len(stages) > 1}

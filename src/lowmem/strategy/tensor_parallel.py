@@ -105,6 +105,8 @@ def styles_of(network: PreTrainedModel) -> dict[str, str]:
     for name, style in styles.items():
         if style not in (*COLUMNS, *ROWS, SUMMED):
             raise _refused(network, f"{name} is divided in a way that is not known here ({style})")
+        if style != SUMMED and name not in modules:
+            raise _refused(network, f"{name} is divided, which is no layer")
         if style != SUMMED:
             _check_kind(network, name, modules[name])
     return styles
@@ -120,12 +122,13 @@ def _check_kind(network: nn.Module, name: str, module: nn.Module) -> None:
 
 def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> None:
     """Heads and widths: each rank has as many as any other."""
+    grouped = dist.is_initialized() and size < dist.get_world_size()  # then devices= are not what has to be another
     counts = {name: _counted(network, name, style) for name, style in styles.items() if style != SUMMED}
     for name, (count, what) in counts.items():
         if count % size:
             fits = [n for n in range(2, size) if not any(number % n for number, _ in counts.values())]
             groups = [n for n in fits if size % n == 0]
-            instead = "Type another strategy=, such as fsdp" if not fits else f"Type devices={fits[-1]}"
+            instead = f"Type devices={fits[-1]}" if fits and not grouped else "Type another strategy=, such as fsdp"
             raise Refused(
                 f"{type(network).__name__} cannot be divided over {size} ranks: {name} has {count} {what}. {instead}"
                 + (f", or strategy=fsdp_tensor_parallel strategy.tensor_parallel_size={groups[-1]}." if groups else ".")
@@ -137,9 +140,11 @@ def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
         return entering, "columns"
-    head = getattr(attention, "head_dim", None) if style in ("colwise", QKV) else None
-    fused = FUSED if style == QKV else 1
-    return (out // fused // head, "heads") if head else (out, "rows")
+    head = getattr(attention, "head_dim", getattr(attention, "head_size", None)) if style in ("colwise", QKV) else None
+    if not head:
+        return out, "rows"
+    heads = getattr(network.config.get_text_config(decoder=True), "num_attention_heads", None)
+    return out // head // (FUSED if style == QKV or out == FUSED * head * (heads or 0) else 1), "heads"
 
 
 def _refused(network: nn.Module, why: str) -> Refused:
@@ -183,18 +188,14 @@ def _base(module: nn.Module) -> nn.Module:
 
 
 class TensorParallel(Divided):
-    """All ranks are one group, and read the same rows. Those that are several groups derive from it.
-
-    Args: tensor_parallel_size: ranks of a group; None: all.
-    """
+    """All ranks are one group, and read the same rows. Those that are several groups derive from it."""
 
     in_numbers = False
+    tensor_parallel_size: int | None = None  # ranks of a group; None: all
 
-    def __init__(
-        self, device: str = "cpu", devices: int = 1, timeout: float = 600, tensor_parallel_size: int | None = None
-    ) -> None:
+    def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
-        self.data_size = self.data_ranks(self.size, tensor_parallel_size)
+        self.data_size = self.data_ranks(self.size, self.tensor_parallel_size)
         shape = (self.data_size, self.size // self.data_size)
         self.mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
         for name in self.mesh.mesh_dim_names:

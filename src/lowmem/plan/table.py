@@ -114,10 +114,10 @@ def _beside(prediction: Prediction) -> str:
 
 def _ranks(prediction: Prediction) -> str:
     inside, between = (part / GIB for part in prediction.traffic)
-    return (
-        f"{prediction.devices} devices: device is of each, host of {prediction.on_host} that share one. To each come "
-        f"{inside:.2f} GiB per optimizer step from those of its node, and {between:.2f} GiB from other nodes"
-    )
+    shared = f"{prediction.devices} devices: device is of each, host of {prediction.on_host} that share one"
+    if not any(prediction.traffic):  # nothing was traced
+        return shared
+    return f"{shared}. To each come {inside:.2f} GiB per optimizer step from those of its node, and {between:.2f} GiB from other nodes"
 
 
 def _streams(plan: Plan) -> str:

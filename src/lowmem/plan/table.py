@@ -117,7 +117,10 @@ def _ranks(prediction: Prediction) -> str:
     shared = f"{prediction.devices} devices: device is of each, host of {prediction.on_host} that share one"
     if not any(prediction.traffic):  # nothing was traced
         return shared
-    return f"{shared}. To each come {inside:.2f} GiB per optimizer step from those of its node, and {between:.2f} GiB from other nodes"
+    return (
+        f"{shared}. To each come {inside:.2f} GiB per optimizer step from those of its node, and {between:.2f} GiB "
+        "from other nodes"
+    )
 
 
 def _streams(plan: Plan) -> str:

@@ -468,6 +468,12 @@ def test_state_that_is_restored_goes_on_to_the_same_bits(here, monkeypatch, lost
     assert "same bits: " + ("NO" if lost else "yes") in pages.says(found)
 
 
+def test_a_card_is_crowded_only_where_that_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.delenv(pages.ASKED, raising=False)
+    with pytest.raises(LeftOut, match=f"may hang: {pages.ASKED}=1"):
+        pages.crowded(Here("cuda", SIZES["cuda"], tmp_path, tmp_path))
+
+
 def test_on_a_card_state_must_be_paged_and_the_unpaged_must_not_fit():
     every = ("same bits", "same state", "unpaged runs out of memory", "paged", "paged when restored")
     assert pages.right(dict.fromkeys(every, True), on_card=True)
@@ -645,13 +651,28 @@ def test_the_ranks_have_every_card_of_the_kit_and_other_cases_the_first(monkeypa
     assert of_case["CUDA_VISIBLE_DEVICES"] == (visible or "0")[0]
     monkeypatch.setattr(os, "environ", of_case)
     assert several.environment().get("CUDA_VISIBLE_DEVICES") == visible
+    assert "OMP_NUM_THREADS" not in several.environment()  # of a case; ranks have each a share
 
 
-def ranks_that_ran(folder, size, pinned, speed, loss=3.0):
+def test_a_run_that_takes_too_long_takes_its_ranks_along(here, monkeypatch):
+    """Told twice, as a person would."""
+    script = here.folder / "train.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "told = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1) or (len(told) == 2 and sys.exit(7)))\n"
+        "print('begun', flush=True)\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    monkeypatch.setattr(several, "ROOT", here.folder)
+    assert several.train(here, seconds=2 / here.size.patience) == (7, "begun\n")
+
+
+def ranks_that_ran(folder, size, pinned, speed, loss=3.0, weights=GIB, predicted=3 * GIB):
     """What a run of stage 8 has left, its ranks one GiB apart."""
-    ranks = [{"device": (2 + number) * GIB, "host_rss": GIB, "weights": GIB} for number in range(size)]
+    ranks = [{"device": (2 + number) * GIB, "host_rss": GIB, "weights": weights} for number in range(size)]
     summary = {"ranks": ranks, "weights_bytes": size * GIB, "tokens_per_second": speed, "train_loss": loss}
-    summary |= {"predicted": {"device_peak_bytes": 3 * GIB, "reserved_peak_bytes": 5 * GIB}}
+    summary |= {"predicted": {"device_peak_bytes": predicted, "reserved_peak_bytes": 5 * GIB}}
     for number in range(size):
         (rank := folder / "run" / (f"rank-{number}" if number else "")).mkdir(parents=True)
         (rank / "memory.csv").write_text(f"step,phase,reserved_peak_bytes\n1,step,{(4 + number) * GIB}\n")
@@ -676,11 +697,18 @@ def test_ranks_are_shown_beside_what_was_predicted_and_beside_one_card(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("name", "pinned", "loss", "is_right"),
-    [("fsdp_offload", True, 3.0, True), ("fsdp_offload", False, 3.0, False), ("fsdp", False, math.nan, False)],
+    ("name", "more", "is_right"),
+    [
+        ("fsdp_offload", {"pinned": True}, True),
+        ("fsdp_offload", {}, False),
+        ("fsdp", {"loss": math.nan}, False),
+        ("fsdp", {"weights": 2 * GIB}, False),  # each has all of them
+        ("ddp", {"weights": 2 * GIB}, True),
+        ("fsdp", {"predicted": 2 * GIB}, False),
+    ],
 )
-def test_parts_on_the_host_are_right_where_they_are_pinned(tmp_path, name, pinned, loss, is_right):
-    ranks_that_ran(tmp_path, 2, pinned, 1.0, loss)
+def test_ranks_are_right_where_they_train_what_is_divided_pinned_and_predicted(tmp_path, name, more, is_right):
+    ranks_that_ran(tmp_path, 2, **{"pinned": False, "speed": 1.0} | more)
     assert several.found(Here("cuda", SIZES["cuda"], tmp_path, tmp_path), tmp_path / "run", name)["right"] == is_right
 
 
@@ -693,7 +721,7 @@ def test_parts_on_the_host_are_right_where_they_are_pinned(tmp_path, name, pinne
     ],
 )
 def test_a_rank_that_hangs_ends_the_run_with_a_sentence(here, monkeypatch, code, said, is_right):
-    monkeypatch.setattr(several, "train", lambda *_: (code, f"step 1\n{said}\n"))
+    monkeypatch.setattr(several, "train", lambda *_, **__: (code, f"step 1\n{said}\n"))
     assert several.hang(here, 2)["right"] == is_right
 
 

@@ -22,6 +22,7 @@ NAMED = {
     ("plan/candidates.py", "fixed"): "a smaller micro-batch needs a window that makes up for it",
     ("plan/job.py", "none"): "a word of a sentence",
     ("schema.py", "offload"): "an argument of another group has this name",
+    ("plan/prediction.py", "offload"): "the same argument",
     ("adapter/lora.py", "none"): "peft's word for biases that are not trained",
     ("runs/charts.py", "none"): "plotly's word for no marker",
     ("report/ran.py", "none"): "a choice of that name does nothing, and is no part of a title",

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from functools import reduce
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -283,7 +284,8 @@ def test_in_a_sweep_a_comma_separates_unless_all_of_it_is_there(tmp_path):
 
 def test_a_printed_recipe_can_be_copied():
     typed = ["data=text", *(f"data.path={value}" for value in AWKWARD), "accumulation.sizes={0: 1, 3: 4}"]
-    printed = table.command(typed, Recipe(("optim=sgd",), None, 0.0))
+    of_one = SimpleNamespace(devices=1, node=8)
+    printed = table.command(typed, Recipe(("optim=sgd",), of_one, 0.0))
     assert shlex.split(printed) == ["python", "train.py", *typed, "optim=sgd"]
 
 

@@ -109,6 +109,7 @@ class Kit:
         size, memory = SIZES[self.device], found["machine"].get("memory_bytes")
         records = {stage: found["stages"][str(stage.number)] for stage in stages}
         at_once, threads = _at_once(stages[0], memory) if size.whole else (min(processors.usable(), REHEARSED), 1)
+        print(f"Cases at once: {at_once}.", flush=True)  # of which a machine with little memory has one
         begin, todo = self._beginner(threads), [(stage, name) for stage in stages for name in _todo(records[stage])]
         with ThreadPoolExecutor(at_once) as pool:
             running = {pool.submit(begin, stage, name): (stage, name) for stage, name in todo}

@@ -1,7 +1,7 @@
 """Stage 8: several cards, where there are at least two: memory per rank, speed beside one card, and a rank that hangs.
 
 Each strategy trains the same model on all cards that can be seen: what the allocator of each had at its peak, beside
-what was predicted for the first, and tokens per second beside those of one card. fsdp_offload must have its parts in
+what was predicted, and tokens per second beside those of one card. fsdp_offload must have its parts in
 pinned memory, and a rank that stands still must end the run with NCCL's time limit in a sentence of lowmem's.
 """
 
@@ -20,16 +20,22 @@ from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
 from benchmarks.card.memory import both, reserved_by_phase
 from benchmarks.card.process import EVERY_CARD
 from benchmarks.runner import ROOT
+from lowmem.signals import ECHO_SECONDS
 from lowmem.units import GIB
 
 STAGE = Stage(8, "several cards", __name__, seconds=475, gib=8)
 ONE, HANGS = "one card", "a rank that hangs"
+WHOLE = (ONE, "ddp")  # of which each rank has all
+DIVIDED = 0.9  # of the weights; half, but for a pipeline's embedding
+MORE = 1.1  # times what was predicted
 STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "tensor_parallel", "pipeline")
 REHEARSED = ("fsdp_offload", HANGS)  # one that divides, and the end of one
 RUN = (
     *("max_steps=12", "val_every=1000", "save_every=1000", "scheduler=constant", "log_every=1", "precision=bf16"),
     *("accumulation=fixed", "accumulation.batches=4", "optim=adamw", "export=null"),
 )
+SECONDS = (100, 160)  # that a run may take, and one that hangs
+LEAVES = 20  # seconds that its ranks have to leave the cards
 LIMIT = 20  # seconds after which a rank that does not answer is lost
 SEEN, RANKS = "seen-{}.json", "benchmarks.card.ranks"
 SAYS = r"another rank did not answer (in time|within \d+ seconds)"
@@ -37,13 +43,15 @@ SAYS = r"another rank did not answer (in time|within \d+ seconds)"
 
 def cases(size: Size) -> Mapping[str, Case]:
     wanted = (ONE, *STRATEGIES, HANGS) if size.whole else REHEARSED
-    return {name: Case(partial(case, name=name), 120) for name in wanted}
+    # which import nothing themselves: with one card there is nothing to do
+    return {name: Case(partial(case, name=name), SECONDS[name == HANGS] + LEAVES, "json") for name in wanted}
 
 
 def case(here: Here, name: str) -> dict:
     """Raises: LeftOut: with one card."""
     if (cards := counted(here)) < 2:
         raise LeftOut("it needs two cards: not run")
+    cards = 1 << cards.bit_length() - 1  # which divide the heads of the model
     if name == HANGS:
         return hang(here, cards)
     return strategy(here, name, 1 if name == ONE else cards)
@@ -58,16 +66,18 @@ def counted(here: Here) -> int:
 
 
 def environment() -> dict[str, str]:
-    """With every card that the kit was started with, of which a case is given one."""
-    cards = os.environ.get(EVERY_CARD)
-    rest = {key: value for key, value in os.environ.items() if key not in (EVERY_CARD, "CUDA_VISIBLE_DEVICES")}
+    """With every card that the kit was started with, of which a case is given one; the ranks share the processors."""
+    cards, of_case = os.environ.get(EVERY_CARD), (EVERY_CARD, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    rest = {key: value for key, value in os.environ.items() if key not in of_case}
     return rest | ({"CUDA_VISIBLE_DEVICES": cards} if cards else {})
 
 
-def train(here: Here, *typed: str) -> tuple[int, str]:
-    """train.py, which starts the ranks. Returns: its exit code, and what it said."""
+def train(here: Here, *typed: str, seconds: float = SECONDS[0]) -> tuple[int, str]:
+    """train.py, which starts the ranks. Returns: its exit code, and what it said.
+
+    Args: seconds: after which it is told to end, and its ranks with it, or they would be on the next one's cards."""
     lines = [*here.typed(), *here.size.model, *RUN, *typed, f"hydra.run.dir={here.folder / 'run'}"]
-    ran = subprocess.run(
+    ran = subprocess.Popen(
         [sys.executable, "train.py", *lines],
         cwd=ROOT,
         env=environment(),
@@ -75,7 +85,14 @@ def train(here: Here, *typed: str) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return ran.returncode, ran.stdout
+    try:
+        said, _ = ran.communicate(timeout=seconds * here.size.patience)
+    except subprocess.TimeoutExpired:
+        for _ in range(2):  # at once
+            ran.terminate()
+            time.sleep(2 * ECHO_SECONDS)
+        said, _ = ran.communicate()
+    return ran.returncode, said
 
 
 def strategy(here: Here, name: str, cards: int) -> dict:
@@ -105,18 +122,26 @@ def found(here: Here, run: Path, name: str) -> dict:
         "pinned": all(one["pinned"] for one in seen),
         "beside": max(one["beside"] for one in seen),
     }
-    return one | {"right": right(one, offloads=here.on_card and name == "fsdp_offload")}
+    return one | {"right": right(one, name, here.on_card)}
 
 
-def right(one: Mapping, offloads: bool) -> bool:
-    """It trains; and what is on the host for a card is where a copy need not wait for another one."""
-    return math.isfinite(one["train_loss"]) and (one["pinned"] or not offloads)
+def right(one: Mapping, name: str, on_card: bool) -> bool:
+    """It trains; no rank has all of what is divided, nor a card more than was predicted; and what is on the host for a
+    card is where a copy need not wait for another one."""
+    found = [math.isfinite(one["train_loss"])]
+    if name not in WHOLE:
+        found.append(max(one["weights"]) < DIVIDED)
+    if on_card and one["predicted"]:
+        found.append(max(one["allocated"]) <= MORE * one["predicted"]["device_peak"])
+    if on_card and name == "fsdp_offload":
+        found.append(one["pinned"])
+    return all(found)
 
 
 def hang(here: Here, cards: int) -> dict:
     start = time.monotonic()
     limit = f"strategy.timeout={LIMIT}", f"+callbacks.hangs._target_={RANKS}.Hangs"
-    code, said = train(here, "strategy=ddp", f"devices={cards}", *limit)
+    code, said = train(here, "strategy=ddp", f"devices={cards}", *limit, seconds=SECONDS[1])
     sentence = next((line for line in said.splitlines() if re.search(SAYS, line)), None)
     return {"code": code, "said": sentence, "seconds": time.monotonic() - start, "right": bool(code and sentence)}
 

@@ -147,10 +147,11 @@ def test_an_outline_knows_what_waits_in_host_memory(typed, strategy):
     assert all(point.host >= 4 * WHOLE / 2 for point in points)
 
 
-def test_a_command_for_several_hosts_starts_the_ranks_of_each():
-    recipe = SimpleNamespace(overrides=("optim=adamw",), prediction=SimpleNamespace(devices=20, node=8))
-    started = "torchrun --nnodes=3 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py "
-    assert command(["devices=20"], recipe) == started + "devices=20 optim=adamw"
+@pytest.mark.parametrize(("devices", "hosts", "each"), [(64, 8, 8), (12, 2, 6), (20, 4, 5), (11, 11, 1)])
+def test_a_command_for_several_hosts_starts_as_many_ranks_on_each(devices, hosts, each):
+    recipe = SimpleNamespace(overrides=("optim=adamw",), prediction=SimpleNamespace(devices=devices, node=8))
+    started = f"torchrun --nnodes={hosts} --nproc-per-node={each} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
+    assert command([f"devices={devices}"], recipe) == started + f"train.py devices={devices} optim=adamw"
 
 
 # --- links and hosts -------------------------------------------------------------------------------------------------

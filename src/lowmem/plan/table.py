@@ -16,7 +16,9 @@ def command(typed: Sequence[str], recipe: Recipe) -> str:
     """As a shell reads it; of several hosts, as it is typed on each of them, HOST being the first one's name."""
     program, need = ["python"], recipe.prediction
     if need.devices > need.node:
-        program = ["torchrun", f"--nnodes={-(-need.devices // need.node)}", f"--nproc-per-node={need.node}"]
+        count = range(-(-need.devices // need.node), need.devices + 1)
+        hosts = next(n for n in count if need.devices % n == 0)  # each with as many ranks as any other
+        program = ["torchrun", f"--nnodes={hosts}", f"--nproc-per-node={need.devices // hosts}"]
         program += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
     return shlex.join([*program, "train.py", *replaced(typed, as_mapping(recipe.overrides))])
 

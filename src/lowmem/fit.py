@@ -98,9 +98,8 @@ def _fitted(
             if ranks.rank == 0:
                 _report(training, output_dir, summary)
             training.stop.waits_no_longer(summary["interrupted"])
-            if (
-                wanted.exports and not summary["interrupted"] and (ranks.divides or not ranks.rank)
-            ):  # of an interrupted run its checkpoint is what goes on
+            takes_part = ranks.divides or ranks.rank == 0
+            if wanted.exports and takes_part and not summary["interrupted"]:  # then its checkpoint is what goes on
                 _export(training, cfg, output_dir, summary)
             if ranks.rank == 0:
                 (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
@@ -133,8 +132,8 @@ def _planned(
 ) -> tuple[DictConfig, Prediction | None]:
     """With the recipe and the batch size that were asked for, as plain values; and what they are predicted to need.
 
-    Args: first: of several ranks, whose
-    word holds for all."""
+    Args: first: of several ranks, whose word holds for all.
+    """
     if wanted.work != "train":  # a plan is one of training
         cfg = with_model(cfg, cfg.evaluate) if wanted.work == "evaluate" and not wanted.saved else cfg
         cfg.batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size

@@ -223,8 +223,7 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     master = getattr(torch, cfg.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else HALF)) + state if on_host else 0
     if run.strategy.offloads or cfg.strategy.get("offload"):  # what is divided waits and is stepped there
-        divided = 0 if whole else weights
-        host, weights, gradients, state = gradients + state + divided, weights - divided, 0, 0
+        host, weights, gradients, state = gradients + state + (0 if whole else weights), whole, 0, 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
         held = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
@@ -349,12 +348,14 @@ def _host_bytes(shapes: Trace, run: Settings, on_card: bool, size: int, loaded: 
         load = shapes.held + (shapes.weights if on_card else 0)
     # where there is a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
-    copies = 0
-    if on_card:  # to be written each tensor is copied, and when a run ends Lightning brings what is whole to the host
-        copies = shapes.largest * size if run.saves_parts else shapes.weights
-        if run.strategy.package:  # its parts are put together first, by each process, with an AdamW's two states
-            copies = (shapes.parameters + 2 * shapes.trained) * size
-        copies += 0 if run.several else shapes.phases["evaluation"].bytes["optimizer"]
+    if not on_card:
+        copies = 0
+    elif run.strategy.package:  # its parts are put together first, by each process, with an AdamW's two states
+        copies = (shapes.parameters + 2 * shapes.trained) * size
+    elif run.saves_parts:  # one after the other is copied to be written
+        copies = shapes.largest * size
+    else:  # when a run ends Lightning brings what is whole to the host, and of one device the optimizer's state
+        copies = shapes.weights + (0 if run.several else shapes.phases["evaluation"].bytes["optimizer"])
     return {
         "load": largest + load,
         "forward": traced["forward"] + rounding,

@@ -202,10 +202,6 @@ def with_step(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> Optimi
     return optimizer
 
 
-def gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for _, p in with_gradient(optimizer)]
-
-
 def with_gradient(optimizer: Optimizer) -> Iterator[tuple[dict, nn.Parameter]]:
     """(group, parameter) of every parameter that has a gradient."""
     return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)

@@ -7,18 +7,15 @@ in host memory, where they are stepped, too. Source: Zhao et al. 2023, arXiv 230
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import reduce
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lowmem.data.loader import MicroBatch
 from lowmem.gradient_checkpointing import blocks
-from lowmem.internals import limit
 from lowmem.strategy import loading
 from lowmem.strategy.several import Divided
 
@@ -32,8 +29,7 @@ class FullyShard(Divided):
         super().__init__(device, devices, timeout)
         self.offload = offload
         self.side = self.side_of_weights = "host" if offload else "device"
-        self.mesh = init_device_mesh(device, (self.size,), mesh_dim_names=("data",))
-        limit(self.mesh.get_group(), timedelta(seconds=timeout))
+        self.mesh = self.meshed(timeout, data=self.size)
 
     def divide(self, module: LightningModule) -> None:
         pinned = self.device == "cuda"

@@ -6,6 +6,7 @@ a folder of its own, move what is divided to one device, and save in formats of 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lowmem import launched
 from lowmem.gradients import norm_of
+from lowmem.internals import limit
 from lowmem.strategy.loading import buffers
 from lowmem.strategy.one_device import OneDevice
 from lowmem.strategy.turns import Turns
@@ -155,6 +158,13 @@ class Divided(Several):
             return
         with self.in_turn("read the model"), nullcontext() if self.builds else torch.device("meta"):
             yield
+
+    def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
+        """A mesh of all processes. Args: timeout: of its groups, which torch gives one of its own; sizes: by name."""
+        mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for group in mesh.get_all_groups():
+            limit(group, timedelta(seconds=timeout))
+        return mesh
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
         part = nn.Parameter(p.detach().to_local(), p.requires_grad) if isinstance(p, DTensor) else p

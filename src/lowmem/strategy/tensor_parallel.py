@@ -17,19 +17,16 @@ again) sees those of any other run, and a layer of GPT-2, whose matrix lies the 
 
 import logging
 import re
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.errors import Refused
-from lowmem.internals import limit
 from lowmem.strategy import loading
 from lowmem.strategy.divided import (
     WHOLE,
@@ -196,10 +193,7 @@ class TensorParallel(Divided):
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
         self.data_size = self.data_ranks(self.size, self.tensor_parallel_size)
-        shape = (self.data_size, self.size // self.data_size)
-        self.mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
-        for name in self.mesh.mesh_dim_names:
-            limit(self.mesh[name].get_group(), timedelta(seconds=timeout))
+        self.mesh = self.meshed(timeout, data=self.data_size, tensor=self.size // self.data_size)
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
         self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
         self._layouts: dict[nn.Parameter, Layout] = {}

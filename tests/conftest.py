@@ -17,8 +17,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: each proces
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
+import composing
 from lowmem import overrides
 
+composing.install()
 _composed = cache(overrides.composed)
 
 
@@ -34,6 +36,8 @@ composed.now, overrides.composed = overrides.composed, composed  # before anythi
 import made_runs  # noqa: E402
 from lowmem import cli  # noqa: E402
 from lowmem.overrides import key  # noqa: E402
+
+pytest_plugins = ["tiers"]
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `import train`

@@ -49,6 +49,14 @@ BASE = (
 )
 CHOICES = [f"{group}={name}" for group in ALONE for name in techniques(group)]
 COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # seconds per shape: slow wherever they run
+# Techniques that share their code with another one. `make test` proves that one, `make test-all` proves these too.
+SIBLINGS = (
+    *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
+    *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
+    *(f"accumulation={name}" for name in ("effective_batch", "by_epoch", "by_step")),
+    *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "budget")),
+    *("loss=tiled", "adapter=dora", "adapter=qlora", *COMPILED),
+)
 # What a choice needs besides its name here.
 WITH = {
     "precision=16": ["trainer.plugins.precision.init_scale=4096"],

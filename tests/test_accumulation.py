@@ -202,6 +202,7 @@ def test_a_size_that_does_not_divide_is_refused_as_typed(command, tmp_path):
     assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_schedule_is_typed_as_the_yaml_says(command, tmp_path):
     code, said = command("accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}")
     assert code == 0, said

@@ -39,6 +39,7 @@ def test_as_typed_it_is_found_and_trained_with(command):
     assert code == 0 and "batch_size=4 fits." in said and "1 micro-batches per optimizer step" in said, said
 
 
+@pytest.mark.slow
 def test_one_try_says_what_fits(config):
     cfg = config(*AUTO, "memory.limit=100KiB")
     assert not batch_size.fits(cfg, 1)
@@ -58,6 +59,7 @@ def test_when_nothing_fits_the_sentence_says_what_to_type(config, monkeypatch):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB"))
 
 
+@pytest.mark.slow
 def test_a_try_that_fails_for_another_reason_is_not_taken_for_too_large(config):
     cfg = config(*AUTO, "memory.limit=1GiB", "model.architecture.n_head=7")
     with pytest.raises(Refused, match=r"the try with batch_size=\d+ failed"):

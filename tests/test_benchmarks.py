@@ -31,6 +31,7 @@ print(json.dumps({"seconds": turns.seconds, "tokens_per_second": 1.0}))
 """
 
 
+@pytest.mark.slow
 def test_loops_take_turns_and_none_steps_while_another_does(tmp_path):
     diary = tmp_path / "diary"
     found = turns.together({name: ["-c", COUNTING, name, str(n), str(diary)] for name, n in (("a", 3), ("b", 2))})
@@ -58,6 +59,7 @@ def test_time_spent_waiting_for_a_turn_is_nobodys(monkeypatch):
     assert loop.seconds == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_loop_that_fails_says_why_and_the_others_do_not_wait_for_it(tmp_path):
     broken = "import sys; sys.exit('no such model')"
     rows = {"broken": ["-c", broken], "whole": ["-c", COUNTING, "whole", "2", str(tmp_path / "diary")]}

@@ -87,6 +87,7 @@ def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):
     assert code == 1 and "max_steps=4" in said and not (tmp_path / "second").exists()
 
 
+@pytest.mark.rows("optim=adafactor*")
 @pytest.mark.parametrize(
     ("other", "says"),
     [
@@ -176,6 +177,7 @@ class Highest:
         mapped_from(1 << 25)
 
 
+@pytest.mark.rows("True")
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
@@ -195,6 +197,7 @@ def test_saving_adds_next_to_nothing_to_memory(tmp_path, monkeypatch, wrong):
     assert (highest.rise < 0.05 * TENSORS * EACH * 4) != wrong
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("let_go", [True, False])
 def test_what_was_copied_out_of_a_mapped_checkpoint_no_longer_counts_as_resident(tmp_path, let_go):

@@ -163,6 +163,7 @@ def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed
     assert cfg.lr == 0.5 and "SGD" in cfg.optim._target_
 
 
+@pytest.mark.rows("*-baseline", "*-chat_lora_8gb")
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("line", ["accumulation=none", "loss=full", "data=random", "model=tiny"])
 def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):

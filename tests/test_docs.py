@@ -67,6 +67,7 @@ def test_the_copy_is_tested_and_not_the_original(copy):
 NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
 
 
+@pytest.mark.slow
 def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
     """The small sibling of what follows."""
     where = ("test_saves.py", "optim/test_unit.py", "precision/test_odd.py")

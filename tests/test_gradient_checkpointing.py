@@ -173,6 +173,7 @@ def block_peak(apply, layers):
     return peak(model, lambda: losses.full(model, MicroBatch(ids, ids))) / BOUNDARY
 
 
+@pytest.mark.slow
 def test_memory_of_transformer_blocks_by_the_formulas_of_the_readme():
     depths = (4, 16, 64)
     kept, every, root, away = (

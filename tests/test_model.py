@@ -82,6 +82,7 @@ def test_weights_that_are_missing_are_refused_not_drawn(folder):
         built(spec(folder, architecture={"model_type": "any", layers: 3}))
 
 
+@pytest.mark.slow
 def test_loading_never_holds_two_copies(tmp_path):
     """A process of its own: what it holds in anonymous memory at most, over the weights' bytes."""
     shape = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 50_000, "n_positions": 64}

@@ -339,6 +339,7 @@ def test_proof_a_recipe_that_each_rank_chooses_for_itself(config):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="which compiles them; nobody has compared the numbers")
 def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
@@ -425,6 +426,7 @@ def test_proof_auto_on_a_cpu_without_a_limit_has_no_try_that_fails(config, monke
     assert batch_size.resolve(cfg).batch_size == 4096
 
 
+@pytest.mark.slow
 def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     with pytest.raises(Refused, match="Out of memory"):
@@ -433,6 +435,7 @@ def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatc
     assert fit("memory.limit=200KiB", *compiled, folder="compiled")[0]["steps"] == 4
 
 
+@pytest.mark.slow
 def test_proof_compiled_blocks_do_not_see_into_slices():
     from lowmem.data.loader import MicroBatch
     from lowmem.gradient_checkpointing import budget

@@ -4,7 +4,7 @@ import pytest
 
 from lowmem import random_states
 from lowmem.module import CausalLM
-from parity import CHOICES, COMPILED, WITH
+from parity import CHOICES, COMPILED, SIBLINGS, WITH
 from same import last, same
 
 EVERY = [
@@ -73,6 +73,7 @@ def life(fit, monkeypatch):
     return live
 
 
+@pytest.mark.slow_rows(*SIBLINGS)
 @pytest.mark.parametrize("technique", EACH)
 def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique):
     unbroken = []
@@ -95,11 +96,13 @@ def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique
         assert same(one[key], other[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", ["precision=bf16", pytest.param("precision=bf16-master", marks=pytest.mark.slow)])
 def test_the_same_on_a_cpu_without_units_for_its_products(life, tmp_path, without_units, technique):
     test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", ["optim=adam8bit", pytest.param("optim=adamw8bit", marks=pytest.mark.slow)])
 def test_the_same_without_a_compiler(life, tmp_path, without_compiler, technique):
     test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)

@@ -9,7 +9,7 @@ import torch
 from benchmarks.techniques import WITH
 
 from lowmem.techniques import techniques
-from parity import CHOICES
+from parity import CHOICES, SIBLINGS
 
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
 LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
@@ -66,6 +66,7 @@ def test_a_technique_declares_what_it_saves(technique):
     )
 
 
+@pytest.mark.slow_rows(*SIBLINGS)
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
 def test_a_technique_saves_what_it_declares(held, technique):
     group, name = technique.split("=")
@@ -84,6 +85,7 @@ IDLE = {
 }
 
 
+@pytest.mark.slow_rows(*SIBLINGS)
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
 def test_one_that_does_nothing_is_caught(held, technique):
     """The deliberately wrong variant of every technique: the yardstick of its group under its declaration."""

@@ -78,6 +78,7 @@ def is_resident(config, resident, model, policy, loss, slots, precision):
     assert one.same(other)
 
 
+@pytest.mark.rows("qwen3-sqrt-full-2-16-master", "gpt2-every_layer-tiled-2-bf16-master")
 @pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), SAMPLE)
 def test_weights_that_stream_have_the_bits_of_weights_that_stay(
     config, resident, model, policy, loss, slots, precision

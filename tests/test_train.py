@@ -71,6 +71,7 @@ def test_the_exported_model_is_the_trained_one(command, tmp_path):
     assert exported.config.vocab_size >= len(tokenizer)
 
 
+@pytest.mark.rows("adamw-32", "adafactor-bf16", "adam8bit-16")
 @pytest.mark.parametrize("precision", ["32", "16", "bf16"])
 @pytest.mark.parametrize("optim", ["adamw", "adam8bit", "adafactor"])
 def test_precision_and_optim_work_as_typed(command, tmp_path, precision, optim):
@@ -80,6 +81,7 @@ def test_precision_and_optim_work_as_typed(command, tmp_path, precision, optim):
     assert f"precision={precision}" in summary["overrides"] and summary["steps"] == 4
 
 
+@pytest.mark.rows("loss=chunked", "scheduler=linear", "logger=none")
 @pytest.mark.parametrize(
     "choice",
     [

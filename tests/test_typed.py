@@ -191,6 +191,7 @@ def test_a_sweeps_flag_may_stand_anywhere(flag):
     assert parted(["lr=1", "--cfg", "job", "-m", "job"]) == (["--cfg", "job", "-m"], ["lr=1"], ["job"])
 
 
+@pytest.mark.rows("*precison=16*", "*optim=adamx*", "data=text data.path=/none", "max_steps=abc")
 @pytest.mark.parametrize(
     "line",
     [
@@ -467,5 +468,5 @@ SLOWLY = {
     "database": None,
 }
 
-test_fifty_command_lines = settings(max_examples=50, **SLOWLY)(DRAWN(holds))
+test_ten_command_lines = settings(max_examples=10, **SLOWLY)(DRAWN(holds))
 test_five_hundred_command_lines = pytest.mark.slow(settings(max_examples=500, **SLOWLY)(DRAWN(holds)))

@@ -50,6 +50,7 @@ def of_base(base, fit):
     return run
 
 
+@pytest.mark.rows("*qlora*")
 @pytest.mark.parametrize("adapter", ["lora", "dora", "qlora"])
 def test_the_folder_of_an_adapter_is_evaluated_as_the_run_was(of_base, adapter):
     summary, run = of_base(f"adapter={adapter}", "precision=bf16-master", folder="run")
@@ -135,6 +136,7 @@ def far_off(config, folder, lines, adapter):
     return [phase for phase in PHASES if abs(phases[phase].total / measured[phase] - 1) > 0.01]
 
 
+@pytest.mark.rows("bf16-every_layer")
 @pytest.mark.parametrize("checkpointing", ["none", "every_layer"])
 @pytest.mark.parametrize("precision", ["32", "bf16", "bf16-master"])
 def test_a_run_is_predicted(config, fit, precision, checkpointing):
@@ -145,6 +147,7 @@ def test_a_run_is_predicted(config, fit, precision, checkpointing):
     assert far_off(config, folder, lines, "lora")  # wrong: its base is not in 4 bits
 
 
+@pytest.mark.slow
 def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
     """Whose weights are buffers: blocks are counted with them."""
 

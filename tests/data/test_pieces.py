@@ -204,6 +204,7 @@ def peaks(processes, tmp_path):
     return of
 
 
+@pytest.mark.slow
 def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
     first, second = peaks("text", (1, 3), True, False)
     assert second < 60 and second - first < 15

@@ -60,6 +60,7 @@ def same(config, kind, clip, accumulation, lane, **precision):
     return all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
+@pytest.mark.rows("off-fixed-SlowLane-gpt2", "norm-fixed-None-llama")
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(
     ("clip", "accumulation", "lane"),

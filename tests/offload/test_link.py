@@ -17,6 +17,7 @@ from made_up import SlowLane
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
 
+@pytest.mark.rows("adamw-norm", "adafactor-off")
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):

@@ -11,6 +11,7 @@ from lowmem.optim.in_backward import StepInBackward
 BACKWARD = ("optim.in_backward=true", "clip=null")
 
 
+@pytest.mark.rows("32-adamw", "bf16-true-adafactor", "bf16-true-adam8bit")
 @pytest.mark.parametrize("optim", ["adamw", "adam8bit", "adafactor", "sgd", "muon"])
 @pytest.mark.parametrize("precision", ["32", "bf16-true"])
 def test_the_same_bits_as_a_step_after_backward(config, optim, precision):

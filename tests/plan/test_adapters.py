@@ -43,6 +43,7 @@ def beyond(found, phases):
     return device, phases["evaluation"].host - found["evaluation"]["host_tensor_bytes"]
 
 
+@pytest.mark.rows("typed5")
 @pytest.mark.parametrize("typed", [one if one in FEW else pytest.param(*[one], marks=pytest.mark.slow) for one in ROWS])
 def test_an_adapter_is_predicted(config, fit, typed):
     """To a few scalars of some MB: the bound of 1 % is 100 times as wide."""

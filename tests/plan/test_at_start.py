@@ -51,6 +51,7 @@ def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
     assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, monkeypatch):
     from lowmem import loss
 
@@ -90,6 +91,7 @@ def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # precision and optimizer were typed: the same update
 
 
+@pytest.mark.slow
 def test_as_typed_where_the_device_is_not(command, tmp_path):
     """device=auto is the default, and precisions want to know which it is."""
     code, said = command("plan=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
@@ -98,6 +100,7 @@ def test_as_typed_where_the_device_is_not(command, tmp_path):
     assert summary["device"] in ("cpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.slow
 def test_a_card_by_its_name_is_a_size_too(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full", "max_steps=1")
     code, said = command("plan=rtx3060", *typed)
@@ -113,6 +116,7 @@ def test_nothing_that_fits_is_said(command):
     assert code == 1 and "plan=1KiB: nothing fits. The smallest recipe, python train.py" in said
 
 
+@pytest.mark.slow
 def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
     """Where what AdamW holds is too much."""
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")

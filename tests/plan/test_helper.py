@@ -33,6 +33,7 @@ def test_it_finds_what_this_process_finds_and_ends_with_it():
     assert not process.is_running()
 
 
+@pytest.mark.slow
 def test_it_ends_when_nobody_is_left_to_ask():
     helper = Helper()
     helper._process.stdin.close()  # as the system does when this process is killed
@@ -40,6 +41,7 @@ def test_it_ends_when_nobody_is_left_to_ask():
     helper._process.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["killed", "cannot trace"])
 def test_what_it_cannot_trace_is_left_to_this_process(ends):
     with Helper() as helper:

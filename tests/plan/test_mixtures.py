@@ -19,6 +19,7 @@ def of_family(config, name, **changes):
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
 
 
+@pytest.mark.rows("mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     cfg = of_family(config, name)

@@ -128,6 +128,7 @@ def test_a_window_of_one_and_a_loss_in_chunks_are_traced_too(traced):
     assert sum(traced(*lines, rank=rank).gradients for rank in (0, 1)) == WHOLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
     """A large vocabulary leaves the first and the last stage one block. Wrong: to look at these two alone."""

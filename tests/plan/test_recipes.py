@@ -73,7 +73,7 @@ def composed(config):
     return make
 
 
-@pytest.mark.parametrize("ways", [RECIPES[::4], pytest.param(RECIPES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ways", [RECIPES[::8], pytest.param(RECIPES, marks=pytest.mark.slow)])
 def test_derived_recipes_are_those_that_are_traced(composed, ways):
     rates = replace(machine(), overhead=0.0)
     derivation = Derivation(composed, DEPTH, (1, 8), True, rates)
@@ -114,6 +114,7 @@ def test_a_derivation_from_another_depth_is_not(composed):
     assert derived.device_peak != pytest.approx(needs(trace(cfg, on_card=True), cfg, True, 0).device_peak, rel=0.01)
 
 
+@pytest.mark.rows("every_k-True", "none-False")
 @pytest.mark.parametrize(
     ("checkpointing", "bends"),
     [
@@ -167,6 +168,7 @@ def of(found, *groups):
     return {tuple(one.option[group] for group in groups) for one in found}
 
 
+@pytest.mark.slow
 def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
     found = [one.option for one in all_of(typed("batch_size=12", "precision=bf16", "optim=sgd"))]
     assert {(r["precision"], r["optim"]) for r in found} == {("bf16", "sgd")}
@@ -178,6 +180,7 @@ def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
     assert {one.option["batch_size"] for one in all_of(typed(*lines[:2], *auto))} == {"1", "2", "3", "6"}
 
 
+@pytest.mark.slow
 def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
     for lines, optimizers in (([], {"adamw", "adamw8bit", "adafactor"}), (["optim=adam8bit"], {"adam8bit"})):
         found = found_for(*lines)
@@ -185,6 +188,7 @@ def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
         assert "adam8bit" in {r.option["optim"] for r in found if r.option["precision"] == "bf16"}
 
 
+@pytest.mark.slow
 def test_a_card_without_bf16_products_is_given_fp16():
     def precisions(lines, card):
         asked = typed(*lines, "optim=adamw", "batch_size=8", "gradient_checkpointing=none", "loss=full")
@@ -205,6 +209,7 @@ def test_and_what_was_typed_for_it_is_refused():
 # --- what a recipe changes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rows("lines[0-7]-*", "lines12-*", "lines14-*")
 @pytest.mark.parametrize(
     ("lines", "precision", "optim", "tier", "says"),
     [
@@ -279,6 +284,7 @@ def test_a_part_that_nothing_reads_is_put_in_its_place():
     assert not stands_alone("batch_size", "8")  # no group
 
 
+@pytest.mark.slow
 def test_gradients_step_in_backward_where_nothing_forbids_it():
     lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     assert not any("optim.in_backward" in one.option for one in all_of(typed(*lines)))  # clip=1.0
@@ -399,6 +405,7 @@ def test_a_window_of_several_devices_has_as_many_sequences_as_typed(named, strat
     assert {size * int(more.get("accumulation.batches", 1)) for size, more in tried} == {sequences}
 
 
+@pytest.mark.slow
 def test_where_everything_is_refused_the_reason_is_said():
     with pytest.raises(Refused, match=r"Type memory\.limit"):
         recipes.search(typed("batch_size=auto", "accumulation=effective_batch", "device=cpu"), None, None, False)
@@ -511,6 +518,7 @@ def taking_turns(config, recipe, depth=9):
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
 
 
+@pytest.mark.rows("10-2")
 @pytest.mark.parametrize(("depth", "rounds"), [(9, 2), (10, 2), (10, 1)])
 def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch, depth, rounds):
     """Wrong on purpose: as if all blocks were equal, and the sliding ones held a map that the others do not."""
@@ -565,6 +573,7 @@ def streaming(*way):
     return as_override(*recipe) | {"weights": "streamed", "weights.resident_blocks": str(staying)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [STREAMED[0], *(pytest.param(way, marks=pytest.mark.slow) for way in STREAMED[1:])])
 def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(composed, way):
     """Also where some blocks stay. Wrong on purpose: as if one less of them did."""
@@ -585,6 +594,7 @@ def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(compos
         assert fewer.weights < 0.99 * itself.weights and fewer.streamed > 1.1 * itself.streamed
 
 
+@pytest.mark.slow
 def test_the_device_holds_two_blocks_of_however_many(composed):
     """Weights there are those outside the blocks and two slots, whatever the depth, and those of blocks that stay."""
     recipe = streaming(*STREAMED[0])

@@ -49,6 +49,21 @@ def cases():
             yield pytest.param(choice, model, marks=pytest.mark.slow if slow else ())
 
 
+@pytest.mark.rows(
+    "precision=bf16-gpt2",
+    "precision=16-master-llama",
+    "optim=adam8bit-gpt2",
+    "optim=adafactor-llama",
+    "optim.in_backward=true-gpt2",
+    "accumulation=fixed-gpt2",
+    "weights=streamed-llama",
+    "gradient_checkpointing=every_layer-gpt2",
+    "gradient_checkpointing=selective-llama",
+    "loss=chunked-gpt2",
+    "loss=tiled-llama",
+    "adapter=lora-llama",
+    "adapter=qlora-gpt2",
+)
 @pytest.mark.parametrize(("choice", "model"), [*cases()])
 def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
     typed = [*MODELS[model], choice, *parity.WITH.get(choice, [])]
@@ -151,6 +166,7 @@ def test_a_window_that_asks_for_numbers_is_answered(config):
     assert set(PHASES) <= set(found.phases)
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_take_no_memory(config):
     """Only the shapes are here: 70B parameters in fp32 would be 260 GiB."""
     process.reset_peak_rss()

@@ -85,6 +85,7 @@ def test_what_is_held_is_on_the_ledger(fit, precision):
     assert ours - plain == (2 * parameters if precision is Kahan else 0)
 
 
+@pytest.mark.rows("Kahan-auto")
 @pytest.mark.parametrize(("precision", "strategy"), [(Kahan, "auto"), (Kahan, "ddp"), (Forgetful, "auto")])
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(fit, precision, strategy):
     lines = (*chosen(precision), "lr=1e-4", "scheduler=constant", f"strategy={strategy}")

@@ -23,6 +23,9 @@ INIT_SCALE = "trainer.plugins.precision.init_scale={}"
 QUICK = [("none", "cosine"), ("fixed", "linear"), ("by_epoch", "constant")]
 
 
+@pytest.mark.rows(
+    "bf16-master-norm-adamw", "16-master-both-adamw8bit", "bf16-master-off-adafactor", "16-master-value-adamw"
+)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -66,6 +69,7 @@ def test_a_cpu_without_units_for_its_products_changes_no_bit_beside_the_naive_lo
     assert equal(ours(cfg), naive(cfg))
 
 
+@pytest.mark.rows("norm")
 @pytest.mark.parametrize("clip", ["norm", "off"])
 def test_an_overflow_skips_the_step_and_halves_the_scale_as_the_naive_scaler_does(config, clip):
     cfg = configured(config, "16-master", "adamw", clip, "fixed", "linear", INIT_SCALE.format(2.0**30))

@@ -72,6 +72,7 @@ def test_a_limit_of_the_card_counts_the_device_alone(fit):
         fit("precision=bf16-true", limit, *WIDE, folder="beyond")
 
 
+@pytest.mark.rows("*16-master*")
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("technique", ["precision=bf16-master", "optim=paged_adamw32bit"])
 def test_restored_state_is_not_moved_to_the_device(fit, monkeypatch, technique, ours):
@@ -162,6 +163,7 @@ def test_an_evaluation_uses_the_16_bit_weights(fit, monkeypatch):
     assert dtypes == {torch.float16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_loss_stays_beside_that_of_fp32(fit, precision):
     """In 60 steps it falls from 5.7 to below 3.5; the roundings of a forward pass in bf16 are 0.4 % of each product."""

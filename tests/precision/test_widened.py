@@ -176,6 +176,7 @@ def multiplied(fit, below, *overrides):
     return above.seen
 
 
+@pytest.mark.rows("gpt2", "llama")
 @pytest.mark.parametrize("name", RUNS)
 def test_no_pass_of_a_run_multiplies_16_bits(fit, without_units, below, name):
     """Forward, backward, what is computed again, evaluation and the sample."""
@@ -201,6 +202,7 @@ def test_widened_in_forward_only_is_caught(fit, without_units, below, monkeypatc
     assert aten._scaled_dot_product_flash_attention_for_cpu not in slow
 
 
+@pytest.mark.slow
 def test_compiled_blocks_stay_compiled_and_are_widened_too(fit, without_units, below):
     from torch._dynamo.utils import counters
 

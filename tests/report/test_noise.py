@@ -71,6 +71,7 @@ def wide(said, columns=80):
     return [line for line in said.split("\n") if len(line) > columns]
 
 
+@pytest.mark.rows("csv")
 @pytest.mark.parametrize("logger", [(), ("logger=csv",)], ids=["default", "csv"])
 def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder, logger):
     shutil.copytree(text_folder, folder / "text")
@@ -87,6 +88,7 @@ def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder
     assert "A sample:" in said and "step 4: loss" in said and said.count("wrote run/") > 6
 
 
+@pytest.mark.slow
 def test_on_a_terminal_of_80_columns_both_bars_stand_whole(folder, text_folder):
     shutil.copytree(text_folder, folder / "text")
     code, said = on_a_terminal(typed(("logger=csv",)), folder)

@@ -54,6 +54,7 @@ def test_two_objectives_leave_the_runs_that_none_beats(searched):
     assert f"none is better in all of them than job {', '.join(map(str, found['best_jobs']))}" in said
 
 
+@pytest.mark.slow
 def test_one_objective_gets_better_and_is_found_again(searched):
     one = ("hydra.sweeper.trials=25", "hydra.sweeper.minimize=[val_loss]", "hydra.sweeper.at_once=5", "max_steps=2")
     code, said, found = searched(*one)

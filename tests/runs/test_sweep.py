@@ -45,6 +45,7 @@ def summaries(folder: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
 
 
+@pytest.mark.slow
 def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, failing, tmp_path, monkeypatch):
     code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
     assert code == 1 and "Traceback" not in said
@@ -87,6 +88,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(command, small_files, tmp_path):
     code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
     assert code == 1 and "Traceback" not in said

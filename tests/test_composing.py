@@ -1,0 +1,50 @@
+"""What tests compose is what Hydra composes."""
+
+import pytest
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import OmegaConf
+
+import composing
+from lowmem import overrides
+
+TYPED = (
+    ["precision=16", "optim=adam8bit", "lr=3"],
+    ["optim=adam8bit", "precision=16", "seed=4"],  # the same choices, typed in another order
+    ["experiment=chat_lora_8gb", "model=tiny"],
+    ["data=mix", "+data@data.parts.a=random"],
+    ["optim={a: 1}"],
+    ["~clip", "hydra.run.dir=x"],
+    ["hydra/launcher=basic"],
+    ["precision=nothing"],
+    ["~optim"],
+    ["sed=3"],
+)
+
+
+def outcome(lines):
+    """The config with Hydra's own part, or the words of an error."""
+    try:
+        return OmegaConf.to_yaml(overrides.composed.now(lines, "config", True))
+    except Exception as error:
+        return repr(error)
+
+
+@pytest.fixture
+def by_hydra(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(config_loader_impl, "create_defaults_list", composing.list_files)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composing.merge_files)
+        return [outcome(lines) for lines in TYPED]
+
+
+def test_a_kept_config_is_the_one_that_hydra_makes(by_hydra):
+    assert [outcome(lines) for lines in TYPED] == by_hydra  # perhaps made for this
+    assert [outcome(lines) for lines in TYPED] == by_hydra  # and surely kept
+
+
+def test_one_that_is_kept_for_other_choices_is_not(by_hydra, monkeypatch):
+    """The deliberately wrong variant: it knows files by their number alone."""
+    monkeypatch.setattr(composing, "_merged", {})
+    monkeypatch.setattr(composing.KeptList, "key", property(len, lambda *_: None), raising=False)
+    assert [outcome(lines) for lines in TYPED] != by_hydra

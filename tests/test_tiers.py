@@ -17,16 +17,17 @@ def test_one(row): pass
 @ROWS
 def test_pattern(row): pass
 
-@pytest.mark.slow_rows("b")  # the first part of an id is enough
+@pytest.mark.slow_rows("a", "b")
+@pytest.mark.parametrize("other", [0, 1])
 @ROWS
-def test_but_one(row): pass
+def test_but_two(row, other): pass
 
 @pytest.mark.slow
 def test_long(): pass
 
 def test_short(): pass
 """
-FAST = {"test_one[a]", "test_pattern[b-c]", "test_but_one[a]", "test_short"}
+FAST = {"test_one[a]", "test_pattern[b-c]", "test_but_two[b-c-0]", "test_but_two[b-c-1]", "test_short"}
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_fast_rows_are_those_that_are_named(chosen):
 
 def test_shards_make_a_whole_and_share_nothing(chosen):
     first, second, every = chosen("--shard=1/2"), chosen("--shard=2/2"), chosen()
-    assert len(every) == 11 and every > FAST and first | second == every and not first & second
+    assert len(every) == 14 and every > FAST and first | second == every and not first & second
 
 
 def test_rows_that_name_nothing_are_refused(chosen):

@@ -48,9 +48,9 @@ def is_fast(item) -> bool:
 
 
 def is_named(item, mark) -> bool:
-    """Compares the row's id with patterns; a pattern without wildcards may also be the id's first part."""
-    row = item.callspec.id
-    return any(fnmatchcase(row, name) or row.startswith(f"{name}-") for name in mark.args)
+    """Compares the patterns with the row's id and with each of its values that is text."""
+    names = (item.callspec.id, *(value for value in item.callspec.params.values() if isinstance(value, str)))
+    return any(fnmatchcase(name, pattern) for name in names for pattern in mark.args)
 
 
 def check_names(items) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem import cli, export, fit
+from lowmem.asked import TRAIN
 from lowmem.checkpoint import AtomicCheckpointIO, complete, going_on
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
@@ -329,6 +330,29 @@ def test_saving_by_minutes_and_keeping_a_number(fit, monkeypatch):
     _, run = fit("save_every=1min", "max_steps=20", "checkpoint.keep=3")
     steps = [int(path.name[5:13]) for path in complete(run / "checkpoints")]
     assert steps == [15, 18, 20]
+
+
+def test_the_last_lines_are_commands_that_work(command, tmp_path):
+    _, said = command(f"hydra.run.dir={tmp_path}/a run")
+    typed = [line for line in said.splitlines() if line.startswith("python train.py ")]
+    assert [line.split("=")[0].split()[-1].strip("'") for line in typed] == ["generate", "evaluate", "resume"]
+    for line in typed:
+        cli.prepare(shlex.split(line)[2:])  # it is not refused
+    code, said = command(*shlex.split(typed[-1])[2:], f"hydra.run.dir={tmp_path}/run", base=())
+    new, old = tmp_path / "run", tmp_path / "a run"
+    assert code == 0 and summary_of(new)["steps"] == 8
+    assert said.startswith(f"resume={old}: goes on in a new folder, {new}. The old one stays as it is.\n")
+
+
+def test_a_run_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch):
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for interrupted, steps, expected in (
+        (True, 2, ["evaluate=run", "resume=run"]),
+        (False, 2, ["generate=run prompt='Once upon a time'", "evaluate=run", "resume=run"]),
+    ):
+        fit._tell_commands(tmp_path / "run", TRAIN, {"interrupted": interrupted, "steps": steps}, 4)
+        assert capsys.readouterr().out.split("python train.py ")[1:] == [f"{line}\n" for line in expected]
 
 
 # --- no room ----------------------------------------------------------------------------------------------------------

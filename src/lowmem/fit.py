@@ -76,6 +76,8 @@ def fit(
 def _fitted(
     cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], overrides: Sequence[str], ranks: OneDevice
 ) -> dict:
+    if ranks.rank == 0:
+        _tell_folders(cfg, output_dir)
     with ranks.in_turn("count the rows"):  # what the first has written the others read
         cfg, typed = _counted(cfg, overrides, ranks)
     wanted = asked(cfg, output_dir, ranks)  # before anything is planned for it
@@ -106,6 +108,7 @@ def _fitted(
             if ranks.rank == 0:
                 (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
                 _tell_files(output_dir)
+                _tell_commands(output_dir, wanted, summary, cfg.max_steps)
             return summary
     except DidNotFit as error:
         planned = at_start.smaller_recipe(cfg, typed, prediction)
@@ -224,8 +227,34 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
 
 
 def _tell_files(output_dir: Path) -> None:
-    shown = output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir
+    shown = _shown(output_dir)
     print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.iterdir()) if path.name[0] != "."))
+
+
+def _tell_commands(output_dir: Path, wanted: Asked, summary: Mapping[str, object], max_steps: int) -> None:
+    """Prints the commands that use what the run has left, to be copied."""
+    if not (output_dir / ".hydra").is_dir():  # a notebook's, of which nobody has typed a line that could be repeated
+        return
+    shown, lines = _shown(output_dir), []
+    if wanted.exports and not summary["interrupted"]:
+        lines.append(f"{in_shell('generate', shown)} prompt='Once upon a time'")
+    if wanted.work == "train":
+        more = f" max_steps={2 * max_steps}" if summary["steps"] == max_steps else ""
+        lines += [in_shell("evaluate", shown), in_shell("resume", shown) + more]
+    print("".join(f"\npython train.py {line}" for line in lines))
+
+
+def _tell_folders(cfg: DictConfig, output_dir: Path) -> None:
+    """Says that a run is resumed in a new folder, where it is."""
+    if cfg.resume in (None, "auto"):
+        return
+    named = Path(cfg.resume).expanduser().resolve()
+    if output_dir.resolve() not in (named, *named.parents):
+        log.info(f"resume={cfg.resume}: goes on in a new folder, {_shown(output_dir)}. The old one stays as it is.")
+
+
+def _shown(output_dir: Path) -> Path:
+    return output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir
 
 
 def _picture(

@@ -334,6 +334,6 @@ def _without_its_checkpoint(
     start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
     return Refused(
         f"{failed} The weights alone, of step {summary['steps']}, are in {folder}. Type "
-        f"{in_shell('evaluate', folder)}, {in_shell('generate', folder)}, or {start} to start another run from them. "
-        f"To go on to the bit takes a checkpoint. {older}"
+        f"{in_shell('evaluate', folder)}, {in_shell('generate', folder)} prompt='...', or {start} to start another run "
+        f"from them. Without the optimizer's state resume= cannot go on from them. {older}"
     )

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem import cli, export, fit
-from lowmem.asked import TRAIN
 from lowmem.checkpoint import AtomicCheckpointIO, complete, going_on
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
 from lowmem.overrides import composed
+from lowmem.report import hints
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics
 from lowmem.training import _evaluated
@@ -345,13 +345,14 @@ def test_the_last_lines_are_commands_that_work(command, tmp_path):
 
 
 def test_a_run_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch):
-    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    for name in (".hydra", "model"):
+        (tmp_path / "run" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for interrupted, steps, expected in (
         (True, 2, ["evaluate=run", "resume=run"]),
         (False, 2, ["generate=run prompt='Once upon a time'", "evaluate=run", "resume=run"]),
     ):
-        fit._tell_commands(tmp_path / "run", TRAIN, {"interrupted": interrupted, "steps": steps}, 4)
+        hints.tell_commands(tmp_path / "run", "train", {"interrupted": interrupted, "steps": steps}, 4)
         assert capsys.readouterr().out.split("python train.py ")[1:] == [f"{line}\n" for line in expected]
 
 
@@ -429,6 +430,7 @@ def test_without_room_for_the_weights_either_it_says_what_is_left(command, full,
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and f"Nor can {run}/model: File too large" in said
     assert "resume=" in said and "step-00000002.ckpt goes on" in said and not (run / "model").exists()
+    assert summary_of(run)["steps"] == 4  # what else fits is written
 
 
 def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(command, full, tmp_path):

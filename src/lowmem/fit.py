@@ -29,7 +29,7 @@ from lowmem.overrides import as_lines, as_mapping, in_shell, replaced
 from lowmem.plan import at_start
 from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
-from lowmem.report import ran, show, step
+from lowmem.report import hints, ran, show, step
 from lowmem.report import summary as report
 from lowmem.report.hub import push
 from lowmem.report.model_card import card
@@ -77,7 +77,7 @@ def _fitted(
     cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], overrides: Sequence[str], ranks: OneDevice
 ) -> dict:
     if ranks.rank == 0:
-        _tell_folders(cfg, output_dir)
+        hints.tell_folders(cfg, output_dir)
     with ranks.in_turn("count the rows"):  # what the first has written the others read
         cfg, typed = _counted(cfg, overrides, ranks)
     wanted = asked(cfg, output_dir, ranks)  # before anything is planned for it
@@ -107,8 +107,8 @@ def _fitted(
                 _export(training, cfg, output_dir, summary)
             if ranks.rank == 0:
                 (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
-                _tell_files(output_dir)
-                _tell_commands(output_dir, wanted, summary, cfg.max_steps)
+                hints.tell_files(output_dir)
+                hints.tell_commands(output_dir, wanted.work, summary, cfg.max_steps)
             return summary
     except DidNotFit as error:
         planned = at_start.smaller_recipe(cfg, typed, prediction)
@@ -226,37 +226,6 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
         print(folded(f"A sample:\n{training.samples.text}\n"))
 
 
-def _tell_files(output_dir: Path) -> None:
-    shown = _shown(output_dir)
-    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.iterdir()) if path.name[0] != "."))
-
-
-def _tell_commands(output_dir: Path, wanted: Asked, summary: Mapping[str, object], max_steps: int) -> None:
-    """Prints the commands that use what the run has left, to be copied."""
-    if not (output_dir / ".hydra").is_dir():  # a notebook's, of which nobody has typed a line that could be repeated
-        return
-    shown, lines = _shown(output_dir), []
-    if wanted.exports and not summary["interrupted"]:
-        lines.append(f"{in_shell('generate', shown)} prompt='Once upon a time'")
-    if wanted.work == "train":
-        more = f" max_steps={2 * max_steps}" if summary["steps"] == max_steps else ""
-        lines += [in_shell("evaluate", shown), in_shell("resume", shown) + more]
-    print("".join(f"\npython train.py {line}" for line in lines))
-
-
-def _tell_folders(cfg: DictConfig, output_dir: Path) -> None:
-    """Says that a run is resumed in a new folder, where it is."""
-    if cfg.resume in (None, "auto"):
-        return
-    named = Path(cfg.resume).expanduser().resolve()
-    if output_dir.resolve() not in (named, *named.parents):
-        log.info(f"resume={cfg.resume}: goes on in a new folder, {_shown(output_dir)}. The old one stays as it is.")
-
-
-def _shown(output_dir: Path) -> Path:
-    return output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir
-
-
 def _picture(
     training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
 ) -> None:
@@ -319,21 +288,21 @@ def _without_its_checkpoint(
     """
     training.stop.waits_no_longer(summary["interrupted"])
     folder, ranks = output_dir / "model", training.module.ranks
-    failed, older = training.saves.ended_by, checkpoint.going_on(training.saves.folder)
+    alone = summary["adapter_alone"]
+    start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
     try:
         with together(ranks):
             if ranks.divides or ranks.rank == 0:
                 _write_model(training, cfg, folder, summary)
+        left = (
+            f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
+            f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "
+            "optimizer's state resume= cannot go on from them."
+        )
     except OSError as error:
-        return Refused(f"{failed} Nor can {folder}: {error.strerror}. Make room. {older}")
+        left = f"Nor can {folder}: {error.strerror}. Make room."
     if ranks.rank == 0:
         with suppress(OSError):  # the weights are what matters
             _report(training, output_dir, summary)
             _picture(training, cfg, output_dir, summary, choices)
-    alone = summary["adapter_alone"]
-    start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
-    return Refused(
-        f"{failed} The weights alone, of step {summary['steps']}, are in {folder}. Type "
-        f"{in_shell('evaluate', folder)}, {in_shell('generate', folder)} prompt='...', or {start} to start another run "
-        f"from them. Without the optimizer's state resume= cannot go on from them. {older}"
-    )
+    return Refused(f"{training.saves.ended_by} {left} {checkpoint.going_on(training.saves.folder)}")

@@ -259,7 +259,7 @@ def _told(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
 
 
 def _again(folder: Path) -> str:
-    """What to type after a rank was lost."""
+    """Says what to type after a rank was lost."""
     if any(folder.glob("checkpoints/step-*.ckpt")):
         return (
             f"resume=auto {in_shell('hydra.run.dir', folder)} beside what was typed goes on from its last checkpoint."

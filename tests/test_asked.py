@@ -19,6 +19,7 @@ from lowmem.checkpoint import AtomicCheckpointIO, complete, going_on
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
 from lowmem.overrides import composed
+from lowmem.report import hints
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics
 from lowmem.training import _evaluated
@@ -331,6 +332,30 @@ def test_saving_by_minutes_and_keeping_a_number(fit, monkeypatch):
     assert steps == [15, 18, 20]
 
 
+def test_the_last_lines_are_commands_that_work(command, tmp_path):
+    _, said = command(f"hydra.run.dir={tmp_path}/a run")
+    typed = [line for line in said.splitlines() if line.startswith("python train.py ")]
+    assert [line.split("=")[0].split()[-1].strip("'") for line in typed] == ["generate", "evaluate", "resume"]
+    for line in typed:
+        cli.prepare(shlex.split(line)[2:])  # it is not refused
+    code, said = command(*shlex.split(typed[-1])[2:], f"hydra.run.dir={tmp_path}/run", base=())
+    new, old = tmp_path / "run", tmp_path / "a run"
+    assert code == 0 and summary_of(new)["steps"] == 8
+    assert said.startswith(f"resume={old}: goes on in a new folder, {new}. The old one stays as it is.\n")
+
+
+def test_a_run_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch):
+    for name in (".hydra", "model"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for interrupted, steps, expected in (
+        (True, 2, ["evaluate=run", "resume=run"]),
+        (False, 2, ["generate=run prompt='Once upon a time'", "evaluate=run", "resume=run"]),
+    ):
+        hints.tell_commands(tmp_path / "run", "train", {"interrupted": interrupted, "steps": steps}, 4)
+        assert capsys.readouterr().out.split("python train.py ")[1:] == [f"{line}\n" for line in expected]
+
+
 # --- no room ----------------------------------------------------------------------------------------------------------
 
 
@@ -367,19 +392,45 @@ def test_a_save_that_fails_once_is_reported_and_training_goes_on(fit, full, capl
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["3.ckpt", "4.ckpt"] and not drafts(run)
 
 
-def test_twice_in_a_row_ends_the_run_with_the_old_checkpoint(command, full, tmp_path):
+def test_twice_in_a_row_ends_the_run_with_the_old_checkpoint_and_the_weights_of_that_step(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {2, 3})
     code, said = command("save_every=1")
     assert code == 1 and "Traceback" not in said and "Nor could the one before it" in said
     run = tmp_path / "run"
     assert f"resume={run}/checkpoints/step-00000001.ckpt goes on" in said
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["1.ckpt"] and not drafts(run)
+    assert "training ended at step 3" in said and "The weights alone, of step 3" in said
+    assert (run / "model" / "model.safetensors").is_file() and not summary_of(run)["stopped_early"]
 
 
 def test_the_last_save_of_all_is_tried_again(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {1})
     assert command()[0] == 0
     assert [path.name[-6:] for path in complete(tmp_path / "run" / "checkpoints")] == ["4.ckpt"]
+
+
+def test_without_room_for_the_last_checkpoint_the_weights_are_written_alone(command, full, tmp_path):
+    full(AtomicCheckpointIO, "save_checkpoint", {1, 2})
+    code, said = command()
+    run = tmp_path / "run"
+    assert code == 1 and "Traceback" not in said and "is tried once more after the last evaluation" in said
+    assert "goes on, and" not in said and "There is no checkpoint to go on from." in said
+    assert summary_of(run)["steps"] == 4 and "The weights alone" in (run / "failed.txt").read_text()
+    loss = summary_of(run)["val_loss"]
+    for typed in (f"evaluate={run}/model", f"generate={run}/model", f"model=hf model.name={run}/model"):
+        assert typed in said
+    code, said = command(f"evaluate={run}/model", f"hydra.run.dir={tmp_path}/other", base=())
+    assert code == 0 and summary_of(tmp_path / "other")["val_loss"] == pytest.approx(loss), said
+
+
+def test_without_room_for_the_weights_either_it_says_what_is_left(command, full, tmp_path):
+    full(AtomicCheckpointIO, "save_checkpoint", {2, 3})
+    full(fit, "_write_model", {1})
+    code, said = command("save_every=2")
+    run = tmp_path / "run"
+    assert code == 1 and "Traceback" not in said and f"Nor can {run}/model: File too large" in said
+    assert "resume=" in said and "step-00000002.ckpt goes on" in said and not (run / "model").exists()
+    assert summary_of(run)["steps"] == 4  # what else fits is written
 
 
 def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(command, full, tmp_path):

@@ -48,6 +48,14 @@ def test_a_run_and_its_model_write_what_transformers_does_and_leave_no_folder(co
     assert not (tmp_path / "outputs").exists()  # nor the folder of the day
 
 
+def test_a_model_that_ends_at_once_is_said_to_beside_the_text(config, run, monkeypatch, caplog):
+    for written, warned in (("", True), (" \n\n", True), (" word\n", False)):
+        caplog.clear()
+        monkeypatch.setattr("lowmem.generate.continuation", lambda *_, written=written: written)
+        assert generate(config(f"generate={run}", "prompt=def")) == written
+        assert ("the model writes nothing that can be seen" in caplog.text) == warned
+
+
 def test_a_temperature_draws_from_the_seed(config, run):
     def written(*more):
         return generate(config(f"generate={run}", "prompt=def", "max_new_tokens=8", *more))

@@ -118,8 +118,15 @@ def test_a_rank_that_dies_takes_the_others_along_and_is_named_with_its_last_line
     assert time.monotonic() - began < 20
     log = ranks.run / "rank-1" / "output.log"
     assert said.startswith(f"Rank 1 of 2: {says}") and f"\nIts last lines ({log}):\n  first\n  last words\n" in said
-    assert f"resume=auto hydra.run.dir={ranks.run} beside" in said and "rank 0" not in said
+    assert "no checkpoint yet. Type the same command again" in said and "rank 0" not in said
     assert (ranks.run / folders.FAILED).read_text() == said + "\n"
+
+
+def test_a_rank_that_dies_behind_a_checkpoint_is_told_to_go_on_from_it(ranks):
+    (ranks.run / "checkpoints").mkdir()
+    (ranks.run / "checkpoints" / "step-00000002.ckpt").touch()
+    said = message(ranks, "if rank: time.sleep(60)\nos.kill(os.getpid(), 9)")
+    assert f"resume=auto hydra.run.dir={ranks.run} beside" in said
 
 
 def test_of_the_first_rank_the_last_lines_are_those_of_the_runs_log(ranks):

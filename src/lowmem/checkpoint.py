@@ -97,7 +97,7 @@ class Checkpoints(Callback):
         self.best_step, self.best_loss = -1, math.inf
         self.saved_step = -1
         self.failures = 0  # in a row
-        self._unwritten: Path | None = None  # the last that failed: what training ends with is tried twice
+        self.ended_by: str | None = None  # why training ended without its last checkpoint
         self._since = 0.0  # when the last one was saved or tried
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -129,7 +129,7 @@ class Checkpoints(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.saved_step != trainer.global_step:  # something else ended training, or it could not be written
-            self.save(trainer)
+            self.save(trainer, last=True)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         for held in (checkpoint["state_dict"], checkpoint.get("rests", {})):
@@ -143,11 +143,16 @@ class Checkpoints(Callback):
         if self._path(state_dict["best_step"]).exists():  # a resume may go on in another folder
             self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
 
-    def save(self, trainer: Trainer) -> None:
-        """Raises:
-        NotFinite: a weight.
-        Refused: this file and the one before could not be written.
+    def save(self, trainer: Trainer, last: bool = False) -> None:
+        """Save, or say what becomes of the run: the second checkpoint in a row that cannot be written ends training.
+
+        Args: last: training has ended, and there is no further try.
+
+        Raises:
+            NotFinite: a weight is inf or nan.
         """
+        if self.ended_by:
+            return
         trainer.precision_plugin.arrived()
         ranks = trainer.lightning_module.ranks
         if ranks.any(not _all_finite(trainer)):
@@ -157,7 +162,7 @@ class Checkpoints(Callback):
             with self.paused(), self.metered(trainer):
                 trainer.save_checkpoint(self._path(trainer.global_step))
         except OSError as error:
-            return self._could_not(self._path(trainer.global_step), error)
+            return self._could_not(trainer, error, last)
         self.saved_step, self.failures = trainer.global_step, 0
         if ranks.rank == 0:
             self._prune()
@@ -165,18 +170,18 @@ class Checkpoints(Callback):
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.ckpt"
 
-    def _could_not(self, path: Path, error: OSError) -> None:
+    def _could_not(self, trainer: Trainer, error: OSError, last: bool) -> None:
         self.failures += 1
-        said, again, self._unwritten = f"{path} cannot be written: {error.strerror}.", path == self._unwritten, path
-        if again:
-            raise Refused(
-                f"{said} Training has ended, and its last steps are not saved. Make room. {going_on(self.folder)}"
-            ) from error
-        if self.failures == 2:
-            raise Refused(
-                f"{said} Nor could the one before it be, so the run ends here. Make room. {going_on(self.folder)}"
-            ) from error
-        log.warning(f"{said} The run goes on, and ends if the next checkpoint cannot be written either.")
+        failed = f"{self._path(trainer.global_step)} cannot be written: {error.strerror}."
+        if last:
+            self.ended_by = failed
+        elif trainer.should_stop:
+            log.warning(f"{failed} It is tried once more after the last evaluation. Make room until then.")
+        elif self.failures > 1:
+            self.ended_by = f"{failed} Nor could the one before it be, so training ended at step {trainer.global_step}."
+            trainer.should_stop = True
+        else:
+            log.warning(f"{failed} Training goes on, and ends if the next one cannot be written either. Make room.")
 
     def _prune(self) -> None:
         newest = {"last": 2, "best": 1}.get(self.keep, self.keep)

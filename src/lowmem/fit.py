@@ -10,13 +10,13 @@ summary = fit(cfg, Path("outputs/notebook"))
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
-from lowmem import batch_size, build, model
+from lowmem import batch_size, build, checkpoint, model
 from lowmem.adapter.export import export, is_adapted
 from lowmem.asked import Asked, asked, summary_of, with_model
 from lowmem.check import check, targets
@@ -29,7 +29,7 @@ from lowmem.overrides import as_lines, as_mapping, in_shell, replaced
 from lowmem.plan import at_start
 from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
-from lowmem.report import ran, show, step
+from lowmem.report import hints, ran, show, step
 from lowmem.report import summary as report
 from lowmem.report.hub import push
 from lowmem.report.model_card import card
@@ -38,6 +38,7 @@ from lowmem.settings import Settings
 from lowmem.strategy.group import joined
 from lowmem.strategy.one_device import OneDevice
 from lowmem.terminal import folded
+from lowmem.together import together
 from lowmem.trained import parameters, shape
 from lowmem.trained import trained as trained_of
 from lowmem.training import DidNotFit, Training, trained
@@ -75,6 +76,8 @@ def fit(
 def _fitted(
     cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], overrides: Sequence[str], ranks: OneDevice
 ) -> dict:
+    if ranks.rank == 0:
+        hints.tell_folders(cfg, output_dir)
     with ranks.in_turn("count the rows"):  # what the first has written the others read
         cfg, typed = _counted(cfg, overrides, ranks)
     wanted = asked(cfg, output_dir, ranks)  # before anything is planned for it
@@ -90,12 +93,13 @@ def _fitted(
             summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
             if wanted.work == "export":
                 summary |= summary_of(wanted.saved)
-            if wanted.work == "train":
-                if prediction:
-                    summary["predicted"]["seconds_per_step"] = at_start.refined(cfg, prediction, training.metrics)
-                if ranks.rank == 0:
-                    _picture(training, cfg, output_dir, summary, choices)
+            if wanted.work == "train" and prediction:
+                summary["predicted"]["seconds_per_step"] = at_start.refined(cfg, prediction, training.metrics)
+            if training.saves.ended_by:
+                raise _without_its_checkpoint(training, cfg, output_dir, summary, choices)
             if ranks.rank == 0:
+                if wanted.work == "train":
+                    _picture(training, cfg, output_dir, summary, choices)
                 _report(training, output_dir, summary)
             training.stop.waits_no_longer(summary["interrupted"])
             takes_part = ranks.divides or ranks.rank == 0
@@ -103,7 +107,8 @@ def _fitted(
                 _export(training, cfg, output_dir, summary)
             if ranks.rank == 0:
                 (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
-                _tell_files(output_dir)
+                hints.tell_files(output_dir)
+                hints.tell_commands(output_dir, wanted.work, summary, cfg.max_steps)
             return summary
     except DidNotFit as error:
         planned = at_start.smaller_recipe(cfg, typed, prediction)
@@ -221,11 +226,6 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
         print(folded(f"A sample:\n{training.samples.text}\n"))
 
 
-def _tell_files(output_dir: Path) -> None:
-    shown = output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir
-    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.iterdir()) if path.name[0] != "."))
-
-
 def _picture(
     training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
 ) -> None:
@@ -248,15 +248,7 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapp
         Refused: what is missing and how to get it, where the folder cannot be written.
     """
     try:
-        base = cfg.model.name if cfg.model.pretrained else None
-        network, tokenizer = training.module.model, training.tokens.tokenizer
-        network.generation_config.eos_token_id = end_tokens(tokenizer, network)
-        divides = training.module.ranks.divides
-        gathered = Gathered(network, training.module.ranks if divides else OneDevice(), training.part)
-        with gathered.together() as writes:
-            if writes:
-                what = (network, tokenizer, output_dir / "model", cfg.export_dtype, cfg.merge, base, card(summary))
-                export(*what, gathered.whole, gathered.dtype_of if divides else None)
+        _write_model(training, cfg, output_dir / "model", summary)
     except OSError as error:
         raise Refused(
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
@@ -272,3 +264,45 @@ def _export(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapp
         )
     else:
         push(output_dir / "model", cfg.push, run)
+
+
+def _write_model(training: Training, cfg: DictConfig, folder: Path, summary: Mapping[str, object]) -> None:
+    """Raises: OSError: on every rank, where the folder cannot be written."""
+    base = cfg.model.name if cfg.model.pretrained else None
+    network, tokenizer = training.module.model, training.tokens.tokenizer
+    network.generation_config.eos_token_id = end_tokens(tokenizer, network)
+    ranks = training.module.ranks
+    gathered = Gathered(network, ranks if ranks.divides else OneDevice(), training.part)
+    with gathered.together() as writes:
+        if writes:
+            what = (network, tokenizer, folder, cfg.export_dtype, cfg.merge, base, card(summary))
+            export(*what, gathered.whole, gathered.dtype_of if ranks.divides else None)
+
+
+def _without_its_checkpoint(
+    training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
+) -> Refused:
+    """Writes the weights alone, which need less room than a checkpoint, and then what else fits.
+
+    Returns: the error that ends the run: what could be written, and what can be done with it.
+    """
+    training.stop.waits_no_longer(summary["interrupted"])
+    folder, ranks = output_dir / "model", training.module.ranks
+    alone = summary["adapter_alone"]
+    start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
+    try:
+        with together(ranks):
+            if ranks.divides or ranks.rank == 0:
+                _write_model(training, cfg, folder, summary)
+        left = (
+            f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
+            f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "
+            "optimizer's state resume= cannot go on from them."
+        )
+    except OSError as error:
+        left = f"Nor can {folder}: {error.strerror}. Make room."
+    if ranks.rank == 0:
+        with suppress(OSError):  # the weights are what matters
+            _report(training, output_dir, summary)
+            _picture(training, cfg, output_dir, summary, choices)
+    return Refused(f"{training.saves.ended_by} {left} {checkpoint.going_on(training.saves.folder)}")

@@ -1,5 +1,6 @@
 """`generate=<folder>`: what an exported model, an adapter or a run's model/ writes behind `prompt=`."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from lowmem.overrides import in_shell
 from lowmem.quiet import quiet
 from lowmem.settings import Settings
 
+log = logging.getLogger(__name__)
+
 
 def generate(cfg: DictConfig) -> str:
     """What the model writes behind the prompt, which is a user's turn where its tokenizer has a chat template.
@@ -29,7 +32,13 @@ def generate(cfg: DictConfig) -> str:
     ids = prompt_ids(tokenizer, cfg.prompt, chat=tokenizer.chat_template is not None)
     set_seed(cfg.seed)
     network.to(Settings(cfg).device).eval()
-    return printable(continuation(network, tokenizer, ids, cfg.max_new_tokens, cfg.temperature))
+    text = printable(continuation(network, tokenizer, ids, cfg.max_new_tokens, cfg.temperature))
+    if not text.strip():
+        log.warning(
+            f"generate={cfg.generate}: behind this prompt the model writes nothing that can be seen: it ends at once, "
+            "or writes blanks. Type another prompt=, or temperature=0.8 to draw less likely tokens."
+        )
+    return text
 
 
 def _folder(named: Path) -> Path:

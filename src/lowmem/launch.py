@@ -252,7 +252,19 @@ def _told(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     said += folders.line(own) if own else rank.watched or f"{reason(rank.code, '')}."
     if last:
         said += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
-    said += f"\nresume=auto {in_shell('hydra.run.dir', folder)} beside what was typed goes on from its last checkpoint."
+    said += f"\n{_again(folder)}"
     with suppress(OSError):  # here: whoever was killed before it wrote anything has not been refused
         (folder / folders.FAILED).write_text(said + "\n")
     return said
+
+
+def _again(folder: Path) -> str:
+    """Says what to type after a rank was lost."""
+    if any(folder.glob("checkpoints/step-*.ckpt")):
+        return (
+            f"resume=auto {in_shell('hydra.run.dir', folder)} beside what was typed goes on from its last checkpoint."
+        )
+    return (
+        "The run has no checkpoint yet. Type the same command again, with resume=auto beside it if it names a "
+        "hydra.run.dir=."
+    )

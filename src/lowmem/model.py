@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -31,6 +31,7 @@ from transformers import (
 from lowmem import vocabulary
 from lowmem.check import POSITIONS, check_hub_id, check_positions
 from lowmem.errors import Refused
+from lowmem.overrides import in_shell
 from lowmem.stable_embedding import stabilise
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ def architecture(
     """The model's configuration: the yaml's own keys, on top of the published ones where weights are loaded.
 
     Raises:
-        Refused: an unreachable model, a folder without weights, a key that the architecture does not have, an
-            architecture that no causal model has.
+        Refused: an unreachable model, a folder without weights or with damaged ones, a key that the architecture does
+            not have, an architecture that no causal model has.
     """
     config = _configuration(name, pretrained, trust_remote_code, architecture)
     halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
@@ -53,6 +54,8 @@ def architecture(
             f"model.name={name}: {config.model_type} cannot be built as a causal model: it is {kind}, and lowmem "
             "trains what predicts the next token from those before it. Type model=gpt2, or model.name=<a causal one>."
         )
+    if pretrained:
+        _check_weights_files(name)
     return config
 
 
@@ -137,6 +140,26 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
             f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a hub id that this "
             "machine reaches or a local folder, or type model.pretrained=false for a random start of one of conf/model."
         ) from None
+
+
+def _check_weights_files(name: str) -> None:
+    """Open every local file of weights: safetensors compares its header with the file's length, and reads no tensor.
+
+    Raises:
+        Refused: a file that is cut short or damaged.
+    """
+    folder = Path(_place(name))
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            is_of_a_run = (folder.parent / "checkpoints").is_dir()
+            again = f"write it again: {in_shell('export', folder.parent)}" if is_of_a_run else "copy it here again"
+            raise Refused(
+                f"model.name={name}: {file.name} has {file.stat().st_size:,} bytes, which do not match its header: it "
+                f"was cut short or damaged ({_first_line(error)}). It is a local file: {again}."
+            ) from None
 
 
 def _place(name: str, key: str = "model.name") -> str:

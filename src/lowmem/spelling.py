@@ -16,6 +16,15 @@ from lowmem.overrides import CONF, EITHER, FLAGS, FOLDERS, FUNCTION, VALUED, com
 
 NEAR = 0.65  # of difflib: below it a suggestion is a guess
 ARCHITECTURE = "model.architecture."
+# What other trainers, or a guess, call a key; spelling alone would lead from each of them to another key.
+OTHER_NAMES = {
+    **dict.fromkeys(("checkpoint.every", "checkpoint_every", "save_steps"), "save_every"),
+    **dict.fromkeys(("evaluate.every", "evaluate_every", "eval_steps"), "val_every"),
+    **dict.fromkeys(("log.every", "logging_steps"), "log_every"),
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+}
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
 
@@ -23,7 +32,8 @@ def check_lines(lines: Sequence[str]) -> None:
     """What a line alone can tell.
 
     Raises:
-        Refused: a group that is taken out, a choice that is not there, a nameless folder, or one thing said twice.
+        Refused: a group that is taken out, a choice that is not there, a nameless folder, one thing said twice, or what
+            a technique declares of itself.
     """
     said = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
     for one, other in EITHER:
@@ -33,6 +43,11 @@ def check_lines(lines: Sequence[str]) -> None:
         group, choices = key(line), _chosen(line)
         if group == "hydra":
             raise Refused(f"{line}: this is no group. Type hydra.<key>=<value>, such as hydra.run.dir=<a folder>.")
+        if "declares" in group.split("."):
+            raise Refused(
+                f"{line}: a technique declares this of itself, and checks and plans rely on it; a run cannot make it "
+                f"so. Leave it out, or change conf/{group.partition('.')[0]}/<the technique>.yaml."
+            )
         if group in FOLDERS and unquoted(line).endswith("="):
             raise Refused(f"{line}: this is empty. Type {group}=<a folder>, and {group}=. for this one.")
         if not is_group(group):
@@ -75,7 +90,7 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
     name, _, value = line.lstrip("+").partition("=")
     if owners := _owners(name):
         return f"{line}: only some choices have it. Type {' or '.join(owners)} beside it."
-    near = nearest(name, {*known, *_groups()})
+    near = OTHER_NAMES.get(name) or nearest(name, {*known, *_groups()})
     if near is None:
         return f"{line}: nothing reads {name}. Type --help for what there is."
     if is_group(near) and value not in _choices(near):

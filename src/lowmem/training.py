@@ -65,6 +65,7 @@ class Training:
     metrics: Metrics
     samples: Samples
     stop: Stop
+    saves: checkpoint.Checkpoints
     rss_before_model: int = 0  # bytes
     resumed_from: Path | None = None
 
@@ -72,7 +73,8 @@ class Training:
     def stopped_early(self) -> bool:
         """Whether a callback ended training before its last step."""
         trainer = self.trainer
-        return trainer.should_stop and trainer.global_step < trainer.max_steps and not self.stop.interrupted
+        ended = self.stop.interrupted or self.saves.ended_by
+        return trainer.should_stop and trainer.global_step < trainer.max_steps and not ended
 
     def part(self, p: nn.Parameter) -> Tensor:
         """What this process has of a weight, at its full precision."""
@@ -245,7 +247,7 @@ def _assembled(
     theirs = {key: value for key, value in cfg.trainer.items() if key not in ("_target_", "plugins")}
     trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | theirs))
     start = asked.saved.path if asked.saved else None
-    return Training(module, data.tokens, trainer, loggers, meter, metrics, samples, stop, resumed_from=start)
+    return Training(module, data.tokens, trainer, loggers, meter, metrics, samples, stop, saves, resumed_from=start)
 
 
 def _own_metric(cfg: DictConfig, data: build.Data, stop: Stop, meter: MemoryMeter) -> OwnMetric | None:

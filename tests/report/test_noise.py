@@ -34,6 +34,7 @@ FORMS = [
     rf"  (load|forward|backward|step|evaluation|save) +((device|host) [\d.]+ / {GIB}(, )?)+",
     r"A sample:",
     r"wrote run/[\w.]+",
+    r"python train\.py (generate=run prompt='Once upon a time'|evaluate=run|resume=run max_steps=8)",
     BAR,
     rf"evaluating {BAR}",
 ]
@@ -86,6 +87,7 @@ def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder
     said = done.stdout
     assert noise(said, FORMS + ([] if logger else OF_WANDB)) == [] and wide(said) == []
     assert "A sample:" in said and "step 4: loss" in said and said.count("wrote run/") > 6
+    assert said.count("\npython train.py ") == 3
 
 
 @pytest.mark.slow

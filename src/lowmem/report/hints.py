@@ -1,0 +1,43 @@
+"""Prints in which folder a run goes on, where its files are, and the commands that use them."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lowmem.overrides import in_shell
+
+log = logging.getLogger(__name__)
+
+
+def tell_files(output_dir: Path) -> None:
+    shown = _shown(output_dir)
+    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.iterdir()) if path.name[0] != "."))
+
+
+def tell_commands(output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int) -> None:
+    """Prints the commands that use what the run has left, to be copied."""
+    if not (output_dir / ".hydra").is_dir():  # a notebook's, of which nobody has typed a line that could be repeated
+        return
+    shown, lines = _shown(output_dir), []
+    if (output_dir / "model").is_dir() and not summary["interrupted"]:
+        lines.append(f"{in_shell('generate', shown)} prompt='Once upon a time'")
+    if work == "train":
+        more = f" max_steps={2 * max_steps}" if summary["steps"] == max_steps else ""
+        lines += [in_shell("evaluate", shown), in_shell("resume", shown) + more]
+    if lines:
+        print("", *lines, sep="\npython train.py ")
+
+
+def tell_folders(cfg: DictConfig, output_dir: Path) -> None:
+    """Says that a run is resumed in a new folder, where it is."""
+    if cfg.resume in (None, "auto"):
+        return
+    named = Path(cfg.resume).expanduser().resolve()
+    if output_dir.resolve() not in (named, *named.parents):
+        log.info(f"resume={cfg.resume}: goes on in a new folder, {_shown(output_dir)}. The old one stays as it is.")
+
+
+def _shown(output_dir: Path) -> Path:
+    return output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir

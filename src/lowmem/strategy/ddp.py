@@ -4,7 +4,9 @@ It saves nothing but time. What it costs: an all-reduce of all gradients per opt
 the last backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
+import gc
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from weakref import ref
 
 import torch
 from lightning.pytorch import LightningModule
@@ -41,6 +43,16 @@ class DataParallel(Several):
         for name, p in named:
             self._watching.append(p.register_post_accumulate_grad_hook(lambda _, name=name: self._idle.discard(name)))
 
+    def release(self) -> bool:
+        wrapper = getattr(self, "forward", None)
+        if not isinstance(wrapper, DistributedDataParallel):  # the run has ended before it was made
+            return True
+        reducer = ref(wrapper.reducer)
+        del self.forward, wrapper
+        self._watch_no_more()
+        gc.collect()  # the wrapper is part of a cycle
+        return reducer() is None
+
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Zeros, added up and laid into the buckets: what micro-batches before a window's last make goes there too, and
         else the first of them would make others beside."""
@@ -75,14 +87,17 @@ class DataParallel(Several):
 
     def _check_used(self) -> None:
         """DDP would wait for the gradients of all, and send none of those that share a bucket with a missing one."""
-        while self._watching:
-            self._watching.pop().remove()
+        self._watch_no_more()
         if unused := next(filter(None, self.every(sorted(self._idle))), None):
             raise Refused(
                 f"strategy=ddp: no forward pass uses {', '.join(unused[:3])}{' and others' * (len(unused) > 3)}, so "
                 f"that ranks would wait for gradients that nobody makes. Type freeze=[{','.join(unused[:3])}], with "
                 "patterns of the names of all such weights."
             )
+
+    def _watch_no_more(self) -> None:
+        while self._watching:
+            self._watching.pop().remove()
 
     def drop(self) -> None:
         self._step.close()

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 PLACES = ("output_dir", "cache_dir")  # that may be others on each machine
 
+# Groups that were left while the traceback of a failure still referred to DDP. They stay until the process ends.
+_still_referenced: list[dist.ProcessGroup] = []
+
 
 @contextmanager
 def joined(cfg: DictConfig) -> Iterator[OneDevice]:
@@ -42,6 +45,7 @@ def joined(cfg: DictConfig) -> Iterator[OneDevice]:
     if not Settings(cfg).several:
         yield instantiate(cfg.strategy)(device=cfg.device, devices=1)
         return
+    ranks = None
     try:
         store = _join(cfg)
         ranks = instantiate(cfg.strategy)(device=cfg.device, devices=cfg.devices)
@@ -52,14 +56,29 @@ def joined(cfg: DictConfig) -> Iterator[OneDevice]:
             with ranks.in_turn("write the model"):  # and all that is rank 0's alone
                 pass
             ranks.barrier()  # and holds what they meet by, until all have heard that it has
-        dist.destroy_process_group()
+        leave(ranks)
     except Exception as error:
         if gone := faults.lost(error, cfg.strategy.timeout):
             raise gone from error
         raise
     finally:
         if dist.is_initialized() and not _waits_for_others(cfg):
-            dist.destroy_process_group()
+            leave(ranks)
+
+
+def leave(ranks: OneDevice | None = None) -> None:
+    """Leaves the process group, and sees to it that the last reference to it is one of Python's.
+
+    DDP's Reducer refers to the group from C++. It is freed with the GIL held; if its reference is the last one, freeing
+    the group joins gloo's threads while one of them may wait for the GIL to drop a Python object, and both wait for
+    ever. Python's own reference to a group is dropped without the GIL.
+
+    Args: ranks: of this process; None: there is no strategy, or it could not be made.
+    """
+    group = dist.group.WORLD  # held until the Reducer is gone
+    if ranks and not ranks.release():
+        _still_referenced.append(group)
+    dist.destroy_process_group()
 
 
 def _waits_for_others(cfg: DictConfig) -> bool:

@@ -85,6 +85,13 @@ class OneDevice:
         """Everything is restored and on its device."""
         self.forward = module
 
+    def release(self) -> bool:
+        """Frees what refers to the process group from C++, which is about to be left.
+
+        Returns: whether nothing refers to it any more.
+        """
+        return True
+
     # --- each window ----------------------------------------------------------------------------------------------
 
     def passes(self, module: LightningModule, window: Window) -> tuple[Tensor, Tensor | None]:

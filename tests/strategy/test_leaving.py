@@ -1,0 +1,85 @@
+"""A process group is left without standing still: `leaving.py` does it thousands of times where one types that."""
+
+import gc
+import subprocess
+import sys
+from weakref import ref
+
+import leaving
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowmem.strategy import group
+from lowmem.strategy.ddp import DataParallel
+
+
+def rounds(number: int, limit: int) -> str:
+    """What `leaving.py --rounds` prints, in a process of its own."""
+    command = [sys.executable, leaving.__file__, "--rounds", str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_hundred_rounds_end_and_leave_no_threads():
+    first, last = (int(line.split()[-2]) for line in rounds(100, limit=120).splitlines())
+    assert last == first
+
+
+@pytest.mark.slow
+def test_two_thousand_rounds_end():
+    assert "2000 rounds" in rounds(2000, limit=600)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_runs_of_two_ranks_end(processes, tmp_path, count):
+    for number in range(count):
+        assert leaving.two_ranks(processes, tmp_path / str(number)) == [0, 0]
+
+
+@pytest.fixture
+def at_the_end(monkeypatch):
+    """(whether the strategy releases what it has) -> whether the Reducer was there when its group was destroyed."""
+
+    def leave(releases):
+        destroy, seen = dist.destroy_process_group, []
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        ranks = DataParallel()
+        ranks.ready(leaving.Trained())
+        ranks.forward(torch.ones(2, 8)).backward()
+        reducer = ref(ranks.forward.reducer)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: (seen.append(reducer() is not None), destroy()))
+        if not releases:
+            monkeypatch.setattr(DataParallel, "release", lambda self: True)
+        group.leave(ranks)
+        return seen == [True]
+
+    return leave
+
+
+def test_the_reducer_is_freed_before_its_group_is_destroyed(at_the_end):
+    assert not at_the_end(releases=True)
+    assert group._still_referenced == []
+
+
+def test_one_that_is_not_released_is_found_out(at_the_end):
+    """The deliberately wrong variant: some hundred such ends are enough to stand still for ever."""
+    assert at_the_end(releases=False)
+
+
+def test_where_a_failure_still_refers_to_it_the_group_stays(at_the_end, monkeypatch):
+    """As in a traceback, whose frames hold DDP."""
+    held = []
+    monkeypatch.setattr(leaving.Trained, "forward", lambda self, x: held.append(self.wrapper()) or self.model(x).sum())
+    monkeypatch.setattr(group, "_still_referenced", kept := [])
+    ready = DataParallel.ready
+
+    def remembering(self, module):
+        ready(self, module)
+        module.wrapper = lambda: self.forward
+
+    monkeypatch.setattr(DataParallel, "ready", remembering)
+    assert at_the_end(releases=True) and len(kept) == 1
+    held.clear()
+    gc.collect()  # or the group would be freed by whatever test looks for garbage next

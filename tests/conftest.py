@@ -2,10 +2,12 @@
 
 import base64
 import copy
+import gc
 import multiprocessing
 import os
 import random
 import sys
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -152,6 +154,20 @@ def processes():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "dying", "told", "claiming"])
     return context
+
+
+@pytest.fixture
+def group_of_one():
+    """A gloo group whose only rank is this process; it is left as runs leave theirs, or it might stand still."""
+    import torch.distributed as dist
+
+    from lowmem.strategy.group import leave
+
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    yield dist.group.WORLD
+    gc.collect()  # a test's DDP is part of a cycle
+    leave()
 
 
 @pytest.fixture

@@ -76,46 +76,34 @@ def test_a_group_that_is_not_there_takes_part_in_everything():
         dist.destroy_process_group()
 
 
-def test_a_groups_limit_is_one_that_is_set():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
-    try:
-        internals.limit(dist.group.WORLD, timedelta(seconds=7))
-        held = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-        assert held == timedelta(seconds=7), breaks("the time limit of tensor parallelism")
-    finally:
-        dist.destroy_process_group()
+def test_a_groups_limit_is_one_that_is_set(group_of_one):
+    internals.limit(group_of_one, timedelta(seconds=7))
+    limit = group_of_one._get_backend(torch.device("cpu")).options._timeout
+    assert limit == timedelta(seconds=7), breaks("the time limit of tensor parallelism")
 
 
-def test_what_others_send_is_waited_for_in_place():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with Seen() as seen:
-            funcol.wait_tensor(funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD))
-        tensor = torch.ones(2)
-        came = internals.WAITS(tensor)
-    finally:
-        dist.destroy_process_group()
+def test_what_others_send_is_waited_for_in_place(group_of_one):
+    with Seen() as seen:
+        funcol.wait_tensor(funcol.all_reduce(torch.ones(2), "sum", group_of_one))
+    tensor = torch.ones(2)
+    came = internals.WAITS(tensor)
     message = breaks("plans of tensor_parallel, which would hold twice what is gathered")
     assert internals.WAITS in seen.functions and came.data_ptr() == tensor.data_ptr(), message
 
 
-def test_buckets_are_made_anew_once_and_a_pass_that_left_one_out_is_told():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        ddp = nn.parallel.DistributedDataParallel(Summed(layers), gradient_as_bucket_view=True)
-        places = []
-        for _ in range(3):
-            ddp(torch.ones(2), 2).backward()
-            places.append([p.grad.data_ptr() for p in layers.parameters()])
-            internals.check_reduced(ddp)
-            internals.rebuild_buckets(ddp)
-        assert places[0] != places[1] == places[2], breaks("gradients of ddp, which would be there twice for a moment")
-        ddp(torch.ones(2), 1).backward()
-        with pytest.raises(RuntimeError, match="finished reduction"):
-            internals.check_reduced(ddp)
-    finally:
-        dist.destroy_process_group()
+def test_buckets_are_made_anew_once_and_a_pass_that_left_one_out_is_told(group_of_one):
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    ddp = nn.parallel.DistributedDataParallel(Summed(layers), gradient_as_bucket_view=True)
+    places = []
+    for _ in range(3):
+        ddp(torch.ones(2), 2).backward()
+        places.append([p.grad.data_ptr() for p in layers.parameters()])
+        internals.check_reduced(ddp)
+        internals.rebuild_buckets(ddp)
+    assert places[0] != places[1] == places[2], breaks("gradients of ddp, which would be there twice for a moment")
+    ddp(torch.ones(2), 1).backward()
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        internals.check_reduced(ddp)
 
 
 class Summed(nn.Module):
@@ -127,13 +115,9 @@ class Summed(nn.Module):
         return sum(layer(x).sum() for layer in self.layers[:count])
 
 
-def test_a_sum_of_which_each_rank_keeps_a_part_is_an_operator():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with Seen() as seen:
-            dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2))
-    finally:
-        dist.destroy_process_group()
+def test_a_sum_of_which_each_rank_keeps_a_part_is_an_operator(group_of_one):
+    with Seen() as seen:
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2))
     assert internals.ADDS_IN_PARTS in seen.functions, breaks("plans of fsdp over gloo, which adds a copy")
 
 

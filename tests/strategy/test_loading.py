@@ -185,13 +185,11 @@ def same(found, asked):
 
 
 @pytest.fixture
-def alone():
+def alone(group_of_one):
     """The only rank of a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = FullyShard(devices=1)
     ranks.turns = Turns(dist.HashStore(), first=True, timeout=60)
-    yield ranks
-    dist.destroy_process_group()
+    return ranks
 
 
 def test_what_an_evaluation_gathers_it_puts_away(config, alone):

@@ -110,16 +110,14 @@ def test_the_state_of_all_ranks_is_not_brought_to_one_host(fit, monkeypatch, sta
 
 
 @pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
-def test_ranks_that_compute_on_the_processor_have_their_own_limit_where_there_is_a_card(strategy, monkeypatch):
+def test_ranks_that_compute_on_the_processor_have_their_own_limit_where_there_is_a_card(
+    strategy, monkeypatch, group_of_one
+):
     """Where torch makes them a group of its own, with a limit of its own."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        *_, group = strategy(timeout=7).mesh.get_all_groups()
-        assert group is not dist.group.WORLD
-        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
-    finally:
-        dist.destroy_process_group()
+    *_, group = strategy(timeout=7).mesh.get_all_groups()
+    assert group is not group_of_one
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
 
 
 def test_a_rank_without_loggers_bears_callbacks_that_want_one(fit, monkeypatch):

@@ -7,10 +7,12 @@ is imported: whoever has started the ranks reads such words too.
 
 import re
 import traceback
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+import lowmem
 from lowmem.errors import RankLost
 
+OURS = Path(lowmem.__file__).parent  # and not any path with `lowmem` in it: a clone may be called so, its .venv inside
 OF_TORCH = "torch/distributed/"
 GONE = r"Connection closed by peer|Connection reset by peer|Broken pipe|caused pair closure|Connection refused"
 GONE += r"|remote process exited|Socket closed|recvBytes failed|sendBytes failed"
@@ -80,7 +82,7 @@ def collective(frames: traceback.StackSummary) -> str:
         what = "backward's all_reduce of gradients"
     else:
         what = "A collective"
-    ours = [frame for frame in frames if "/lowmem/" in _path(frame)]
+    ours = [frame for frame in frames if PurePath(frame.filename).is_relative_to(OURS)]
     return f"{what} in {ours[-1].name} ({PurePath(ours[-1].filename).name}:{ours[-1].lineno})" if ours else what
 
 

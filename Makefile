@@ -5,6 +5,8 @@ BIN = .venv/bin
 AT_ONCE = -n 2 --dist worksteal
 # which part of the tests to run: `make test-all SHARD=2/4` runs the second quarter
 SHARD ?= 1/1
+# seconds: whole commands of README take longer than any test of `make test` may
+SLOW = -o faulthandler_timeout=1200 --shard=$(SHARD)
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 
 .PHONY: train test test-all test-slow test-oldest test-gpu lint format
@@ -16,11 +18,11 @@ test: .venv/installed
 	$(BIN)/python -m pytest -m "not slow" $(AT_ONCE)
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest --shard=$(SHARD) $(AT_ONCE)
+	$(BIN)/python -m pytest $(SLOW) $(AT_ONCE)
 
 # what `make test` leaves out
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow --shard=$(SHARD) $(AT_ONCE)
+	$(BIN)/python -m pytest -m slow $(SLOW) $(AT_ONCE)
 
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -m "not slow" $(AT_ONCE)

@@ -353,7 +353,7 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
 def test_no_stage_needs_pytest():
     code = "import sys; sys.modules['pytest'] = None; import made_up, oracle, parity, same, tolerances, two_models"
     paths = os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=240)
 
 
 # --- the stages -------------------------------------------------------------------------------------------------------
@@ -747,6 +747,7 @@ def test_the_whole_kit_runs_on_stand_ins(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
+        timeout=240,
     )
     found = json.loads(file.read_text())
     whys = [case["why"] for stage in found["stages"].values() for case in stage["cases"].values() if "why" in case]

@@ -66,6 +66,6 @@ def test_what_the_config_alone_can_tell_is_told_before_torch_is_imported(typed, 
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     line = [sys.executable, "train.py", *typed.split(), f"hydra.run.dir={tmp_path}/run"]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and done.stderr.startswith(typed.split()[-1])
     assert "Type seq_len=" in done.stderr or "give" in done.stderr

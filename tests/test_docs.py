@@ -42,7 +42,7 @@ def copy(tmp_path_factory):
 def run(folder, line, *more):
     words = [sys.executable if word == "python" else word for word in shlex.split(line)]
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
-    done = subprocess.run([*words, *more], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*words, *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=1000)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -145,7 +145,7 @@ def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
 def test_bad_input_is_answered_before_torch_is_imported(script, line, says):
     """Nor anything else that is heavy: in a second, most of which Hydra takes, and 450 modules."""
     command = [sys.executable, "-X", "importtime", script, line]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=240)
     imported = [row for row in done.stderr.splitlines() if row.startswith("import time:")]
     said = "\n".join(row for row in done.stderr.splitlines() if row not in imported)
     assert done.returncode != 0 and says in " ".join(said.split()) and "Traceback" not in said

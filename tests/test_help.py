@@ -24,7 +24,9 @@ COMMENTS = {key: comment for key, comment in help.comments(CONF / "config.yaml")
 def said(*arguments: str, script: str = "train.py") -> str:
     """What `python train.py` prints; torch must not be imported for it."""
     line = [sys.executable, "-X", "importtime", script, *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"})
+    done = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}, timeout=240
+    )
     assert done.returncode == 0 and " torch\n" not in done.stderr, done.stderr[-2000:]
     return done.stdout
 
@@ -126,7 +128,7 @@ def test_compare_shows_its_options():
 
 def test_a_reader_that_reads_no_further_is_no_error():
     line = f"{sys.executable} train.py --help | head -n 1"
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout.startswith("python train.py") and not done.stderr
 
 
@@ -137,7 +139,7 @@ def completed(line: str, script: str = "train.py") -> list[str]:
     """As bash asks for it."""
     environment = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     words = [sys.executable, script, "-sc", "query=bash"]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -180,7 +182,7 @@ def in_bash(tmp_path):
             cd {tmp_path}
             try "python stranger.py a"
         """
-        done = subprocess.run(["bash", "-c", textwrap.dedent(script)], capture_output=True, text=True)
+        done = subprocess.run(["bash", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240)
         return done.stdout.split("\n")[0], (tmp_path / "ran").exists()
 
     return run

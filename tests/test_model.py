@@ -111,7 +111,11 @@ print((max(peak, anonymous()) - before) / weights)
     big.to(torch.bfloat16).save_pretrained(tmp_path)  # another dtype than asked for: every tensor is converted
     ratio = float(
         subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=240,
         ).stdout.split()[-1]
     )
     # once, and the allocations around it: importing the model's class, buffers, one tensor in flight

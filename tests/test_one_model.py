@@ -121,7 +121,7 @@ def test_from_files_into_its_homes_a_model_is_in_memory_once(tmp_path, held, wro
     many, largest = sum(p.numel() for p in network.parameters()), 20_000 * 1024
     block = sum(p.numel() for p in network.model.layers[0].parameters())
     run = [sys.executable, "-c", LOADS, str(tmp_path), held, wrong]
-    peak = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()[-1])
+    peak = int(subprocess.run(run, capture_output=True, text=True, check=True, timeout=240).stdout.split()[-1])
     # beside masters what does not stream has 16 bits too; without them all that does not has a copy on the host
     ends = 4 * many + 2 * 2 * largest if held == "halves" else 2 * many + 2 * 2 * largest
     assert (peak < ends + 2 * block + 4 * largest + 40e6) != bool(wrong)

@@ -93,7 +93,7 @@ def as_typed(command: str, folder, *more: str) -> str:
     words = shlex.split(command)
     words = [sys.executable, str(ROOT / words[1]), *words[2:], *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "WANDB_MODE": "offline"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

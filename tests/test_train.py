@@ -203,7 +203,9 @@ def test_help_imports_nothing_heavy():
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'lightning', 'transformers', 'wandb', 'numpy') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
+    ).stdout
     assert "Groups: one word swaps a technique" in out and out.strip().endswith("[]")
 
 

@@ -240,6 +240,7 @@ def typed(*lines):
 def test_rates_are_kept_where_a_variable_says(tmp_path, said, where):
     """Wherever the process goes later."""
     prints = "from lowmem.plan.machine import CACHE; print(CACHE)"
-    asked = {"env": os.environ | {"LOWMEM_RATES": said}, "cwd": tmp_path, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", prints], **asked)
+    environment = os.environ | {"LOWMEM_RATES": said}
+    line = [sys.executable, "-c", prints]
+    done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert Path(done.stdout.strip()) == tmp_path / Path(where).expanduser(), done.stderr

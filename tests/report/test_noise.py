@@ -82,6 +82,7 @@ def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder
         env=environment(folder) | {"COLUMNS": "80"},
         capture_output=True,
         text=True,
+        timeout=240,
     )
     assert done.returncode == 0 and done.stderr == ""
     said = done.stdout
@@ -141,6 +142,7 @@ def test_a_refusal_is_folded_between_words(folder):
         env=environment(folder) | {"COLUMNS": "40"},
         capture_output=True,
         text=True,
+        timeout=240,
     )
     assert done.returncode == 1 and wide(done.stderr, 40) == []
     assert " ".join(done.stderr.split()) == ("data.path=none: there is no such file or folder. Give one that exists.")

@@ -147,6 +147,18 @@ def test_stochastic_rounding_keeps_what_is_not_finite(on_host):
     assert narrow[0] == float("inf") and narrow[1] == -float("inf") and narrow[2].isnan() and narrow[3] == 0
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_stochastic_rounding_keeps_finite_what_is_finite(on_host, monkeypatch):
+    largest, above = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max
+    wide = torch.tensor([above, -above] * 500)
+    narrow = torch.empty(1000, dtype=torch.bfloat16)
+    stochastically(wide, narrow, on_host=on_host)
+    assert torch.equal(narrow.float(), wide.clamp(-largest, largest))
+    monkeypatch.setattr(sixteen, "LARGEST", float("inf"))  # wrong: the carry makes nearly all of them inf
+    stochastically(wide, narrow, on_host=on_host)
+    assert narrow.isinf().sum() > 900
+
+
 def at_once(wide):
     """As it was before it came in pieces."""
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.errors import Refused
-from lowmem.gradients import finite
 from lowmem.precision.base import BasePrecision, step_one, with_gradient, with_step
 from lowmem.precision.loss_scale import ScaledLoss
 from lowmem.strategy.one_device import OneDevice
@@ -26,6 +25,7 @@ from lowmem.strategy.one_device import OneDevice
 Held = dict[str, Tensor]
 
 CHUNK = 1 << 22  # elements that are rounded at random at once
+LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class SixteenBitWeights(BasePrecision):
@@ -146,7 +146,8 @@ def stochastically(
 ) -> None:
     """narrow (bf16) <- wide (fp32), up or down with the probability of how near each neighbour is.
 
-    bf16 is the upper half of fp32: a random number added to the lower half carries over just that often. It is done a
+    bf16 is the upper half of fp32: a random number added to the lower half carries over just that often. Above the
+    largest finite bf16 there is no neighbour but inf, so that is what every finite number there becomes. It is done a
     few rows at a time, for it takes 15 bytes per element.
 
     Args:
@@ -161,12 +162,18 @@ def stochastically(
     # a CPU draws the same numbers in pieces as at once; a card would not
     noises = draw(wide.shape).split(some) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
     for piece, noise, rounded in zip(pieces, noises, narrow.split(some), strict=True):
-        if on_host and piece.numel() and finite(piece):
+        if on_host and piece.numel() and _has_neighbours(piece):
             rounded.view(torch.int16).copy_(noise.add_(piece.view(torch.int32)).bitwise_right_shift_(16))
         else:
             _add_and_cut(piece, noise, rounded)
 
 
+def _has_neighbours(wide: Tensor) -> bool:
+    """Whether every number lies between two finite ones of bf16; nan lies between none."""
+    low, high = torch.aminmax(wide)
+    return bool(low >= -LARGEST) and bool(high <= LARGEST)
+
+
 def _add_and_cut(wide: Tensor, noise: Tensor, narrow: Tensor) -> None:
     rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)  # exact in bf16
-    narrow.copy_(torch.where(wide.isfinite(), rounded, wide))
+    narrow.copy_(torch.where(wide.isfinite(), rounded.clamp_(-LARGEST, LARGEST), wide))

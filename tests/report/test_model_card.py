@@ -68,9 +68,20 @@ def test_the_command_has_no_place_of_the_machine():
     typed = ["model=hf", "model.name=meta-llama/Llama-3.2-1B", "data=text", "data.path=/home/me/my notes", "lr=1e-4"]
     more = ["hydra.run.dir=/data/x", "cache_dir=/data/y", "+a.b='~/x/y.txt'", "model.name=../models/mine", "push=me/it"]
     assert command([*typed, *more]) == (
-        "python train.py model=hf model.name=meta-llama/Llama-3.2-1B data=text 'data.path=my notes' lr=1e-4 "
-        """'+a.b='"'"'y.txt'"'"'' model.name=mine"""
+        "python train.py model=hf model.name=meta-llama/Llama-3.2-1B data=text 'data.path=<my notes>' lr=1e-4 "
+        """'+a.b='"'"'<y.txt>'"'"'' 'model.name=<mine>'"""
     )
+
+
+def test_a_data_set_of_the_hub_keeps_its_name():
+    assert command(["data=hub", "data.path=org/chats"]) == "python train.py data=hub data.path=org/chats"
+
+
+def test_the_command_leaves_out_what_typing_it_sets_again():
+    assert command(["experiment=chat_lora_8gb", "max_steps=9", "epochs=null"]) == (
+        "python train.py experiment=chat_lora_8gb max_steps=9"
+    )
+    assert command(["clip=null", "epochs=null"]) == "python train.py clip=null epochs=null"  # typed for themselves
 
 
 # --- push= -----------------------------------------------------------------------------------------------------------

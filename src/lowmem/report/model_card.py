@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 import yaml
 
-from lowmem.overrides import FOLDERS, key
+from lowmem.overrides import EITHER, FOLDERS, key
 from lowmem.report.summary import predicted_and_measured
 from lowmem.units import GIB
 
@@ -43,7 +43,10 @@ def _said(summary: Mapping) -> Iterator[str]:
     yield _table(("set", "loss (nats per token)", "perplexity", "bits per byte"), _evaluated(summary))
     yield _table(("", ""), _figures(summary))
     yield "## How"
-    yield f"```\n{command(summary['overrides'])}\n```"
+    typed = command(summary["overrides"])
+    if "<" in typed:
+        yield "Put files and folders of your own in the place of what stands in <>."
+    yield f"```\n{typed}\n```"
     if summary["recipe"]:
         yield _table(("group", "choice"), summary["recipe"].items())
     yield "## With"
@@ -71,17 +74,20 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def command(overrides: list[str]) -> str:
-    """What was typed, to be typed again: of files and folders the last name, and not where the run was written."""
-    lines = [line for line in overrides if not key(line).startswith(NOT_SHOWN)]
-    return shlex.join(["python", "train.py", *map(without_place, lines)])
+    """The command to type for such a run, without where it was written. A file or folder becomes its name in <>, which
+    whoever copies the command replaces by one of their own."""
+    typed = set(map(key, overrides))
+    implied = {f"{one}=null" for pair in EITHER if typed >= {*pair} for one in pair}  # by typing the other one
+    lines = [line for line in overrides if not key(line).startswith(NOT_SHOWN) and line not in implied]
+    return shlex.join(["python", "train.py", *(without_place(line, "data=hub" in lines) for line in lines)])
 
 
-def without_place(line: str) -> str:
+def without_place(line: str, data_of_hub: bool) -> str:
     """A hub id stays what it is."""
     name, equals, value = line.partition("=")
-    if key(line) in ("data.path", "data.val_path") and not value.startswith("{"):
-        return name + equals + PurePath(value).name
-    return name + equals + PLACE.sub(lambda place: PurePath(place[0]).name, value)
+    if key(line) in ("data.path", "data.val_path") and not value.startswith("{") and not data_of_hub:
+        return f"{name}{equals}<{PurePath(value).name}>"
+    return name + equals + PLACE.sub(lambda place: f"<{PurePath(place[0]).name}>", value)
 
 
 def _table(head: tuple[str, ...], rows: object) -> str:

@@ -43,15 +43,15 @@ class DataParallel(Several):
         for name, p in named:
             self._watching.append(p.register_post_accumulate_grad_hook(lambda _, name=name: self._idle.discard(name)))
 
-    def release(self) -> bool:
+    def release(self) -> ref | None:
         wrapper = getattr(self, "forward", None)
         if not isinstance(wrapper, DistributedDataParallel):  # the run has ended before it was made
-            return True
+            return None
         reducer = ref(wrapper.reducer)
         del self.forward, wrapper
         self._watch_no_more()
         gc.collect()  # the wrapper is part of a cycle
-        return reducer() is None
+        return reducer
 
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Zeros, added up and laid into the buckets: what micro-batches before a window's last make goes there too, and

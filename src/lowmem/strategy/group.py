@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ log = logging.getLogger(__name__)
 
 PLACES = ("output_dir", "cache_dir")  # that may be others on each machine
 
-# Groups that were left while the traceback of a failure still referred to DDP. They stay until the process ends.
-_still_referenced: list[dist.ProcessGroup] = []
+# Groups that were left while the traceback of a failure still referred to DDP, each with its Reducer. A group costs
+# three threads; the next one to be left drops those whose traceback is gone.
+_still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
@@ -76,8 +78,10 @@ def leave(ranks: OneDevice | None = None) -> None:
     Args: ranks: of this process; None: there is no strategy, or it could not be made.
     """
     group = dist.group.WORLD  # held until the Reducer is gone
-    if ranks and not ranks.release():
-        _still_referenced.append(group)
+    reducer = ranks.release() if ranks else None
+    _still_referenced[:] = [(other, its_group) for other, its_group in _still_referenced if other() is not None]
+    if reducer and reducer() is not None:
+        _still_referenced.append((reducer, group))
     dist.destroy_process_group()
 
 

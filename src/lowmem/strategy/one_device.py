@@ -16,6 +16,7 @@ is that of a process that is alone. The engines are torch's:
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from weakref import ref
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
@@ -85,12 +86,12 @@ class OneDevice:
         """Everything is restored and on its device."""
         self.forward = module
 
-    def release(self) -> bool:
+    def release(self) -> ref | None:
         """Frees what refers to the process group from C++, which is about to be left.
 
-        Returns: whether nothing refers to it any more.
+        Returns: DDP's Reducer, dead unless something else still refers to it; None: there was none.
         """
-        return True
+        return None
 
     # --- each window ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Leaves process groups again and again, in one process and in pairs of ranks, and says how many rounds have ended.
 
     python tests/strategy/leaving.py --rounds 2000   # groups that DDP has trained in, in one process
+    python tests/strategy/leaving.py --rounds 2000 --wrong  # left as torch alone does: that stands still
     python tests/strategy/leaving.py --runs 200      # runs of `strategy=ddp`, on two ranks that are forked anew
 
 A round or a run that stands still for a minute ends the command, and prints the stack of every thread.
@@ -43,22 +44,26 @@ class Trained(nn.Module):
         return self.model(x).sum()
 
 
-def one_round() -> None:
+def one_round(wrong: bool) -> None:
     """Trains three windows in a group of one rank, and leaves it at once, when its threads may still be at work."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = DataParallel()
     ranks.ready(Trained())
     for _ in range(3):
         ranks.forward(torch.ones(2, 8)).backward()
-    leave(ranks)
+    ranks._watch_no_more()  # as the first window of a run does: its hooks would keep DDP, and with it the group
+    if wrong:
+        dist.destroy_process_group()  # and DDP is freed after it, when this function returns
+    else:
+        leave(ranks)
 
 
-def rounds(count: int) -> None:
+def rounds(count: int, wrong: bool = False) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # a search for garbage in all that was imported takes longer than a round
     for number in range(count):
         faulthandler.dump_traceback_later(LIMIT, exit=True)
-        one_round()
+        one_round(wrong)
         if number % 500 == 0 or number == count - 1:
             print(f"{number + 1} rounds, {threads()} threads", flush=True)
     faulthandler.cancel_dump_traceback_later()
@@ -99,9 +104,10 @@ def run(rank: int, port: int, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--wrong", action="store_true")
     parser.add_argument("--runs", type=int, default=0)
     asked = parser.parse_args()
-    rounds(asked.rounds)
+    rounds(asked.rounds, asked.wrong)
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["lowmem.fit"])
     begun = time.monotonic()

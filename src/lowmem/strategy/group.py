@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 
 PLACES = ("output_dir", "cache_dir")  # that may be others on each machine
 
-# Groups that were left while the traceback of a failure still referred to DDP's Reducer, and that Reducer.
-_still_referenced: list[tuple[dist.ProcessGroup, ref]] = []
+# Groups that were left while the traceback of a failure still referred to DDP, each with its Reducer. A group costs
+# three threads; the next one to be left drops those whose traceback is gone.
+_still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
@@ -76,10 +77,12 @@ def leave(ranks: OneDevice | None = None) -> None:
 
     Args: ranks: of this process; None: there is no strategy, or it could not be made.
     """
+    group = dist.group.WORLD  # held until the Reducer is gone
     reducer = ranks.release() if ranks else None
-    _still_referenced.append((dist.group.WORLD, reducer or (lambda: None)))
+    _still_referenced[:] = [(other, its_group) for other, its_group in _still_referenced if other() is not None]
+    if reducer and reducer() is not None:
+        _still_referenced.append((reducer, group))
     dist.destroy_process_group()
-    _still_referenced[:] = [(group, reducer) for group, reducer in _still_referenced if reducer() is not None]
 
 
 def _waits_for_others(cfg: DictConfig) -> bool:

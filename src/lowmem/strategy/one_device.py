@@ -87,9 +87,9 @@ class OneDevice:
         self.forward = module
 
     def release(self) -> ref | None:
-        """Frees what refers to the process group from C++, as the group is about to be left.
+        """Frees what refers to the process group from C++, which is about to be left.
 
-        Returns: a weak reference to what does; None: nothing ever did.
+        Returns: DDP's Reducer, dead unless something else still refers to it; None: there was none.
         """
         return None
 

@@ -93,8 +93,10 @@ def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):
     assert command == " ".join(["python train.py", *written["chosen"]])  # in one line: it is there to be copied
     assert max(map(len, table)) <= 80
     (head,) = [line for line in table if line.startswith("time  ")]
-    assert head.split() == ["time", "device", "room", "reserves", "host", "peak", "in", "changes"]
-    first = table[table.index(head) + 1].split()
+    assert head.split() == ["time", "device", "room", "reserves", "host", "peak", "in"]
+    changes = table[table.index(head) + 1]
+    assert changes.startswith("as typed:")
+    first = table[table.index(head) + 2].split()
     need, reserves = (written["recipes"][0][key] / 2**30 for key in ("device_need_bytes", "reserved_peak_bytes"))
     assert first[:4] == ["1.00", f"{need:.2f}", f"{0.98 * 2 - need:+.2f}", f"{reserves + 0.5:.2f}"]
 

@@ -2,6 +2,8 @@
 
 import shlex
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from lowmem.overrides import as_mapping, replaced
 from lowmem.plan.prediction import PHASES, Prediction
@@ -24,15 +26,19 @@ def command(typed: Sequence[str], recipe: Recipe) -> str:
 
 
 def of_plan(plan: Plan, rows: int) -> str:
-    """The recipes, each in two lines: its figures, and what to type."""
-    head = ("time", "device", "room", "reserves", "host", "peak in", "changes")
-    shown = plan.recipes[:rows]
-    cells = [head, *(_row(plan, recipe) for recipe in shown)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = [_line(head, widths)]
-    for recipe, row in zip(shown, cells[1:], strict=True):
-        fits = "" if recipe.fits(plan.gpu, plan.ram) else "does not fit: "
-        lines += [_line(row, widths), f"  {fits}{' '.join(recipe.overrides) or '(as typed)'}"]
+    """The recipes, under what they change of the training: of each its figures, and what to type beside the heading."""
+    head = ("time", "device", "room", "reserves", "host", "peak in")
+    cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    lines, rows_left = [_line(head, widths)], iter(cells)
+    for says, together in groupby(plan.recipes[:rows], attrgetter("says")):
+        recipes = list(together)
+        shared = [line for line in recipes[0].overrides if all(line in recipe.overrides for recipe in recipes)]
+        lines.append(f"{says}:{''.join(f' {line}' for line in shared)}")
+        for recipe in recipes:
+            fits = "" if recipe.fits(plan.gpu, plan.ram) else "does not fit: "
+            own = [line for line in recipe.overrides if line not in shared]
+            lines += [_line(next(rows_left), widths), f"  {fits}{' '.join(own) or '(as above)'}"]
     return "\n".join([*lines, *_notes(plan)])
 
 
@@ -57,8 +63,8 @@ def nothing_fits(plan: Plan) -> str:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Figures to the right, words to the left."""
-    *figures, peak, changes = zip(cells, widths, strict=True)
-    return "  ".join([*(cell.rjust(width) for cell, width in figures), peak[0].ljust(peak[1]), changes[0]]).rstrip()
+    *figures, (peak, _) = zip(cells, widths, strict=True)
+    return "  ".join([*(cell.rjust(width) for cell, width in figures), peak])
 
 
 def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
@@ -70,7 +76,6 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
         f"{(need.reserved + need.beside) / GIB:.2f}" if need.on_card else "",
         f"{need.host_need(plan.gpu) / GIB:.1f}",
         need.peak_phase,
-        recipe.says,
     )
 
 
@@ -89,7 +94,7 @@ def _others(plan: Plan) -> list[str]:
     if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
         return []
     if plan.chosen.changes:
-        return ["Nothing closer to what was typed fits: the last column says what each changes."]
+        return ["Nothing closer to what was typed fits: each heading says what its recipes change."]
     return ["None changes what is computed. may_change=precision,optim ranks what does beside them."]
 
 

@@ -34,6 +34,7 @@ def test_what_is_found_fits_and_the_next_larger_does_not(fit):
         fit(*AUTO[1:], "batch_size=6", f"memory.limit={room}", folder="larger")
 
 
+@pytest.mark.slow
 def test_as_typed_it_is_found_and_trained_with(command):
     code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "plan=check", "max_steps=1")
     assert code == 0 and "batch_size=4 fits." in said and "1 micro-batches per optimizer step" in said, said

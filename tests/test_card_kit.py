@@ -229,7 +229,7 @@ def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
     assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, 16)
 
 
-@pytest.mark.rows("SIGTERM")
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", ["SIGTERM", "SIGINT"])
 def test_no_case_outlives_a_kit_that_is_ended(tmp_path, sign):
     code = f"""

@@ -29,6 +29,7 @@ def weights_of(run, step):
 WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max_steps=9", "save_every=1000")
 
 
+@pytest.mark.slow
 def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, monkeypatch):
     """The sequences that completed windows consumed are those of an unbroken run, none twice and none left out."""
     from lowmem.data.packing import Joined

@@ -49,6 +49,7 @@ def have_their_own(race, folder, *arguments, count=EIGHT, claims=True):
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_eight_runs_of_one_second_have_eight_folders(race, tmp_path):
     first = "outputs/2026-01-31/12-00-00"
     assert have_their_own(race, tmp_path) == [first, *(f"{first}-{n}" for n in range(2, EIGHT + 1))]

@@ -86,6 +86,7 @@ MORE = [
 ]
 
 
+@pytest.mark.rows("how0-first0-then0")
 @pytest.mark.parametrize(("how", "first", "then"), [*ROUNDS, *(pytest.param(*r, marks=slow) for r in MORE)])
 def test_a_run_that_stopped_and_goes_on_is_the_unbroken_run_wherever_its_weights_are(fit, how, first, then):
     lines = (*how, *LONG)

@@ -16,6 +16,7 @@ HANGS = {
 THE_NEXT = "def test_of_the_next_process(): pass\n"
 
 
+@pytest.mark.rows("in native code*")
 @pytest.mark.parametrize("code", HANGS.values(), ids=HANGS)
 def test_one_that_hangs_is_ended_with_its_stack_and_the_others_run(tmp_path, code):
     (tmp_path / "test_it.py").write_text(code + THE_NEXT)

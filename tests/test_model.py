@@ -52,6 +52,7 @@ def test_weights_come_in_the_dtype_that_was_asked_for_and_in_training_mode(folde
             assert torch.equal(ours, theirs.to(dtype)), name
 
 
+@pytest.mark.rows("llama")
 def test_a_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder, tmp_path):
     code, said = command("model=hf", f"model.name={folder}", "seq_len=16", "lr=1e-3", "max_steps=4")
     assert code == 0, said

@@ -66,6 +66,7 @@ def test_a_name_and_a_look_into_one_are_seen(tmp_path):
     assert named(tmp_path) == {("late.py", "bf16-master")} and len(sniffed(tmp_path)) == 1
 
 
+@pytest.mark.rows("precision", "optim")
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_config_says_what_the_yaml_declares(config, group):
     for name, technique in techniques(group).items():

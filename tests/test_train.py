@@ -215,6 +215,7 @@ def test_a_run_leaves_the_signal_handlers_as_they_were(command):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):
     """A real process and a real signal."""
     arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]

@@ -56,6 +56,7 @@ def bytes_(count):
     return torch.randint(256, (count,), dtype=torch.uint8)
 
 
+@pytest.mark.rows("full-1-*", "tiled-0-*")
 @pytest.mark.parametrize(
     ("loss", "most", "said"),
     [

@@ -192,6 +192,7 @@ def test_it_takes_two_pieces_of_scratch_whatever_the_size(elements, monkeypatch)
     assert scratch(shape) < allowed / 4
 
 
+@pytest.mark.slow
 @in_a_new_process
 def test_the_process_grows_by_no_more(monkeypatch):
     """What the tracker does not see: pieces of 4 MiB, allocated anew with something small kept between them, left holes

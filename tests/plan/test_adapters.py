@@ -102,6 +102,7 @@ def composer(config):
     return typed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "precision"),
     [

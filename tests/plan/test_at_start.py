@@ -45,6 +45,7 @@ def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monke
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
     monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
     code, said = command("plan=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")

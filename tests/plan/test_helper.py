@@ -22,6 +22,7 @@ def job(cfg, depth=2):
     return OmegaConf.to_container(cfg), True, depth, None
 
 
+@pytest.mark.slow
 def test_it_finds_what_this_process_finds_and_ends_with_it():
     first, second = cfg("optim=adamw"), cfg("precision=bf16-sr", "optim=adafactor")
     with Helper() as helper:
@@ -41,7 +42,7 @@ def test_it_ends_when_nobody_is_left_to_ask():
     helper._process.stdout.close()
 
 
-@pytest.mark.slow
+@pytest.mark.rows("killed")
 @pytest.mark.parametrize("ends", ["killed", "cannot trace"])
 def test_what_it_cannot_trace_is_left_to_this_process(ends):
     with Helper() as helper:

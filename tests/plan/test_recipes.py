@@ -609,6 +609,7 @@ def test_the_device_holds_two_blocks_of_however_many(composed):
     assert stay.streamed == fourteen.streamed - 5 * block
 
 
+@pytest.mark.slow
 def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
     lines = ("optim=adamw", "batch_size=1", "loss=full")
     found = all_of(typed(*lines, "precision=bf16-master")) + all_of(typed(*lines, "precision=bf16"))

@@ -90,6 +90,7 @@ def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
 PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_tokens=0"]
 
 
+@pytest.mark.rows("gpt2-more0")
 @pytest.mark.parametrize(
     ("model", "more"),
     [

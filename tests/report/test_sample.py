@@ -51,6 +51,7 @@ def test_training_does_not_notice_them(fit, monkeypatch):
     assert not same(weights(fit(*DRAWS, "sample_tokens=8", folder="wrong")[1]), plain)
 
 
+@pytest.mark.rows("precision=bf16-master*")
 @pytest.mark.parametrize(
     "technique",
     [

@@ -71,6 +71,12 @@ SMALL = (
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC")
 
 
+def pytest_collection_finish(session):
+    """Takes what was imported and collected, millions of objects, out of every search for garbage from here on."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -37,7 +37,7 @@ REFUSED = {
 pytestmark = pytest.mark.usefixtures("as_for_families")
 
 
-@pytest.mark.rows("mixtral", "bert")
+@pytest.mark.rows("mixtral")
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in POPULAR)])
 def test_every_technique_is_right_or_refused(name):
     for cell, said in family(name).items():

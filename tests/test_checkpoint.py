@@ -178,7 +178,7 @@ class Highest:
         mapped_from(1 << 25)
 
 
-@pytest.mark.rows("True")
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process

@@ -81,6 +81,7 @@ def test_the_sequences_that_are_named_are_those_of_the_window(fit, broken, monke
     assert any(numbers == [*one, *other] for one, other in pairwise(read))
 
 
+@pytest.mark.rows("loss-32", "transformer*-bf16-master")
 @pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
 def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypatch, precision, what):

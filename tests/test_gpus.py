@@ -132,6 +132,7 @@ def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
 # --- what is typed ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rows("plan.py-gpu=abc*", "train.py*")
 @pytest.mark.parametrize(
     ("script", "line", "says"),
     [

@@ -20,7 +20,7 @@ THE_NEXT = "def test_of_the_next_process(): pass\n"
 @pytest.mark.parametrize("code", HANGS.values(), ids=HANGS)
 def test_one_that_hangs_is_ended_with_its_stack_and_the_others_run(tmp_path, code):
     (tmp_path / "test_it.py").write_text(code + THE_NEXT)
-    line = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-o", "faulthandler_timeout=3"]
+    line = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-o", "faulthandler_timeout=1"]
     line += ["--rootdir", str(tmp_path), "-n", "1", "-p", "no:cacheprovider", "-W", "ignore", str(tmp_path)]
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run(line, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120)

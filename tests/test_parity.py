@@ -29,6 +29,7 @@ def deviations(config, *techniques, overrides=()):
     return list(refused(cfg)) or parity.deviations(cfg, *techniques)
 
 
+@pytest.mark.slow_rows(*parity.SIBLINGS)
 @pytest.mark.parametrize("technique", CHOICES)
 def test_a_technique_is_the_oracle(config, technique):
     found = deviations(config, technique)

@@ -422,6 +422,7 @@ def test_sqrt_is_never_preferred():
     assert not techniques("gradient_checkpointing")["sqrt"].tried
 
 
+@pytest.mark.slow
 def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
     lines = ("device=cpu", "precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     asked = typed(*SHAPE, *lines, may_change=[])

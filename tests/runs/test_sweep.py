@@ -93,8 +93,11 @@ def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(comm
     code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
     assert code == 1 and "Traceback" not in said
     assert "job 0 failed: " in said and "File too large" in said
-    assert "its last steps are not saved. Make room." in (tmp_path / "sweep" / "0" / folders.FAILED).read_text()
-    assert summaries(tmp_path / "sweep").keys() == {"1"}
+    why = (tmp_path / "sweep" / "0" / folders.FAILED).read_text()
+    assert "step-00000001.ckpt cannot be written: File too large. Nor can " in why
+    assert why.endswith("/model: File too large. Make room. There is no checkpoint to go on from.\n")
+    ended = {run.folder.name: run.status for run in folders.runs_below(tmp_path / "sweep")}
+    assert ended == {"0": "failed", "1": "done"}  # so `sweep.resume=` does the first one again
 
 
 def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, monkeypatch, capsys):

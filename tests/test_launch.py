@@ -5,6 +5,7 @@ Most ranks here are scripts of a few lines in the place of train.py, without tor
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -495,7 +496,9 @@ def test_a_rank_that_hangs_ends_the_run_by_the_time_limit_and_names_the_collecti
     assert process.wait(90) == 1
     said = (tmp_path / "said").read_text()
     assert "Rank 0 of 2: " in said and "did not answer within 20" in said and "strategy.timeout=" in said
-    assert "all_reduce" in said and "Traceback" not in said
+    # Which collective it waits in depends on where the other was stopped: in DDP's, or in those between two steps.
+    assert re.search(r"Rank 0 of 2: (all_reduce|all_gather|broadcast) in \w+ \(\w+\.py:\d+\)", said), said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

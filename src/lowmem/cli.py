@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import help, launch, launched, signals, spelling
+from lowmem import help, home, launch, launched, signals, spelling
 from lowmem.check import check_places, check_values
 from lowmem.errors import RankLost, Refused
 from lowmem.overrides import CONF, composed, in_place_of, key, parted, quoted, said_anew, unquoted, without
@@ -46,6 +46,7 @@ _unfit: list[Path] = []  # folders of its plans in which nothing fits
 def start(main: Callable[[], None]) -> None:
     """Run a Hydra main function on sys.argv and leave with its exit code."""
     atexit.register(gc.freeze)  # Python's last search for garbage takes a second; what is left goes with the process
+    home.replace_if_read_only()
     sys.stdout.reconfigure(errors="backslashreplace")  # text that a terminal cannot show must not end a run
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()

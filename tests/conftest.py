@@ -20,8 +20,9 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 import composing
-from lowmem import overrides
+from lowmem import home, overrides
 
+home.replace_if_read_only()  # before anything imports wandb, matplotlib or datasets
 composing.install()
 _composed = cache(overrides.composed)
 

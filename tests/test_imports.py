@@ -22,6 +22,7 @@ STOREYS = (
         "techniques",
         "starting",
         "help",
+        "home",
         "quiet",
         "instantiate",
         "internals",

@@ -78,7 +78,7 @@ class Optuna(Sweeper):
             {"job": known.index(_key(t)), "overrides": _plain(t.params), "values": t.values} for t in study.trials
         ]
         found = {"objectives": self.objectives, "best_jobs": best, "trials": trials}
-        (folder / "search.json").write_text(json.dumps(found, indent=2) + "\n")
+        (folder / "search.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         what = "best is" if len(self.objectives) == 1 else "none is better in all of them than"
         print(f"\n{', '.join(self.objectives)}: {what} job {', '.join(map(str, best)) or '-'}")
 

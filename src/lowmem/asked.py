@@ -105,7 +105,7 @@ def with_model(cfg: DictConfig, folder: str, key: str = "evaluate") -> DictConfi
 def summary_of(saved: Saved) -> dict:
     """Of the run that a checkpoint is of, where it was written after its last evaluation; else empty."""
     try:
-        summary = json.loads((saved.run / "summary.json").read_text())
+        summary = json.loads((saved.run / "summary.json").read_text(encoding="utf-8"))
         return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import help, launch, launched, signals, spelling
+from lowmem import help, home, launch, launched, signals, spelling
 from lowmem.check import check_places, check_values
 from lowmem.errors import RankLost, Refused
 from lowmem.overrides import CONF, composed, in_place_of, key, parted, quoted, said_anew, unquoted, without
@@ -46,6 +46,8 @@ _unfit: list[Path] = []  # folders of its plans in which nothing fits
 def start(main: Callable[[], None]) -> None:
     """Run a Hydra main function on sys.argv and leave with its exit code."""
     atexit.register(gc.freeze)  # Python's last search for garbage takes a second; what is left goes with the process
+    home.replace_if_read_only()
+    sys.stdout.reconfigure(errors="backslashreplace")  # text that a terminal cannot show must not end a run
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()
     _unfit.clear()
@@ -160,7 +162,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            earlier = list(map(_renamed, without(of_a_run, yaml.safe_load(file.read_text()))))
+            earlier = list(map(_renamed, without(of_a_run, yaml.safe_load(file.read_text(encoding="utf-8")))))
             _refuse_code(earlier, arguments, folder)
             return earlier
     return []
@@ -229,7 +231,7 @@ def _ranks(output_dir: Path, size: int) -> dict:
     interrupted = launch.run(output_dir, [*overrides.task, *of_hydra], size)
     if interrupted:
         return {"interrupted": True, "signal": interrupted.name}
-    return json.loads((output_dir / "summary.json").read_text())
+    return json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))
 
 
 def _log_beside_stdout() -> None:
@@ -297,4 +299,4 @@ def _leave(output_dir: Path, message: str) -> None:
     if claim.untouched() or launched.of_run() or launched.number():
         return
     with suppress(OSError):  # a full disk may be what it failed of
-        (output_dir / folders.FAILED).write_text(message + "\n")
+        (output_dir / folders.FAILED).write_text(message + "\n", encoding="utf-8")

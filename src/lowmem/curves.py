@@ -14,10 +14,10 @@ def opened(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.
     """
     kept = []
     if until and file.is_file():
-        with file.open(newline="") as lines:
+        with file.open(newline="", encoding="utf-8") as lines:
             whole = [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
         kept = [dict.fromkeys(columns, "") | row for row in whole if int(row["step"]) <= until]
-    out = file.open("w", newline="")
+    out = file.open("w", newline="", encoding="utf-8")
     writer = csv.DictWriter(out, kept[0].keys() if kept else columns)
     writer.writeheader()
     writer.writerows(kept)

@@ -121,7 +121,7 @@ def export(
         network.config.dtype = dtype or str(dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        (draft / CARD).write_text(card)
+        (draft / CARD).write_text(card, encoding="utf-8")
 
 
 def _laters(

@@ -103,4 +103,4 @@ def nearest(word: object) -> list[str]:
 @cache
 def cards() -> Mapping[str, Mapping]:
     """name -> its section of conf/gpu.yaml."""
-    return yaml.safe_load((CONF / "gpu.yaml").read_text())
+    return yaml.safe_load((CONF / "gpu.yaml").read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ def comments(file: Path) -> dict[str, str | None]:
     """Path of every key -> the comment on its line, in the order of the file."""
     found: dict[str, str | None] = {}
     above: list[tuple[int, str]] = []  # (indent, key) of the sections that a line is in
-    for match in filter(None, map(LINE.fullmatch, file.read_text().splitlines())):
+    for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):
         indent = len(match["indent"])
         above = [section for section in above if section[0] < indent]
         found[".".join([*(key for _, key in above), match["key"]])] = match["comment"]
@@ -51,7 +51,7 @@ def comments(file: Path) -> dict[str, str | None]:
 
 def heading(file: Path) -> str:
     """What a choice is: the comment that its yaml opens with."""
-    lines = [line for line in file.read_text().splitlines() if "@package" not in line]
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "@package" not in line]
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return " ".join(line.removeprefix("# ").strip() for line in lines[:end])
 
@@ -67,7 +67,7 @@ def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
 
 def _keys_of(cfg: DictConfig, shown: set[str], group: str, file: Path) -> Iterator[str]:
     """The keys that a choice adds to those `shown`: an entry for each with a comment, the others in a line."""
-    prefix, others = "" if "# @package _global_" in file.read_text() else f"{group}.", []
+    prefix, others = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}.", []
     new = {prefix + key: comment for key, comment in comments(file).items() if prefix + key not in shown}
     for key, comment in new.items():
         if comment:

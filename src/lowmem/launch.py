@@ -100,7 +100,7 @@ class Rank:
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.is_file() else ""
+        return self.log.read_text(errors="replace", encoding="utf-8") if self.log.is_file() else ""
 
     def last_lines(self) -> list[str]:
         return [line.split("\r")[-1] for line in self.text.splitlines() if line.strip()][-LAST:]
@@ -254,7 +254,7 @@ def _told(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
         said += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
     said += f"\n{_again(folder)}"
     with suppress(OSError):  # here: whoever was killed before it wrote anything has not been refused
-        (folder / folders.FAILED).write_text(said + "\n")
+        (folder / folders.FAILED).write_text(said + "\n", encoding="utf-8")
     return said
 
 

@@ -10,7 +10,7 @@ def usable() -> int:
     """A container has often been given few of many, and torch counts them all."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = _QUOTA.read_text().split()
+        quota, period = _QUOTA.read_text(encoding="utf-8").split()
         return min(own, max(1, int(quota) // int(period)))
     except (OSError, ValueError):  # no cgroup, or "max"
         return own

@@ -354,7 +354,7 @@ def arguments(identity: str) -> type[BaseModel]:
 @cache
 def _texts() -> tuple[str, ...]:
     """Of every yaml of conf/, read once: each `_target_` is looked up in all of them."""
-    return tuple(file.read_text() for file in sorted(CONF.rglob("*.yaml")))
+    return tuple(file.read_text(encoding="utf-8") for file in sorted(CONF.rglob("*.yaml")))
 
 
 @cache

@@ -153,7 +153,11 @@ def _owners(name: str) -> list[str]:
     """The choices whose yaml has this key of their group."""
     group, _, last = name.partition(".")
     files = sorted((CONF / group).glob("*.yaml")) if last and is_group(group) else []
-    return [f"{group}={file.stem}" for file in files if re.search(rf"^{re.escape(last)}:", file.read_text(), re.M)]
+    return [
+        f"{group}={file.stem}"
+        for file in files
+        if re.search(rf"^{re.escape(last)}:", file.read_text(encoding="utf-8"), re.M)
+    ]
 
 
 def _choice_like(choice: str, group: str) -> str:

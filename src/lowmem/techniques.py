@@ -94,7 +94,7 @@ def techniques(group: str) -> dict[str, Technique]:
     """
     found = {}
     for file in sorted((CONF / group).glob("*.yaml")):
-        said = yaml.safe_load(file.read_text()) or {}
+        said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         found[file.stem] = _technique(said.get(group, said).get("declares") or {}, f"conf/{group}/{file.name}")
     return found
 

@@ -169,7 +169,8 @@ def locked():
     yield folder
     if administrator:
         os.seteuid(0)
-    for path in (folder, *folder.iterdir()):
+    folder.chmod(0o755)  # before it is looked into, which only an administrator may otherwise
+    for path in folder.iterdir():
         path.chmod(0o755)
     shutil.rmtree(folder)
 

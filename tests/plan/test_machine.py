@@ -197,8 +197,8 @@ def test_two_may_save_at_once(measurements, monkeypatch, caplog):
     """One saves all of it between what another writes and its rename: each has a draft of its own, and none is left."""
     here, write, meanwhile = machine.machine(False), Path.write_text, iter([True])
 
-    def interrupted(path, text):
-        write(path, text)
+    def interrupted(path, text, encoding):
+        write(path, text, encoding)
         if next(meanwhile, False):
             here.save()
 

@@ -69,7 +69,7 @@ def export(
             draft.mkdir(exist_ok=True)
             _write(network, draft, dtype, base, whole)
             tokenizer.save_pretrained(draft)
-            (draft / plain.CARD).write_text(card)
+            (draft / plain.CARD).write_text(card, encoding="utf-8")
 
 
 def is_adapted(network: nn.Module) -> bool:
@@ -164,7 +164,7 @@ def _write(
     tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
     dtypes = {str(part.dtype).removeprefix("torch.") for part in network.modules() if _in_4_bits(part)}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
-    (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n")
+    (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _said(network: PreTrainedModel, base: str) -> dict:
@@ -195,12 +195,12 @@ def holds_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> str | None:
     """The model that an adapter belongs to, where its folder says so."""
-    return json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+    return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
 def opens(folder: Path) -> dict:
     """What `adapter=` would have to be for a run to go on with what is in the folder."""
-    kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text()).get("use_dora") else "lora.LoRA"
+    kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("use_dora") else "lora.LoRA"
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
-    nodes = (yaml.safe_load(file.read_text()) for file in sorted((CONF / "adapter").glob("*.yaml")))
+    nodes = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((CONF / "adapter").glob("*.yaml")))
     return next(node for node in nodes if node["_target_"] == f"lowmem.adapter.{kind}") | {"path": str(folder)}

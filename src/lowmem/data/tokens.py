@@ -141,7 +141,7 @@ def _made(folder: Path, write: Callable[[], None]) -> str:
                 f"cache_dir={folder.parent}: the tokens of this text cannot be written there "
                 f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
             ) from error
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     for note in meta["notes"]:
         log.info(note)
     return meta["dtype"]
@@ -194,7 +194,7 @@ def _write(
         for split in splits:  # validation before the text that its documents are looked for in
             _write_split(draft, split, source, tokenizer, dtype, seen[split])
         twice.check()
-        (draft / "meta.json").write_text(json.dumps({"dtype": dtype, "notes": source.notes()}))
+        (draft / "meta.json").write_text(json.dumps({"dtype": dtype, "notes": source.notes()}), encoding="utf-8")
         try:
             os.replace(draft, folder)
         except OSError:
@@ -237,7 +237,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
     bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=False)
     bpe.pre_tokenizer = words
-    target.write_text(bpe.to_str(pretty=True))
+    target.write_text(bpe.to_str(pretty=True), encoding="utf-8")
 
 
 def load_bpe(file: Path, chat: Chat | None = None) -> PreTrainedTokenizerFast:

@@ -144,7 +144,7 @@ class MemoryMeter(Callback):
     def rows(self) -> list[dict]:
         """What memory.csv holds by now. Read from the file: in memory, a long run's rows would fill the host."""
         self._out.flush()
-        with Path(self._out.name).open() as written:
+        with Path(self._out.name).open(encoding="utf-8") as written:
             return [
                 {column: value if column == "phase" else int(value) for column, value in row.items() if value}
                 for row in csv.DictReader(written)

@@ -31,7 +31,7 @@ def rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """Highest resident size since the last `reset_peak_rss`, or of the whole process where it cannot be reset."""
     try:
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * _KIB
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else _KIB
@@ -41,7 +41,7 @@ def peak_rss_bytes() -> int:
 def reset_peak_rss() -> None:
     """Start a new peak (Linux; a no-op elsewhere). One owner only: the memory meter."""
     try:
-        _CLEAR_REFS.write_text("5")
+        _CLEAR_REFS.write_text("5", encoding="utf-8")
     except OSError:
         return
 
@@ -78,7 +78,7 @@ def seconds_since_start() -> float:
 
 def processor() -> str:
     """Its model, as far as the system says."""
-    lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
+    lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
@@ -91,6 +91,6 @@ def available_bytes() -> int:
 
 def _number(file: Path) -> int | None:
     try:
-        return int(file.read_text())
+        return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no cgroup, or "max"
         return None

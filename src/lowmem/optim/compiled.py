@@ -54,7 +54,7 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
     """The cached library; its name tells the sources, the compiler and the instructions of this processor."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     target = subprocess.run(describe, capture_output=True, text=True, check=True).stdout
-    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.hpp")))]
+    texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.hpp")))]
     key = hashlib.sha256("".join([*texts, target, *flags]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmem"
     built = cache / f"{source.stem}-{key}.so"

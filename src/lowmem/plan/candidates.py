@@ -239,8 +239,8 @@ def stands_alone(group: str, name: str) -> bool:
     """Whether a group's yaml reads nothing of a config, sets nothing outside its node, and nothing reads it."""
     if not is_group(group):
         return False
-    text = (CONF / group / f"{name}.yaml").read_text()
-    reads = any(f"${{{group}." in yaml.read_text() for yaml in CONF.rglob("*.yaml"))
+    text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")
+    reads = any(f"${{{group}." in yaml.read_text(encoding="utf-8") for yaml in CONF.rglob("*.yaml"))
     return not reads and "${" not in text and "@package" not in text and "defaults:" not in text
 
 

@@ -74,7 +74,7 @@ def plan(
         written = {"chosen": None, "recipes": [recipe]}
     written |= {"seconds": time.perf_counter() - start}
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "plan.json").write_text(json.dumps(written, indent=2) + "\n")
+    (output_dir / "plan.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     print(folded(said))
     print(f"\nplanned in {written['seconds']:.1f} s; {output_dir / 'plan.json'} has all of it")
     return written

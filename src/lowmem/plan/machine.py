@@ -94,7 +94,7 @@ class Machine:
             CACHE.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=CACHE) as folder:  # two processes may save at once
                 draft = Path(folder) / "draft"
-                draft.write_text(said)
+                draft.write_text(said, encoding="utf-8")
                 draft.replace(_file(self.name))
         except OSError as error:
             _tell(f"Rates of this machine cannot be kept in {CACHE} ({error.strerror}): name a folder in LOWMEM_RATES.")

@@ -53,8 +53,12 @@ class Samples(Callback):
         self.file, self.stopped, self.metered = file, stopped, metered
         self.text: str | None = None  # the first prompt with what was drawn behind it last
         if file.exists():
-            lines = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= kept]
-            file.write_text("".join(lines))
+            lines = [
+                line
+                for line in file.read_text(encoding="utf-8").splitlines(keepends=True)
+                if json.loads(line)["step"] <= kept
+            ]
+            file.write_text("".join(lines), encoding="utf-8")
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking or not self.tokens or self.stopped():
@@ -65,7 +69,7 @@ class Samples(Callback):
         if self.stopped():
             return
         self.text = rows[0]["prompt"] + rows[0]["sampled"]
-        with self.file.open("a") as out:
+        with self.file.open("a", encoding="utf-8") as out:
             out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         send(rows, trainer.loggers, trainer.global_step)
 
@@ -116,7 +120,7 @@ def _is_messages(prompt: object) -> bool:
 
 def _read(file: Path) -> list:
     try:
-        lines = [line for line in file.read_text().splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text in utf-8"
         raise Refused(f"sample_prompts={file}: it cannot be read ({why}). Give a file, or a list: [a,b].") from None

@@ -13,7 +13,7 @@ MOST = 2000  # rows: more than a screen has columns
 
 def write(file: Path, timeline: Sequence[Point]) -> None:
     """Args: timeline: of a step, in order."""
-    with file.open("w", newline="") as out:
+    with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
         writer.writerow(["phase", *(f"{category}_bytes" for category in CATEGORIES)])
         for point in thinned(timeline):

@@ -35,7 +35,7 @@ def stepped_by(optimizer: object | None) -> str | None:
 def write(file: Path, summary: Mapping) -> None:
     """Whole or not at all; JSON has no nan, so what was not measured is null."""
     with aside(file) as draft:
-        draft.write_text(json.dumps(_plain(summary), indent=2) + "\n")
+        draft.write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
 
 
 def _plain(value: object) -> object:

@@ -77,7 +77,9 @@ def of_sweep(folder: Path) -> tuple[str | None, str | None]:
     file = folder.parent / "multirun.yaml"
     if not file.is_file():
         return None, None
-    typed = OverridesParser.create().parse_overrides(yaml.safe_load(file.read_text())["hydra"]["overrides"]["task"])
+    typed = OverridesParser.create().parse_overrides(
+        yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]["task"]
+    )
     same = {override.key_or_group for override in typed if not override.is_sweep_override()}
     own = [f"{key}={value}" for key, value in as_mapping(folders.load(folder).overrides).items() if key not in same]
     return "/".join(folder.parent.parts[-2:]), textwrap.shorten(" ".join(own), MOST_OF_A_NAME, placeholder=" ...")
@@ -86,7 +88,11 @@ def of_sweep(folder: Path) -> tuple[str | None, str | None]:
 def _chosen(folder: Path) -> list[str]:
     """By what Hydra has written into the run's folder; nothing of a run from a notebook."""
     file = folder / ".hydra" / "hydra.yaml"
-    return ran.chosen(yaml.safe_load(file.read_text())["hydra"]["runtime"]["choices"]) if file.is_file() else []
+    return (
+        ran.chosen(yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"])
+        if file.is_file()
+        else []
+    )
 
 
 def _mode() -> str:

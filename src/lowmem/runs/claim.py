@@ -229,7 +229,7 @@ def _uses_a_run(folder: Path) -> bool:
 
 def _typed_before(sweep: Path) -> list[str] | None:
     file = sweep / "multirun.yaml"
-    return yaml.safe_load(file.read_text())["hydra"]["overrides"]["task"] if file.is_file() else None
+    return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]["task"] if file.is_file() else None
 
 
 def _hydras(folder: Path) -> list[Path]:

@@ -45,10 +45,12 @@ def load(folder: Path) -> Run:
     """Whatever state it is in."""
     overrides, file = typed_in(folder), folder / "summary.json"
     if (folder / FAILED).is_file():
-        return Run(folder, overrides, None, "failed", (folder / FAILED).read_text(errors="replace").strip())
+        return Run(
+            folder, overrides, None, "failed", (folder / FAILED).read_text(errors="replace", encoding="utf-8").strip()
+        )
     if file.is_file():
         try:
-            summary = json.loads(file.read_text())
+            summary = json.loads(file.read_text(encoding="utf-8"))
             done = not summary["interrupted"]
             overrides = [str(line) for line in summary["overrides"]]
         except (ValueError, KeyError, TypeError) as error:
@@ -122,7 +124,7 @@ def table(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _is_run(folder: Path) -> bool:
     hydra = folder / ".hydra" / "hydra.yaml"
     if hydra.is_file():
-        job = {line.strip() for line in hydra.read_text(errors="replace").splitlines()}
+        job = {line.strip() for line in hydra.read_text(errors="replace", encoding="utf-8").splitlines()}
         return "name: train" in job  # plan.py's folders have one too
     return (folder / "summary.json").is_file()
 
@@ -130,7 +132,10 @@ def _is_run(folder: Path) -> bool:
 def typed_in(folder: Path) -> list[str]:
     """The overrides of the command whose folder this is; none where that is not known."""
     try:
-        return [unquoted(str(line)) for line in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())]
+        return [
+            unquoted(str(line))
+            for line in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+        ]
     except (OSError, yaml.YAMLError, TypeError):
         return []
 

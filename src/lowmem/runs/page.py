@@ -27,7 +27,7 @@ def page(runs: Sequence[Run], names: Sequence[str]) -> str:
     charts.paint(every, best)
     size = unit(max((one.device or 0 for one in every), default=0))
     parts = {
-        "STYLE": (HERE / "page.css").read_text(),
+        "STYLE": (HERE / "page.css").read_text(encoding="utf-8"),
         "LEAD": _lead(every),
         "TABLE": _table(every, size),
         "FRONT": "".join(_line_of_front(one, size) for one in best),
@@ -39,10 +39,10 @@ def page(runs: Sequence[Run], names: Sequence[str]) -> str:
         "INSIDE": _written("inside", charts.inside(size)),
         "TYPED": "".join(map(_typed, every)),
         "DATA": _json({"ink": INK, "runs": [_drawn(one, size) for one in every]}),
-        "SCRIPT": (HERE / "page.js").read_text(),
+        "SCRIPT": (HERE / "page.js").read_text(encoding="utf-8"),
         "PLOTLY": get_plotlyjs(),
     }
-    html = (HERE / "page.html").read_text()
+    html = (HERE / "page.html").read_text(encoding="utf-8")
     for mark, content in parts.items():
         html = html.replace(f"<!--{mark}-->", content)
     return html

@@ -69,7 +69,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
     _write(log, "")
     streams = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with (
-        (log if log.exists() else Path(os.devnull)).open("a") as out,
+        (log if log.exists() else Path(os.devnull)).open("a", encoding="utf-8") as out,
         subprocess.Popen(command, stdout=out, **streams, env=os.environ | {OF_SWEEP: str(folder)}) as process,
     ):
         while True:
@@ -86,7 +86,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
 def _write(file: Path, text: str, mode: str = "w") -> None:
     with suppress(OSError):  # no room to say so: the terminal has it
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open(mode) as out:
+        with file.open(mode, encoding="utf-8") as out:
             out.write(text)
 
 
@@ -139,6 +139,6 @@ def again(folder: Path) -> list[str]:
     file = folder / "multirun.yaml"
     if not file.is_file():
         raise Refused(f"sweep.resume={folder}: no sweep was started here. Give a folder with a multirun.yaml in it.")
-    typed = yaml.safe_load(file.read_text())["hydra"]["overrides"]
+    typed = yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]
     kept = [line for line in typed["hydra"] if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
     return ["-m", *typed["task"], *kept, f"hydra.sweep.dir={folder}"]

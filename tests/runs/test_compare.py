@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lowmem.runs import compare
+from lowmem.runs import compare, folders
 from lowmem.units import MIB
 from made_runs import finished
 
@@ -14,13 +14,16 @@ from made_runs import finished
 def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
     compare.main([str(sweep)])
     said = capsys.readouterr().out
-    table = dict(re.findall(r"^(\d) +a/folder.*? 0\.00\d .*?(done|failed.*|broken.*|running.*)$", said, re.MULTILINE))
-    assert [table[str(n)].split(":")[0] for n in range(7)] == [*["done"] * 3, "failed", "broken", "broken", "running"]
-    assert "ZeroDivisionError" in table["3"] and "summary.json cannot be read (JSONDecodeError" in table["4"]
-    assert "ended without a summary" in table["5"] and "no summary yet" in table["6"]
+    rows = r"^(\d) .* (done|failed|broken|running)\n  data.path=a/folder.* lr=0\.00\d$"  # below: too long
+    table = dict(re.findall(rows, said, re.MULTILINE))
+    assert [table[str(n)] for n in range(7)] == [*["done"] * 3, "failed", "broken", "broken", "running"]
+    reasons = dict(re.findall(r"^(\d) \w+: (.*)$", said, re.MULTILINE))
+    assert reasons.keys() == {*"3456"}
+    assert "ZeroDivisionError" in reasons["3"] and "summary.json cannot be read (JSONDecodeError" in reasons["4"]
+    assert "ended without a summary" in reasons["5"] and "no summary yet" in reasons["6"]
     with (sweep / "comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == [table[str(n)].split(":")[0] for n in range(7)]
+    assert [row["status"] for row in rows] == [table[str(n)] for n in range(7)]
     assert float(rows[0]["device GiB"]) == 600 / 1024 and rows[3]["device GiB"] == "" and rows[2]["lr"] == "0.003"
 
 
@@ -68,7 +71,23 @@ def test_a_summary_of_another_tool_is_broken_and_not_fatal(tmp_path, capsys):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(text)
     compare.main([str(tmp_path)])
-    assert capsys.readouterr().out.count("broken: summary.json cannot be read") == 3
+    said = capsys.readouterr().out
+    assert said.count("broken: summary.json cannot be read") == 3
+
+
+def test_rows_are_at_most_80_characters_wide_and_runs_that_failed_alike_share_their_reason(tmp_path, capsys):
+    for number in range(4):
+        finished(tmp_path / f"{number}", [f"batch_size={number}", "optim=" + "adamw8bit" * (number % 2)])
+    for number in (1, 2):
+        (tmp_path / f"{number}" / folders.FAILED).write_text("batch_size=0: " + "give a whole number " * 5)
+    compare.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    rows = said[: said.index("1, 2 failed: batch_size=0: ")].splitlines()
+    assert max(map(len, rows)) <= 80 and said.count("give a whole") == 5
+    assert [row.split()[0] for row in rows[2::2]] == [*"0123"] and rows[5] == "  batch_size=1 optim=adamw8bit"
+    finished(tmp_path / "more" / "4", ["batch_size=4"])
+    table = folders.table(folders.runs_below(tmp_path / "more"), ["4"])
+    assert table.splitlines()[1].split() == ["run", "loss", "byte", "tokens/s", "GiB", "GiB", "status"]
 
 
 def test_a_folder_that_cannot_be_written_is_said(sweep, tmp_path):

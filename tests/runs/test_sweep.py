@@ -53,8 +53,10 @@ def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, faili
     assert "job 1 failed: killed by SIGKILL (memory of the host ran out" in said
     first = summaries(tmp_path / "sweep")
     assert first.keys() == {"0", "2"}
+    assert said.count("killed by SIGKILL") == 1
+    assert said.rstrip().endswith(f"1 of 3 jobs failed: 1. {tmp_path}/sweep/1/failed.txt says why, in full.")
     table = said[said.index("run  seed") :].splitlines()  # what differs, and nothing of what does not
-    assert table[0].split()[:4] == ["run", "seed", "validation", "loss"] and table[0].endswith("status")
+    assert table[0].split()[:3] == ["run", "seed", "loss"] and table[0].endswith("status")
     assert [line.split()[:2] for line in table[1:4]] == [["0", "0"], ["1", "1"], ["2", "2"]]
     assert f"{first['2']['val_loss']:.4f}" in table[3] and table[3].endswith("done")
 

@@ -11,6 +11,7 @@ from lowmem.errors import Refused
 from lowmem.overrides import as_mapping
 from lowmem.runs import folders
 from lowmem.runs.page import page
+from lowmem.terminal import folded
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +38,7 @@ def compare(given: Sequence[Path], to: Path | None = None) -> list[Path]:
     """
     runs = list({run.folder.resolve(): run for folder in given for run in folders.runs_below(folder)}.values())
     names = _names([run.folder for run in runs])
-    print(folders.table(runs, names))
+    print(folded("\n".join([folders.table(runs, names), *folders.reasons(runs, names)])))
     to = to or (given[0] if len(given) == 1 else Path())
     to.mkdir(parents=True, exist_ok=True)
     table, html = to / "comparison.csv", to / "comparison.html"

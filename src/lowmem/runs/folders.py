@@ -18,7 +18,8 @@ from lowmem.report.summary import highest
 from lowmem.units import GIB
 
 FAILED = "failed.txt"  # in a run's folder: why
-LINE = 240  # characters of a reason in a table
+WIDTH = 80  # characters of a row
+LINE = 240  # characters of a reason on the terminal
 QUIET = 600  # seconds without a word after which a run without a summary is taken for dead
 
 
@@ -109,16 +110,38 @@ def figure(run: Run, column: str) -> float | None:
 
 
 def table(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """A line per run: what was typed differently, and what came of it."""
-    keys = differing(runs)
-    rows = [("run", *keys, *FIGURES, "status")]
-    for name, run in zip(names, runs, strict=True):
-        typed, values = as_mapping(run.overrides), {column: figure(run, column) for column in FIGURES}
-        written = ["-" if values[c] is None else FIGURES[c][1].format(values[c]) for c in FIGURES]
-        status = run.status if not run.reason else f"{run.status}: {line(run.reason)}"
-        rows.append((name, *(typed.get(key, "-") for key in keys), *written, status))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    """A row per run: what was typed differently, beside its figures or, where that is too wide, below them."""
+    keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
+    rows = [[name, *_figures(run), run.status] for name, run in zip(names, runs, strict=True)]
+    beside = [[row[0], *(one.get(key, "-") for key in keys), *row[1:]] for row, one in zip(rows, typed, strict=True)]
+    lines = _aligned([["run", *keys, *FIGURES, "status"], *beside])
+    if max(map(len, lines)) <= WIDTH:
+        return "\n".join(lines)
+    head, units, *lines = _aligned([["run", *FIGURES, "status"], *rows])
+    below = (" ".join(f"{key}={one[key]}" for key in keys if key in one) for one in typed)
+    return "\n".join([head, units, *(f"{line}\n  {rest}".rstrip() for line, rest in zip(lines, below, strict=True))])
+
+
+def reasons(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """Why runs are not done: a line per reason, with the runs that share it."""
+    shared: dict[str, list[str]] = {}
+    for run, name in zip(runs, names, strict=True):
+        if run.reason:
+            shared.setdefault(f"{run.status}: {line(run.reason)}", []).append(name)
+    return [f"{', '.join(alike)} {reason}" for reason, alike in shared.items()]
+
+
+def _figures(run: Run) -> list[str]:
+    values = {column: figure(run, column) for column in FIGURES}
+    return ["-" if value is None else FIGURES[column][1].format(value) for column, value in values.items()]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first row's words are wider than the figures below them: they stand on two lines."""
+    heads = [cell.rpartition(" ") for cell in rows[0]]
+    rows = [[above for above, _, _ in heads], [word for _, _, word in heads], *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _is_run(folder: Path) -> bool:

@@ -25,6 +25,7 @@ from lowmem.overrides import CONF, in_shell, unquoted
 from lowmem.runs import folders
 from lowmem.runs.claim import OF_SWEEP
 from lowmem.signals import Ended
+from lowmem.terminal import folded
 
 TRAIN = CONF.parent / "train.py"
 
@@ -59,7 +60,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
     ended = folders.load(folder)
     if failed and ended.status != "failed":  # the disk is full
         ended = folders.Run(folder, plain, None, "failed", reason(code, said))
-    print(f"job {number} {_line(ended)}", flush=True)  # Hydra has said what it is
+    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has said what it is
     return ended
 
 
@@ -103,31 +104,34 @@ def reason(code: int, said: str) -> str:
     return next((line for line in reversed(said.splitlines()) if line.strip()), f"exit code {code}")
 
 
+SHOWN = ("validation loss", "bits per byte", "device GiB")  # of a job that is done; the table has the rest
+
+
 def _line(run: folders.Run) -> str:
-    said = ", ".join(
-        f"{folders.FIGURES[column][1].format(value)} {column}"
-        for column in folders.FIGURES
-        if (value := folders.figure(run, column)) is not None
-    )
-    return f"{run.status}: {folders.line(run.reason) if run.reason else said}"
+    if run.reason:
+        return f"{run.status}: {folders.line(run.reason)}"
+    values = {column: value for column in SHOWN if (value := folders.figure(run, column)) is not None}
+    said = ", ".join(f"{folders.FIGURES[column][1].format(value)} {column}" for column, value in values.items())
+    return f"{run.status}: {said}"
 
 
 class Report(Callback):
     """Hydra's hooks around a sweep."""
 
-    failed: tuple[str, ...] = ()  # of the sweep that this process started, a line each
+    failed: tuple[str, ...] = ()  # a line about the jobs that failed of the sweep that this process started
 
     def on_multirun_end(self, config: DictConfig, **_) -> None:
         if config.hydra.job.name != "train":
             return
         every = folders.runs_below(Path(config.hydra.sweep.dir))
-        print(f"\n{folders.table(every, [run.folder.name for run in every])}\n")
+        print(folded(f"\n{folders.table(every, [run.folder.name for run in every])}\n"))
         print(f"{shlex.join(['python', 'compare.py', config.hydra.sweep.dir])} draws them")
-        Report.failed = tuple(
-            f"job {run.folder.name} failed: {folders.line(run.reason)} ({run.folder / folders.FAILED} says all of it)"
-            for run in every
-            if run.status == "failed"
-        )
+        failed = [run.folder for run in every if run.status == "failed"]
+        if failed:  # why was said when each ended
+            Report.failed = (
+                f"{len(failed)} of {len(every)} jobs failed: {', '.join(folder.name for folder in failed)}. "
+                f"{failed[0] / folders.FAILED} says why, in full.",
+            )
 
 
 def again(folder: Path) -> list[str]:

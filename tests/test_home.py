@@ -1,11 +1,12 @@
 """A home folder that cannot be written costs no run: libraries get a temporary folder for their own files."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from lowmem import home
+from lowmem import cli, home
 
 
 @pytest.fixture(params=["read-only", "missing", "unknown"])
@@ -35,3 +36,11 @@ def test_a_home_folder_that_can_be_written_is_left_alone(no_home, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
     home.replace_if_read_only()
     assert not any(name in os.environ for name in home.FOLDERS)
+
+
+def test_every_command_asks_before_it_runs(monkeypatch):
+    order = []
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(home, "replace_if_read_only", lambda: order.append("home"))
+    cli.start(lambda: order.append("command"))
+    assert order == ["home", "command"]

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import sys
 from datetime import timedelta
 from functools import cache
@@ -21,6 +22,10 @@ from hydra.core.global_hydra import GlobalHydra
 
 import composing
 from lowmem import home, overrides
+
+# `nohup make test &` starts processes that ignore these two. A run respects that, and a test would wait for its signal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 home.replace_if_read_only()  # before anything imports wandb, matplotlib or datasets
 composing.install()

@@ -147,7 +147,10 @@ def _planned(
     model.check_architecture(cfg)
     cfg = at_start.with_recipe(cfg, overrides)
     cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
-    return cfg, at_start.checked(cfg, overrides) if first else None
+    prediction = at_start.checked(cfg, overrides) if first else None
+    if prediction:
+        at_start.tell_duration(cfg, prediction, cfg.max_steps - (wanted.saved.steps if wanted.saved else 0))
+    return cfg, prediction
 
 
 def _show(cfg: DictConfig) -> None:

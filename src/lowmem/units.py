@@ -12,6 +12,14 @@ def unit(largest: float) -> tuple[int, str, int]:
     return (GIB, "GiB", 3) if largest >= GIB else (MIB, "MiB", 1)
 
 
+def duration(seconds: float) -> str:
+    """45.2 -> "45 s", 754 -> "13 min", 12000 -> "3 h 20 min"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 def steps_or_seconds(every: object) -> tuple[float, float]:
     """500 -> (500, inf), "30min" -> (inf, 1800.0).
 

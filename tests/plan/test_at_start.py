@@ -133,10 +133,12 @@ def test_fit_is_a_size_or_a_word(command, value):
     assert code == 1 and f"plan={value}: give a size such as 12GiB" in said and "Or one of check, auto, off." in said
 
 
-def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_path):
+def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_path, caplog):
     """Of this machine, if some are; a run of a few steps tells nothing, and what it was predicted to take is said."""
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
     monkeypatch.setattr(window, "LONG", 0.0)
+    monkeypatch.setattr(at_start, "LONG", 0.0)
+    caplog.set_level("INFO")
 
     def counted(steps):
         summary, _ = fit("plan=check", f"max_steps={steps}", folder=f"of {steps} steps")
@@ -146,11 +148,14 @@ def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_p
     rates = machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat())
     rates.save()
     assert counted(15) is None  # what an update takes is not known, and not measured then
+    assert "steps of about" not in caplog.text
     monkeypatch.setattr(update, "_kind", lambda cfg: cfg.optim._target_)
     rates.updates["torch.optim.AdamW"] = 1.0
     rates.save()
     assert counted(5) is None and not machine.kept(False).runs
-    assert counted(16) > 0 and len(machine.kept(False).runs["float32"]) == 1
+    caplog.clear()
+    assert (seconds := counted(16)) > 0 and len(machine.kept(False).runs["float32"]) == 1
+    assert f"16 steps of about {seconds:.2g} s take about" in caplog.text
 
 
 @pytest.mark.parametrize("said", ["", '{"name": "half', '{"name": "any", "measured_on": null}'])

@@ -9,6 +9,7 @@ from lowmem import loss as losses
 from lowmem.errors import Refused
 from lowmem.report import metrics
 from lowmem.report.metrics import Metrics
+from lowmem.units import duration
 
 
 def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
@@ -58,6 +59,23 @@ def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
     assert [n for n, _ in shown] == [1, 2, 3, 4, 5]
     for word in ("loss ", "tokens/s", "peak ", "GiB"):
         assert word in shown[-1][1]
+
+
+def test_without_a_progress_bar_the_time_that_is_left_is_said_once(fit, monkeypatch, capsys):
+    monkeypatch.setattr(metrics, "LONG", 0)
+    fit("max_steps=8")
+    said = [line for line in capsys.readouterr().out.splitlines() if "of training are left" in line]
+    assert len(said) == 1 and said[0].startswith("step 4: about 0 s"), said  # the first three steps warm up
+    monkeypatch.setattr(metrics, "LONG", 1000)
+    fit("max_steps=8")
+    assert "are left" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(45.2, "45 s"), (754, "13 min"), (7199, "2 h 0 min"), (12000, "3 h 20 min")]
+)
+def test_a_duration_reads_as_one_says_it(seconds, said):
+    assert duration(seconds) == said
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(fit, monkeypatch, tmp_path):

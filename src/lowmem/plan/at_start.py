@@ -15,15 +15,16 @@ from lowmem.memory import process
 from lowmem.overrides import as_mapping, composed, replaced, without
 from lowmem.plan.candidates import Typed
 from lowmem.plan.helper import elsewhere
-from lowmem.plan.machine import kept
+from lowmem.plan.machine import Machine, kept
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, search
 from lowmem.plan.table import command
-from lowmem.plan.window import refine
-from lowmem.report.metrics import Metrics
+from lowmem.plan.update import knows_update
+from lowmem.plan.window import of_trace, refine
+from lowmem.report.metrics import LONG, Metrics
 from lowmem.settings import Settings
 from lowmem.techniques import CHANGEABLE
-from lowmem.units import GIB
+from lowmem.units import GIB, duration
 
 log = logging.getLogger(__name__)
 
@@ -101,18 +102,40 @@ def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction
     )
 
 
+def tell_duration(cfg: DictConfig, prediction: Prediction, steps: int) -> None:
+    """Says how long so many steps take where rates of this machine are kept, and they take more than a minute."""
+    rates = _rates(cfg, prediction)
+    try:
+        if rates is None or not knows_update(rates, cfg):
+            return
+        seconds = of_trace(rates, cfg, prediction.shapes).seconds
+    except Exception as error:  # whatever it is, an estimate must not end a run
+        log.info(f"How long this takes is not known: {error}")
+        return
+    if steps * seconds > LONG:
+        log.info(f"{steps} steps of about {seconds:.2g} s take about {duration(steps * seconds)}, and what evaluates.")
+
+
 def refined(cfg: DictConfig, prediction: Prediction, metrics: Metrics) -> float | None:
     """Where rates of this machine are kept, a run that ends refines them. Returns: the seconds of a step that were
     counted; None: nothing is known, or the run was too short to tell."""
-    rates = kept(on_card=cfg.device == "cuda")
-    if rates is None or prediction.estimate or prediction.devices > 1 or len(metrics.step_seconds) < ENOUGH:
+    rates = _rates(cfg, prediction)
+    if rates is None or len(metrics.step_seconds) < ENOUGH:
         return None
-    rates.host = kept(on_card=False) if cfg.device == "cuda" else None
     try:
         return refine(rates, cfg, prediction.shapes, metrics.seconds_per_step())
     except Exception as error:  # whatever it is, the training is done, and is reported and exported next
         log.info(f"The rates of this machine stay as they were: {error}")
         return None
+
+
+def _rates(cfg: DictConfig, prediction: Prediction) -> Machine | None:
+    """What is known of this machine, where it can tell how long a step of this run takes."""
+    rates = kept(on_card=cfg.device == "cuda")
+    if rates is None or prediction.estimate or prediction.devices > 1:
+        return None
+    rates.host = kept(on_card=False) if cfg.device == "cuda" else None
+    return rates
 
 
 def could_fit(cfg: DictConfig) -> bool:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from lowmem import curves
 from lowmem.memory.process import seconds_since_start
-from lowmem.units import GIB
+from lowmem.units import GIB, duration
 
 COLUMNS = (
     "step",
@@ -34,6 +34,7 @@ COLUMNS = (
 )
 # The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
 WARM_UP_STEPS = 3
+LONG = 60  # seconds of training from which on its duration is announced
 # Of the progress bars. At 80 columns 10,000 steps of ten hours leave room for the figures, which tqdm's own does not.
 BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the output is not a terminal
@@ -74,6 +75,7 @@ class Metrics(Callback):
         if losses := [row["train_loss"] for row in earlier if row["train_loss"]]:
             self.train_loss = float(losses[-1])
         self._start = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
+        self._told_duration = False
         self._bar: tqdm | None = None
         self._evaluation: tqdm | None = None
 
@@ -121,6 +123,11 @@ class Metrics(Callback):
         if module.gradient_norm is not None:
             metrics["gradient_norm"] = float(module.gradient_norm)
         self._write(trainer, module, "train", metrics)
+        if self._bar.disable and self._windows > WARM_UP_STEPS and not self._told_duration:  # a bar would show it
+            self._told_duration = True
+            left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
+            if left > LONG:
+                tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
         self._bar.set_postfix_str(
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {self.peak_gib():.2f} GiB"
         )

@@ -63,17 +63,16 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
 def merge_errors(adapter: str, small: bool) -> dict:
     """Relative, of logits: merged in fp32, rounded to bf16, and in the place of the base in 4 bits the original one."""
     import torch
-    from omegaconf import OmegaConf
     from torch import nn
 
     from lowmem import model as models
     from lowmem.adapter.export import merge
     from lowmem.instantiate import instantiate
-    from lowmem.overrides import composed
+    from lowmem.settle import run_of
 
     ids = torch.randint(0, WORDS, (2, 64), generator=torch.Generator().manual_seed(0))
-    cfg = composed([*model(small), f"adapter={adapter}", f"adapter.r={RANK}"])
-    spec = OmegaConf.to_container(cfg.model)
+    cfg = run_of([*model(small), f"adapter={adapter}", f"adapter.r={RANK}"])
+    spec = cfg.model.model_dump()
 
     def built() -> nn.Module:
         torch.manual_seed(0)

@@ -10,7 +10,6 @@ trace).
 """
 
 import argparse
-import copy
 import re
 import signal
 import warnings
@@ -22,7 +21,6 @@ from functools import cache
 import torch
 import transformers
 from lightning.pytorch import Trainer
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -32,11 +30,11 @@ from lowmem import build, gradient_checkpointing, model
 from lowmem.adapter.export import merge
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.errors import Refused
-from lowmem.instantiate import instantiate, plain
-from lowmem.overrides import composed
+from lowmem.instantiate import instantiate
 from lowmem.plan.prediction import predict
 from lowmem.precision.split import rounded
 from lowmem.quiet import quiet
+from lowmem.settle import Run, run_of
 from lowmem.trained import trained
 from lowmem.training import mixes_dtypes
 
@@ -122,26 +120,25 @@ def _value(key: str, value: object, layers: int) -> object:
 
 
 @cache
-def _composed(*overrides: str) -> DictConfig:
-    cfg = composed(["model=hf", "model.name=shrunk", *overrides])
-    return OmegaConf.merge(cfg, {"model": {"pretrained": False}, "device": "cpu", "batch_size": BATCH})
+def _composed(*overrides: str) -> Run:
+    cfg = run_of(["model=hf", "model.name=shrunk", *overrides])
+    return cfg.knowing(model={"pretrained": False}, device="cpu", batch_size=BATCH)
 
 
-def configured(architecture: dict, *overrides: str) -> DictConfig:
-    cfg = copy.deepcopy(_composed(f"seq_len={TOKENS}", "max_steps=2", "lr=1e-3", "logger=none", *overrides))
-    cfg.model.architecture = architecture
-    return plain(cfg)
+def configured(architecture: dict, *overrides: str) -> Run:
+    run = _composed(f"seq_len={TOKENS}", "max_steps=2", "lr=1e-3", "logger=none", *overrides)
+    return run.replacing("model.architecture", architecture).resolved()
 
 
-def made(cfg: DictConfig):
+def made(cfg: Run):
     """(the module, its tokens)."""
     torch.manual_seed(0)
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     module = build.causal_lm(cfg, spec, model.architecture(**spec))
     return module, torch.randint(4, VOCABULARY - 1, (BATCH, TOKENS + 1))
 
 
-def gradients(cfg: DictConfig) -> tuple[float, dict[str, Tensor]]:
+def gradients(cfg: Run) -> tuple[float, dict[str, Tensor]]:
     module, ids = made(cfg)
     torch.manual_seed(1)
     value = module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
@@ -206,14 +203,14 @@ def masters(architecture: dict) -> str:
     """Two steps of SGD, beside two whole models."""
     cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
     module, ids = made(cfg)
-    plugins = list(instantiate(cfg.trainer.plugins).values())
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator="cpu",
         max_steps=2,
         max_epochs=-1,
         plugins=plugins,
-        callbacks=list(instantiate(cfg.callbacks).values()),
+        callbacks=list(map(instantiate, cfg.callbacks.values())),
         **dict.fromkeys(off, False),
     )
     torch.manual_seed(1)

@@ -49,15 +49,13 @@ def row(name: str) -> dict:
 
 def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
     """Peak bytes of the device by category, of a run at GPT-2 XL's shapes without dropout, traced."""
-    from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.plan.trace import trace
+    from lowmem.settle import run_of
 
     lines = ["model=gpt2-xl", "model.pretrained=false", f"batch_size={batch_size}", f"seq_len={seq_len}", *techniques]
     lines += [f"model.architecture.{drop}=0.0" for drop in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-    top = max(
-        trace(resolved(composed(lines), on_card=True), on_card=True).phases.values(), key=lambda point: point.total
-    )
+    top = max(trace(resolved(run_of(lines), on_card=True), on_card=True).phases.values(), key=lambda point: point.total)
     return top.bytes | {"total": top.total}
 
 

@@ -137,15 +137,14 @@ class Materials(NamedTuple):
 
 def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials, "Watch"]:
     from lightning.pytorch import seed_everything
-    from omegaconf import OmegaConf
 
     from lowmem import build
     from lowmem.memory import process
-    from lowmem.overrides import composed
+    from lowmem.settle import run_of
 
     lines = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
-    cfg = composed([*lines, *typed])
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    cfg = run_of([*lines, *typed])
+    cfg = cfg.resolved()
     seed_everything(cfg.seed, verbose=False)
     data = build.data(cfg)
     before = process.rss_bytes()

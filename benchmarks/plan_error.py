@@ -105,13 +105,13 @@ def row(arguments: list[str]) -> dict:
 
 def dropped_block() -> float:
     """The right prediction of a checkpointed run over one that forgets the inside of the block computed again."""
-    from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.plan.trace import trace
+    from lowmem.settle import run_of
 
     def peak(checkpointing: str) -> tuple[int, int]:
         typed = [*GPT2, *DRY, *sized(8, 512), "precision=bf16-true", "optim=sgd", "loss=chunked", "loss.rows=128"]
-        cfg = composed([*typed, f"gradient_checkpointing={checkpointing}"])
+        cfg = run_of([*typed, f"gradient_checkpointing={checkpointing}"])
         point = trace(resolved(cfg, on_card=False), on_card=False).phases["backward"]
         return point.total, point.bytes["activations"]
 

@@ -46,15 +46,15 @@ def row(name: str) -> dict:
 
 def counted() -> dict[str, float]:
     """The planner's seconds of each recipe."""
-    from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.plan.machine import machine
     from lowmem.plan.trace import trace
     from lowmem.plan.window import of_trace
+    from lowmem.settle import run_of
 
     here, found = machine(on_card=False), {}
     for name in RECIPES:
-        cfg = resolved(composed(typed(name)), on_card=False)
+        cfg = resolved(run_of(typed(name)), on_card=False)
         found[name] = of_trace(here, cfg, trace(cfg, on_card=False)).seconds
     return found
 

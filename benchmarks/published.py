@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from benchmarks import published_models  # noqa: F401 - transformers learns their classes
 from benchmarks.runner import write
 from lowmem.data.loader import MicroBatch
-from lowmem.overrides import composed
 from lowmem.plan.job import resolved
 from lowmem.plan.prediction import predict
 from lowmem.precision.base import BasePrecision
 from lowmem.quiet import quiet
+from lowmem.settle import run_of
 from lowmem.units import GIB
 
 
@@ -255,7 +255,7 @@ ALL = (
 
 def predicted(one: Published) -> int:
     """Bytes: of live tensors, or what the allocator reserves for them where that is what was measured."""
-    found = predict(resolved(composed(one.overrides), on_card=True), on_card=True)
+    found = predict(resolved(run_of(one.overrides), on_card=True), on_card=True)
     if found.estimate:
         raise SystemExit(f"{one.name}: {found.estimate}")
     return one.beside + (found.reserved if one.measure == "reserved" else found.device_peak)

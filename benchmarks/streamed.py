@@ -38,11 +38,11 @@ def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
     """A training as train.py starts one, without checkpoints and without an export: of 8B 16 GB each."""
     from lowmem import training
     from lowmem.check import check
-    from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.quiet import quiet
+    from lowmem.settle import run_of
 
-    cfg = resolved(composed(lines), on_card=False)
+    cfg = resolved(run_of(lines), on_card=False)
     check(cfg, {})
     quiet()
     with training.trained(cfg, Path(os.environ["ROW_FOLDER"]), keeps=False) as run:
@@ -182,12 +182,12 @@ REACH = {
 
 
 def by_shape(name: str, weights: str) -> dict:
-    from lowmem.overrides import composed
     from lowmem.plan.job import resolved
     from lowmem.plan.prediction import predict
+    from lowmem.settle import run_of
 
     typed = [line for line in REACH[name][0] if line != STREAMED]  # of which the fourth has it already
-    found = predict(resolved(composed([*typed, weights, *BY_SHAPE]), on_card=True), on_card=True)
+    found = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), on_card=True)
     return {
         "parameters": found.parameters,
         "device": found.device_peak,

@@ -12,8 +12,8 @@ from statistics import median
 
 from benchmarks.loops import shape
 from benchmarks.runner import RESULTS, measure, medians, trained, write
-from lowmem.overrides import composed
 from lowmem.refusals import refused
+from lowmem.settle import run_of
 from lowmem.techniques import ALONE, techniques
 
 BASE = "(as shipped)"
@@ -66,7 +66,7 @@ def refused_pairs() -> dict[str, list[str]]:
 
     def says(*names: str) -> list[str]:
         beside = [line for name in names for line in WITH.get(name, [])]
-        return list(refused(composed([*beside, *names])))  # what was asked for wins
+        return list(refused(run_of([*beside, *names])))  # what was asked for wins
 
     pairs: dict[str, list[str]] = {name: [] for name in ROWS}
     alone = [name for name in CHOICES if not says(name)]

@@ -69,7 +69,7 @@ def _live(call, rank: int, size: int, jobs: tuple[Job, ...], ports: list[int]) -
 def live(job: Job, size: int = 1) -> None:
     """In this process."""
     from lowmem.fit import fit
-    from lowmem.overrides import composed
+    from lowmem.settle import run_of
 
     devices = f"devices={size}" if size > 1 else "devices=1"
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def live(job: Job, size: int = 1) -> None:
             stack.enter_context(patch("lowmem.fit.check", lambda *_: None))  # it knows no fp64
         for name in job.at:
             AT[name](stack)
-        fit(composed((*job.lines, devices)), job.folder)
+        fit(run_of((*job.lines, devices)), job.folder)
 
 
 def _loss(model, micro_batch):

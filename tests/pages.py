@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from lowmem.check import check
 from lowmem.overrides import quoted
 from lowmem.plan.job import shared
+from lowmem.settle import settled
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -93,8 +94,8 @@ def _refusals(command: str) -> Iterator[Exception]:
     for lines in choices(command):
         try:
             plans = "plan.py" in command
-            cfg = compose("plan" if plans else "config", overrides=lines)
-            check(shared(cfg, lines) if plans else cfg, {})
+            run = settled(compose("plan" if plans else "config", overrides=lines))
+            check(shared(run, lines) if plans else run, {})
         except Exception as error:
             yield error
 

@@ -15,13 +15,12 @@ from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback
-from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 import parity
 import streams
-from lowmem import build, model, overrides
+from lowmem import build, model
 from lowmem.data.loader import WindowLoader
 from lowmem.data.packing import with_positions
 from lowmem.errors import Refused
@@ -30,7 +29,7 @@ from lowmem.launch import free_port
 from lowmem.loss import Verified
 from lowmem.memory.ledger import parts
 from lowmem.quiet import quiet
-from lowmem.settings import Settings
+from lowmem.settle import run_of
 from lowmem.strategy.group import joined
 from test_accumulation import fp64_loss
 
@@ -178,10 +177,10 @@ def _lines(case: Case, *more: str) -> tuple[str, ...]:
 
 
 def composed(case: Case):
-    cfg = overrides.composed(_lines(case))
-    batch_size = case.together // Settings(cfg).data_ranks
-    cfg = overrides.composed(_lines(case, f"batch_size={batch_size}"))
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    cfg = run_of(_lines(case))
+    batch_size = case.together // cfg.data_ranks
+    cfg = run_of(_lines(case, f"batch_size={batch_size}"))
+    return cfg.resolved()
 
 
 @cache
@@ -192,8 +191,8 @@ def alone(case: Case) -> dict:
     lines = tuple(line for line in case.lines if line.split("=")[0].split(".")[0] not in of_several)
     case = replace(case, lines=lines, overflow=case.overflow and (case.overflow[0], 0, case.overflow[2]))
     if case.apart:
-        ranks = Settings(cfg).data_ranks
-        apart = (*lines, "accumulation=fixed", f"accumulation.batches={ranks * cfg.accumulation.get('batches', 1)}")
+        ranks, batches = cfg.data_ranks, cfg.accumulation.arguments.get("batches", 1)
+        apart = (*lines, "accumulation=fixed", f"accumulation.batches={ranks * batches}")
         case = replace(case, lines=apart, together=case.together // ranks, apart=False)
     return _alone(replace(case, wrong=None, counted=False))
 
@@ -208,7 +207,7 @@ def fitted(case: Fitted) -> dict:
 
     mistake = patch("lowmem.random_states.go_on", lambda *_: None) if case.drawn_anew else nullcontext()
     with mistake:
-        return {"val_loss": fit(overrides.composed(case.lines), Path(case.folder), {}, case.lines)["val_loss"]}
+        return {"val_loss": fit(run_of(case.lines), Path(case.folder), {}, case.lines)["val_loss"]}
 
 
 def trained(case: Case) -> dict:
@@ -224,8 +223,8 @@ def trained(case: Case) -> dict:
 
 def _trained(case: Case, cfg, ranks) -> dict:
     seen, module, windows = Seen(case), *built(case, cfg, ranks)
-    plugins = list(instantiate(cfg.trainer.plugins).values())
-    callbacks = [*instantiate(cfg.callbacks).values(), Verified(with_positions(cfg.data)), seen]
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    callbacks = [*map(instantiate, cfg.callbacks.values()), Verified(with_positions(cfg.data.arguments)), seen]
     training = parity.trainer(cfg, plugins, callbacks, ranks.lightning())
     torch.manual_seed(1)
     training.fit(module, windows)
@@ -233,7 +232,7 @@ def _trained(case: Case, cfg, ranks) -> dict:
 
 
 def built(case: Case, cfg, ranks):
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     with ranks.in_turn():
         data = build.data(cfg, None, ranks) if case.from_data else None
     if data:
@@ -246,9 +245,7 @@ def built(case: Case, cfg, ranks):
     module = build.causal_lm(cfg, data.spec if data else spec, config, ranks=ranks)
     ranks.divide(module)
     share = {"rank": ranks.data_rank, "world_size": ranks.data_size}
-    return module, data.train if data else WindowLoader(
-        parity.Ragged(), cfg.batch_size, Settings(cfg).windows, 0, **share
-    )
+    return module, data.train if data else WindowLoader(parity.Ragged(), cfg.batch_size, cfg.windows, 0, **share)
 
 
 class Seen(Callback):

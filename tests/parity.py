@@ -6,15 +6,13 @@ from functools import cache
 import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
-from omegaconf import OmegaConf
 
 import oracle
 from lowmem import model
 from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import MicroBatch, Rows, WindowLoader
 from lowmem.instantiate import instantiate
-from lowmem.overrides import composed
-from lowmem.settings import Settings
+from lowmem.settle import run_of
 from lowmem.techniques import ALONE, techniques
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
@@ -140,13 +138,13 @@ def run(cfg, wide=False, callbacks=()):
 
     Wherever it trained: Lightning brings the module back to the host.
     """
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     torch.manual_seed(0)
     module = causal_lm(cfg, spec, model.architecture(**spec))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
     windows = WindowLoader(Ragged(), cfg.batch_size, instantiate(cfg.accumulation), seed=0)
-    plugins = list(instantiate(cfg.trainer.plugins).values())
-    training = trainer(cfg, plugins, [*instantiate(cfg.callbacks).values(), *callbacks])
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    training = trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), *callbacks])
     training.fit(module, windows)
     assert training.global_step == cfg.max_steps and module.skipped_steps == 0
     after = {name: p.detach() for name, p in module.model.named_parameters()}
@@ -161,7 +159,7 @@ def expected(cfg, optim, accumulation, held_in=None):
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     decay, frozen, adapter = float(cfg.optim.weight_decay), tuple(cfg.freeze or ()), _adapter(cfg)
-    dtypes = Settings(cfg).loaded_in, held_in or ("float32" if adapter else cfg.weights_dtype)
+    dtypes = cfg.loaded_in, held_in or ("float32" if adapter else cfg.weights_dtype)
     return _expected(*dtypes, optim, windows, clip, float(cfg.lr), decay, frozen, adapter)
 
 
@@ -184,13 +182,13 @@ def expected_losses(accumulation, weights, adapter=None, dtype="float32"):
 
 def _adapter(cfg):
     """Its name, where there is one."""
-    named = {composed([f"adapter={name}"]).adapter._target_: name for name in techniques("adapter") if name != "none"}
-    return named.get(cfg.adapter._target_)
+    named = {run_of([f"adapter={name}"]).adapter.target: name for name in techniques("adapter") if name != "none"}
+    return named.get(cfg.adapter.target)
 
 
 def _network(dtype, adapter=None):
     """In fp32. With an adapter: the oracle's own, that starts with the numbers that the technique drew."""
-    spec = OmegaConf.to_container(composed(MODEL).model)
+    spec = run_of(MODEL).model.model_dump()
 
     def built():
         torch.manual_seed(0)
@@ -199,7 +197,7 @@ def _network(dtype, adapter=None):
     network = built()
     if adapter is None:
         return network.float()
-    instantiate(composed([f"adapter={adapter}"]).adapter)(network)
+    instantiate(run_of([f"adapter={adapter}"]).adapter)(network)
     start, drawn = dict(network.named_parameters()), network.peft_config["default"]
     plain = built().float()
     oracle.adapt(plain, start, drawn.lora_alpha, drawn.r)
@@ -227,7 +225,7 @@ def deviations(cfg, *techniques):
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
     before, ours = run(cfg, callbacks=[losses])
     assert all(torch.equal(before[name], start[name]) for name in start)
-    right = expected_losses(accumulation, losses.read, _adapter(cfg), Settings(cfg).loaded_in)
+    right = expected_losses(accumulation, losses.read, _adapter(cfg), cfg.loaded_in)
     apart = (abs(one / other - 1) for one, other in zip(losses.seen, right, strict=True))
     return *errors(start, ours, theirs), max(apart)
 

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Callback
-from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 import parity
@@ -69,7 +68,7 @@ def lines(model, *more, precision="bf16-master", policy="every_layer", optim="ad
 
 def built(cfg, model, **changed):
     torch.manual_seed(0)
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     return causal_lm(cfg, spec, AutoConfig.for_model(model, **(MODELS[model] | changed)))
 
 
@@ -78,13 +77,13 @@ def trained(config, weights, model, arguments, lane=None, changed=(), prepare=la
     precision, optim, clip, accumulation, scheduler, *more = arguments
     cfg = configured(config, precision, optim, clip, accumulation, scheduler, *more, *weights)
     module = built(cfg, model, **dict(changed))
-    plugins = list(instantiate(cfg.trainer.plugins).values())
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     if lane is not None:
         plugins[0].link.close()
         plugins[0].link, module.weights.lane = StagedLink(lane, slot_bytes=4096, slots=2), lane
     prepare(module)
     seen = Sees()
-    trainer = parity.trainer(cfg, plugins, [*instantiate(cfg.callbacks).values(), seen])
+    trainer = parity.trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), seen])
     torch.manual_seed(1)  # dropout
     trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps

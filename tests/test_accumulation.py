@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 from lightning.pytorch import Callback
-from omegaconf import OmegaConf
 from torch import nn
 
 import oracle
@@ -261,7 +260,7 @@ class Silent(parity.Ragged):
 def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, precision):
     """No division by zero, and none of the weight decay or momentum that a step of zero gradients would be."""
     cfg = config(*parity.overrides(f"precision={precision}"), "batch_size=1", "max_steps=2", base=())
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     module = causal_lm(cfg, spec, architecture(**spec))
     read = []
 
@@ -270,8 +269,8 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
             weights = [p.detach().to(torch.float32, copy=True) for p in module.model.parameters()]
             read.append((outputs["stepped"], float(outputs["loss"]), window.tokens, weights))
 
-    callbacks = [*instantiate(cfg.callbacks).values(), Watch()]
-    training = parity.trainer(cfg, list(instantiate(cfg.trainer.plugins).values()), callbacks)
+    callbacks = [*map(instantiate, cfg.callbacks.values()), Watch()]
+    training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), callbacks)
     training.fit(module, WindowLoader(Silent(), 1, fixed(1), seed=0))
     assert [stepped for stepped, *_ in read] == [tokens > 0 for _, _, tokens, _ in read]
     assert module.skipped_steps == len(read) - 2 and module.position.window == len(read)
@@ -282,9 +281,9 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
 
 def test_an_evaluation_of_nothing_has_no_loss(config):
     cfg = config(*parity.overrides(), base=())
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     module = causal_lm(cfg, spec, architecture(**spec))
     for telling in (0, None):
-        training = parity.trainer(cfg, list(instantiate(cfg.trainer.plugins).values()), [])
+        training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), [])
         training.validate(module, ValidationLoader(Silent(telling), 2, 4), verbose=False)
         assert (module.val_loss is None) == (telling is None)

@@ -78,18 +78,18 @@ def test_the_blocks_are_those_of_the_text_decoder():
 def test_a_precision_that_a_models_code_does_not_fit_is_a_sentence(config, tmp_path):
     """xLSTM multiplies its 16-bit weights with fp32 tensors that it makes itself."""
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", "precision=bf16-master", "clip=null")
-    cfg.model.architecture = shrunk("xlstm")
+    cfg = cfg.replacing("model.architecture", shrunk("xlstm"))
     with pytest.raises(Refused, match="Type precision=bf16"):
         fit(cfg, tmp_path)
 
 
 def test_no_sdpa_is_no_error(config, tmp_path, caplog):
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
-    cfg.model.architecture = shrunk("bloom")
+    cfg = cfg.replacing("model.architecture", shrunk("bloom"))
     with caplog.at_level(logging.INFO, "lowmem"):
         fit(cfg, tmp_path)
     assert "BloomForCausalLM has none; it takes eager" in caplog.text
-    cfg.model.attention = "flash_attention_2"
+    cfg = cfg.replacing("model.attention", "flash_attention_2")
     with pytest.raises(Refused, match=r"model.attention=flash_attention_2: .* Type model.attention=sdpa\."):
         fit(cfg, tmp_path)
 

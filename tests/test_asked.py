@@ -18,10 +18,10 @@ from lowmem import cli, export, fit
 from lowmem.checkpoint import AtomicCheckpointIO, complete, going_on
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
-from lowmem.overrides import composed
 from lowmem.report import hints
 from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics
+from lowmem.settle import run_of
 from lowmem.training import _evaluated
 from same import last, same
 
@@ -36,7 +36,7 @@ def whole(small, tmp_path_factory):
     def run(precision="32"):
         if precision not in made:
             made[precision] = tmp_path_factory.mktemp("whole")
-            fit.fit(composed([*small, *LINES, f"precision={precision}"]), made[precision])
+            fit.fit(run_of([*small, *LINES, f"precision={precision}"]), made[precision])
         return made[precision]
 
     return run

@@ -47,7 +47,7 @@ def gradients(config, model, loss, window):
 
     cfg = config("optim=sgd", "clip=null", "max_steps=1")
     module = Looks(model, loss, optimizer(cfg), instantiate(cfg.scheduler))
-    parity.trainer(cfg, list(instantiate(cfg.trainer.plugins).values()), []).fit(module, Once(window))
+    parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), []).fit(module, Once(window))
     return kept
 
 

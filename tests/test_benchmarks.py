@@ -14,7 +14,7 @@ from benchmarks.side_by_side import LOOPS
 from transformers import AutoModelForCausalLM
 
 from lowmem.model import architecture_of
-from lowmem.overrides import composed
+from lowmem.settle import run_of
 
 # A loop of as many steps as it is told. It writes down when each of its steps begins and ends.
 COUNTING = """
@@ -161,7 +161,7 @@ COUNTED |= {"5 x 2048 packed": 3_212_749_824, "Llama 2 7B": 6_738_415_616, "Llam
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
     (one,) = (one for one in published.ALL if name in one.name)
-    cfg = composed(one.overrides)
+    cfg = run_of(one.overrides)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(architecture_of(cfg))
     assert sum(p.numel() for p in theirs.parameters()) == COUNTED[name]

@@ -20,8 +20,7 @@ from benchmarks.card.kit import Kit
 
 from conftest import ROOT
 from lowmem.errors import Refused
-from lowmem.overrides import composed
-from lowmem.settings import Settings
+from lowmem.settle import run_of
 from lowmem.units import GIB
 from made_up import Allocator
 
@@ -376,10 +375,11 @@ def test_every_stage_has_its_time_and_no_case_more_than_it():
 
 def test_one_recipe_has_no_kernel_but_the_one_that_holds_attentions_scores():
     """Grouped heads in fp32, no block computed again, sequences at which the scores are a large part."""
-    cfg = composed(memory.recipes()["llama: precision=32, 2 x 1024"])
+    cfg = run_of(memory.recipes()["llama: precision=32, 2 x 1024"])
     heads = cfg.model.architecture
-    assert cfg.weights_dtype == "float32" and Settings(cfg).multiplies_in == "float32" and cfg.seq_len == 1024
-    assert heads.num_key_value_heads < heads.num_attention_heads and not Settings(cfg).checkpointing.saves
+    assert cfg.weights_dtype == "float32" and cfg.multiplies_in == "float32" and cfg.seq_len == 1024
+    assert heads["num_key_value_heads"] < heads["num_attention_heads"]
+    assert not cfg.technique("gradient_checkpointing").saves
 
 
 def test_all_three_sizes_are_compared_and_what_could_not_be_measured_is_left_out():

@@ -13,6 +13,7 @@ from lowmem.check import check, targets
 from lowmem.memory.advice import advice
 from lowmem.memory.advice import out_of_memory as out_of_memory_text
 from lowmem.overrides import quoted
+from lowmem.settle import Run, run_of, settled
 from lowmem.units import GIB
 
 CONF = ROOT / "conf"
@@ -56,8 +57,12 @@ def test_it_composes_and_its_keys_are_those_of_its_class(group, choice, monkeypa
     choices = OmegaConf.to_container(cfg.hydra.runtime.choices)
     assert choices[group] == choice
     del cfg.hydra
-    check(cfg, choices)
-    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    run = settled(cfg)
+    check(run, choices)
+    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert run.as_dict() == values == Run.read(values).as_dict()
+    assert all(getattr(run, key) == value for key, value in values.items() if not isinstance(value, dict | list))
+    assert run.optim.plain() == values["optim"] and run.model.model_dump() == values["model"]
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
@@ -82,7 +87,7 @@ def test_every_target_lives_in_the_package_or_a_library():
     for group, choice in CHOICES:
         cfg = composed(group, choice)
         del cfg.hydra
-        for _, node in targets(cfg):
+        for _, node in targets(OmegaConf.to_container(cfg, resolve=True)):
             assert node["_target_"].split(".")[0] in (
                 "lowmem",
                 "torch",
@@ -159,7 +164,7 @@ def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed
     assert re.search(r"^# (Measured|Traced)", head, re.M) and "GiB" in head
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=[f"experiment={preset}", "lr=0.5", "optim=sgd"])
-    check(cfg, {})
+    check(settled(cfg), {})
     assert cfg.lr == 0.5 and "SGD" in cfg.optim._target_
 
 
@@ -171,7 +176,7 @@ def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):
     group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
     cfg = overrides.composed([f"experiment={preset}", line, "seq_len=128"])
     plainly, hydras = overrides.composed([line]), overrides._composed([f"experiment={preset}", line])
-    check(cfg, {})
+    check(settled(cfg), {})
     kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults  # the choice is the preset's too
     same = OmegaConf.to_container(cfg[group]) == OmegaConf.to_container((hydras if kept else plainly)[group])
     assert same
@@ -183,12 +188,11 @@ CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "conti
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", CARDS)
 def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
-    from lowmem.instantiate import plain
     from lowmem.plan.prediction import predict
 
     head = (CONF / "experiment" / f"{preset}.yaml").read_text().split("defaults:")[0]
     tensors, reserved = re.search(r"([\d.]+) GiB of\s+(?:# )?tensors, ([\d.]+)(?: GiB)? with the", head).groups()
-    found = predict(plain(overrides.composed([f"experiment={preset}", "device=cpu"])), on_card=True)
+    found = predict(run_of([f"experiment={preset}", "device=cpu"]), on_card=True)
     assert f"{max(need.device for need in found.phases.values()) / GIB:.1f}" == tensors
     assert f"{found.reserved / GIB:.1f}" == reserved
 

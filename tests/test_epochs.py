@@ -6,9 +6,10 @@ import yaml
 from lowmem import build, cli
 from lowmem.data.tokens import tokenize
 from lowmem.errors import Refused
-from lowmem.instantiate import instantiate, plain
+from lowmem.instantiate import instantiate
 from lowmem.model import tokenizer
-from lowmem.overrides import composed, in_place_of
+from lowmem.overrides import in_place_of
+from lowmem.settle import run_of
 
 RUN = ("accumulation=fixed", "accumulation.batches=7", "lr=1e-2", "scheduler.warmup=0.5", "data.pattern=file0[0-2].txt")
 
@@ -74,13 +75,13 @@ def test_what_is_typed_for_a_resume_stands_in_the_place_of_both(tmp_path, typed)
 def other_tokenizer(config, tmp_path):
     """A folder with one that was trained on other text, of fewer tokens."""
     (tmp_path / "words.txt").write_text("elephants never forget " * 40)
-    cfg = plain(config(f"data.path={tmp_path / 'words.txt'}"))
+    cfg = config(f"data.path={tmp_path / 'words.txt'}")
     tokenize(instantiate(cfg.data), tmp_path / "cache", 280).tokenizer.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
 def test_a_tokenizer_of_another_folder_makes_the_tokens(config, other_tokenizer):
-    ours, theirs = (build.data(plain(config(*more))).tokens for more in ((), (f"tokenizer={other_tokenizer}",)))
+    ours, theirs = (build.data(config(*more)).tokens for more in ((), (f"tokenizer={other_tokenizer}",)))
     assert len(theirs.tokenizer) < len(ours.tokenizer) <= 300
     text = "elephants never forget"
     assert len(theirs.tokenizer(text).input_ids) < len(ours.tokenizer(text).input_ids)
@@ -119,5 +120,5 @@ def test_a_tokenizer_that_is_not_there_is_a_sentence(fit, typed, says):
 )
 def test_what_is_typed_beside_an_experiment_wins_also_by_the_other_name(typed, added):
     assert in_place_of(typed) == added
-    cfg = composed([*typed, *added])
+    cfg = run_of([*typed, *added])
     assert cfg.epochs is None or "max_steps=2" not in typed

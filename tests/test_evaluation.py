@@ -15,7 +15,8 @@ from conftest import ROOT
 from lowmem import build, cli
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
-from lowmem.overrides import composed, quoted
+from lowmem.overrides import quoted
+from lowmem.settle import run_of
 
 LINES = ("val_every=2", "max_steps=2", "val_sequences=12", "lr=1e-2", "seq_len=24")
 
@@ -132,5 +133,5 @@ def test_what_cannot_be_a_set_is_a_sentence(fit, files):
         with pytest.raises(Refused, match=says):
             fit("data=text", f"data.path={files / 'train'}", f"data.val_path={val_path}", *LINES)
     read = cli.prepare(["data=text", "data.path=x", "data.val_path={a:~/b (2).txt,c:d}"])
-    assert composed(read).data.val_path == {"a": os.path.expanduser("~/b (2).txt"), "c": "d"}
+    assert run_of(read).data.val_path == {"a": os.path.expanduser("~/b (2).txt"), "c": "d"}
     assert [quoted(line) for line in read] == read

@@ -15,14 +15,14 @@ from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
-from lowmem.overrides import composed
+from lowmem.settle import run_of
 from lowmem.techniques import techniques
 from test_loss import network
 from tolerances import GENERATED, PARTITIONED
 
 # Every policy of conf/ that saves anything, but those that compile blocks, which round differently.
 SEGMENTED = {
-    name: instantiate(composed([f"gradient_checkpointing={name}"]).gradient_checkpointing)
+    name: instantiate(run_of([f"gradient_checkpointing={name}"]).gradient_checkpointing)
     for name, technique in techniques("gradient_checkpointing").items()
     if technique.saves and not technique.compiles_blocks
 }

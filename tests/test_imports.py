@@ -52,7 +52,7 @@ STOREYS = (
         "random_states",
     ),
     (
-        "settings",
+        "settle",
         "gpus",
         "schema",
         "precision",

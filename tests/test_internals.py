@@ -325,7 +325,6 @@ PUBLIC_ALL_THE_SAME = {
     "_asdict": "of a named tuple: Python's own",
     "_fields": "of a named tuple: Python's own",
     "_replace": "of a named tuple: Python's own",
-    "_target_": "Hydra's key",
     "torch.utils._pytree": "a logger's name",
 }
 

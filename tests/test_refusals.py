@@ -9,7 +9,6 @@ from importlib import import_module
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from omegaconf import OmegaConf
 
 import parity
 import streams
@@ -215,7 +214,7 @@ def test_proof_one_device_leaves_the_others_idle(fit, monkeypatch):
 
 def moved_in(config, *lines):
     """A module whose weights are where they wait."""
-    spec = OmegaConf.to_container((cfg := config(*lines, base=())).model)
+    spec = (cfg := config(*lines, base=())).model.model_dump()
     module = build.causal_lm(cfg, spec, model.architecture(**spec))
     plugin = instantiate(cfg.trainer.plugins.precision)
     plugin.weights = module.weights
@@ -323,9 +322,7 @@ def test_proof_a_batch_size_that_each_rank_finds_for_itself(config, monkeypatch)
     for room in (8, 4):
         monkeypatch.setattr(batch_size, "fits", lambda cfg, size, room=room: size <= room)
         found = batch_size.resolve(cfg).batch_size
-        loader = WindowLoader(
-            parity.Ragged(), found, instantiate(OmegaConf.merge(cfg, {"batch_size": found}).accumulation), 0
-        )
+        loader = WindowLoader(parity.Ragged(), found, instantiate(cfg.knowing(batch_size=found).accumulation), 0)
         numbers.append(len(next(iter(loader)).micro_batches))
     assert numbers == [1, 2]
 
@@ -409,12 +406,11 @@ def test_proof_a_norm_behind_a_trained_embedding_changes_what_it_computes(fit):
 
 
 def test_proof_auto_without_an_effective_batch_would_decide_the_update(config):
-    from omegaconf import OmegaConf
 
     from lowmem import batch_size
 
     with pytest.raises(Exception, match="size"):  # there is nothing whose divisors could be tried
-        batch_size.resolve(OmegaConf.merge(config(), {"batch_size": "auto"}))
+        batch_size.resolve(config().knowing(batch_size="auto"))
 
 
 def test_proof_auto_on_a_cpu_without_a_limit_has_no_try_that_fails(config, monkeypatch):

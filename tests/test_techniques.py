@@ -1,6 +1,7 @@
 """A technique declares itself: what it declares is known, and nothing outside of it knows its name."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 from conftest import ROOT
 from lowmem import techniques as module
 from lowmem.errors import Refused
-from lowmem.techniques import GROUPS, Technique, declared, techniques
+from lowmem.techniques import GROUPS, Technique, techniques
 
 SOURCE = ROOT / "src"
 # (file, name) -> why it may stand there.
@@ -42,12 +43,12 @@ def named(source: Path) -> set[tuple[str, str]]:
 
 def sniffed(source: Path) -> list[str]:
     """Lines that look for a part of a name in a `_target_`."""
-    tests = ("in cfg", "startswith(", "endswith(", "==")
+    looks = re.compile(r"\b(in (cfg|run|self)\.|startswith\(|endswith\(|==)")
     return [
         f"{file.name}: {line.strip()}"
         for file in source.rglob("lowmem/**/*.py")
         for line in file.read_text().splitlines()
-        if "._target_" in line and any(test in line.replace("for key in cfg", "") for test in tests)
+        if re.search(r"\._?target_?\b", line) and looks.search(line)
     ]
 
 
@@ -62,8 +63,9 @@ def test_no_file_looks_into_the_name_of_a_class():
 def test_a_name_and_a_look_into_one_are_seen(tmp_path):
     package = tmp_path / "lowmem"
     package.mkdir()
-    (package / "late.py").write_text('if cfg.precision == "bf16-master" or "Paged" in cfg.optim._target_:\n    pass\n')
-    assert named(tmp_path) == {("late.py", "bf16-master")} and len(sniffed(tmp_path)) == 1
+    wrong = 'if run.precision == "bf16-master" or "Paged" in run.optim.target:\n    pass\n'
+    (package / "late.py").write_text(wrong + 'if "Paged" in cfg.optim._target_:\n    pass\n')
+    assert named(tmp_path) == {("late.py", "bf16-master")} and len(sniffed(tmp_path)) == 2
 
 
 @pytest.mark.rows("precision", "optim")
@@ -71,7 +73,7 @@ def test_a_name_and_a_look_into_one_are_seen(tmp_path):
 def test_the_config_says_what_the_yaml_declares(config, group):
     for name, technique in techniques(group).items():
         more = ["accumulation.sizes={0: 1}"] if name.startswith("by_") else []
-        assert declared(config(f"{group}={name}", *more), group) == technique
+        assert config(f"{group}={name}", *more).technique(group) == technique
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -95,7 +97,7 @@ def test_what_no_technique_declares_is_refused(tmp_path, monkeypatch, config):
         techniques("optim")
     techniques.cache_clear()
     with pytest.raises(Refused, match=r"declares\.pagse means"):
-        declared(config("+optim.declares.pagse=true"), "optim")
+        config("+optim.declares.pagse=true").technique("optim")
 
 
 def test_by_itself_a_technique_declares_nothing():

@@ -7,12 +7,13 @@ import torch
 from lightning.pytorch import Callback
 
 import parity
-from lowmem.check import check
 from lowmem.checkpoint import Saved, complete
 from lowmem.errors import Refused
 from lowmem.memory import ledger
+from lowmem.overrides import composed
 from lowmem.precision.master import HostMasters, Master
 from lowmem.precision.sixteen import SixteenBitWeights
+from lowmem.settle import settled
 from same import last, same
 from tolerances import allowed, within
 
@@ -202,7 +203,7 @@ def test_patterns_that_cannot_be_meant_are_refused(fit):
 
 def test_a_name_that_is_no_list_is_refused(config):
     with pytest.raises(Refused, match=r"freeze=x.*give a list of patterns"):
-        check(config("freeze=x"), {})
+        settled(composed(["freeze=x"]))
 
 
 def test_a_tied_head_is_the_embedding(fit, caplog):

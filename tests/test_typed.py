@@ -25,7 +25,7 @@ from lowmem.instantiate import instantiate
 from lowmem.overrides import CONF, TEXTS, composed, is_group, parted, quoted, unquoted
 from lowmem.plan import table
 from lowmem.plan.recipes import Recipe
-from lowmem.settings import Settings
+from lowmem.settle import settled
 from lowmem.spelling import keys_of
 
 # --- lines that once ended in a traceback, or were taken without a word ----------------------------------------------
@@ -160,7 +160,7 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
 )
 def test_a_place_that_is_none_is_told_before_torch(lines, said):
     with pytest.raises(Refused, match=re.escape(said)):
-        check.check_places(composed(cli.prepare(lines)))
+        check.check_places(settled(composed(cli.prepare(lines))))
 
 
 def test_every_error_is_told_at_once():
@@ -170,7 +170,8 @@ def test_every_error_is_told_at_once():
 
 
 def test_without_the_schema_all_of_them_would_be_taken(monkeypatch):
-    monkeypatch.setattr(check.schema, "errors", lambda cfg: [])
+    monkeypatch.setattr(cli, "settled", lambda cfg: SimpleNamespace(devices=1))
+    monkeypatch.setattr(cli, "check_values", lambda run: None)
     for line in ("max_steps=abc", "+precison=16", "weights_dtype=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
         assert cli.prepare([line]) == [line]
 
@@ -178,7 +179,7 @@ def test_without_the_schema_all_of_them_would_be_taken(monkeypatch):
 def test_what_only_a_signature_tells():
     for line, says in (("+optim.amsgrad=often", "optim.amsgrad=often: give true or false."), ("+loss.x=1", "'x'")):
         with pytest.raises(Refused, match=says):
-            checked(composed(cli.prepare([line, "loss=chunked"])), {})
+            checked(settled(composed(cli.prepare([line, "loss=chunked"]))), {})
 
 
 def test_of_a_sweep_too():
@@ -333,13 +334,13 @@ def test_every_key_of_the_config_is_declared_once_and_nothing_else():
     }
     here -= {"trainer.plugins.precision.device"}
     extra = {f"trainer.{name}" for name in schema.SET_BY} | {"optim.in_backward", "precision.declares"}
-    assert declared(schema.Plan) - groups == (here | extra) - groups
+    assert declared(schema.PlanKeys) - groups == (here | extra) - groups
 
 
 def test_a_key_without_a_declaration_is_refused():
     cfg = composed([])
     with pytest.raises(Refused, match="nothing reads patience"):
-        check.check_values(OmegaConf.merge(OmegaConf.create({"patience": 3}, flags={"struct": False}), cfg))
+        settled(OmegaConf.merge(OmegaConf.create({"patience": 3}, flags={"struct": False}), cfg))
 
 
 @pytest.mark.parametrize("identity", ["torch.optim.AdamW", "lowmem.scheduler.cosine", "lowmem.loss.Chunked", "gpt2"])
@@ -440,15 +441,22 @@ def outcome(arguments: list[str]) -> str:
         return "left to the job"
     cfg = kept[0]
     try:
-        checked(cfg, {})
-        windows = Settings(cfg).windows
+        run = settled(cfg)
+        checked(run, {})
+        windows = run.windows
     except Refused as refusal:
         return _sentences(str(refusal), "refused by the classes")
-    cfg.output_dir, cfg.device = "x", Settings(cfg).device
+    run = run.knowing(output_dir="x", device=run.runs_on)
     assert windows is None or windows.largest >= 1
-    for part in (cfg.loss, cfg.scheduler, cfg.gradient_checkpointing, cfg.trainer.plugins, cfg.callbacks):
-        instantiate(part)
-    optimizer(cfg)(torch.nn.Linear(4, 4))
+    for node in (
+        run.loss,
+        run.scheduler,
+        run.gradient_checkpointing,
+        *run.trainer.plugins.every(),
+        *run.callbacks.values(),
+    ):
+        instantiate(node)
+    optimizer(run)(torch.nn.Linear(4, 4))
     return "runs"
 
 

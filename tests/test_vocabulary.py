@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedModel
 
 from lowmem import build, model, vocabulary
 from lowmem.data.tokens import tokenize
 from lowmem.errors import Refused
-from lowmem.instantiate import instantiate, plain
+from lowmem.instantiate import instantiate
 from lowmem.plan.trace import trace
 
 NEW = ["<|im_start|>", "<|im_end|>"]
@@ -26,7 +25,7 @@ def published(config, tmp_path):
     """(kind) -> the folder of a model with its tokenizer."""
 
     def make(kind):
-        cfg = plain(config())
+        cfg = config()
         tokens = tokenize(instantiate(cfg.data), tmp_path / "cache", 300)
         folder = tmp_path / kind.replace(" ", "_")
         tokens.tokenizer.save_pretrained(folder)
@@ -52,8 +51,8 @@ def test_new_rows_are_the_mean_and_old_ones_stay(config, published, kind, monkey
     covariance = "_init_added_embeddings_weights_with_mean"
     assert hasattr(PreTrainedModel, covariance)
     monkeypatch.setattr(PreTrainedModel, covariance, None)  # it would be called with mean_resizing=True
-    data = build.data(plain(config(*on(folder))))
-    module = build.module(plain(config(*on(folder))), data)
+    data = build.data(config(*on(folder)))
+    module = build.module(config(*on(folder)), data)
     old, new = AutoModelForCausalLM.from_pretrained(folder), module.model
     fresh = data.tokens.tokenizer.convert_tokens_to_ids(NEW)
     there = len(data.tokens.tokenizer) - 2
@@ -73,7 +72,7 @@ def test_new_rows_are_the_mean_and_old_ones_stay(config, published, kind, monkey
 
 
 def test_text_that_holds_them_is_no_longer_cut_there(config, published):
-    tokenizer = build.data(plain(config(*on(published("tied"))))).tokens.tokenizer
+    tokenizer = build.data(config(*on(published("tied")))).tokens.tokenizer
     ids = tokenizer("for<|im_start|>x").input_ids
     assert tokenizer.convert_tokens_to_ids(NEW[0]) in ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == "forx"
@@ -98,15 +97,15 @@ def test_a_run_exports_them_and_goes_on_to_the_bit(fit, published, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_counts_the_rows_that_the_run_has(config, published, kind):
     folder = published(kind)
-    cfg = plain(config(*on(folder)))
+    cfg = config(*on(folder))
     network = build.module(cfg, build.data(cfg)).model
     assert trace(cfg, on_card=False).parameters == sum(p.numel() for p in network.parameters())
-    without = OmegaConf.merge(cfg, {"model": {"added_tokens": []}})
+    without = cfg.knowing(model={"added_tokens": []})
     assert (trace(without, on_card=False).parameters == trace(cfg, on_card=False).parameters) == ("spare" in kind)
 
 
 def test_a_tokenizer_that_is_trained_here_has_room_for_them(config, fit):
-    tokenizer = build.data(plain(config(TYPED))).tokens.tokenizer
+    tokenizer = build.data(config(TYPED)).tokens.tokenizer
     assert len(tokenizer) <= 300 and len(tokenizer("<|im_start|>").input_ids) == 1
     assert model.architecture_of(config(TYPED)).vocab_size == 300
     assert fit(TYPED)[0]["val_loss"] > 0

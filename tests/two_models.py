@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
 import parity
 from lowmem import model
@@ -33,7 +32,7 @@ def configured(config, precision, optim, clip, accumulation, scheduler, *more):
 
 
 def build(cfg):
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     torch.manual_seed(0)
     return causal_lm(cfg, spec, model.architecture(**spec))
 
@@ -44,7 +43,7 @@ def windows(cfg):
 
 def naive(cfg):
     """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
-    dtype = torch.float16 if cfg.trainer.plugins.precision._target_.endswith(".Float16Master") else torch.bfloat16
+    dtype = torch.float16 if cfg.trainer.plugins.precision.target.endswith(".Float16Master") else torch.bfloat16
     with widened(dtype, cfg.device):  # another order of additions has other bits
         return _naive(cfg, dtype)
 
@@ -56,7 +55,7 @@ def _naive(cfg, dtype):
     stepping = optimizer(cfg)(wide.model)
     schedule = instantiate(cfg.scheduler)(stepping)
     pairs = list(zip(wide.model.parameters(), narrow.parameters(), strict=True))
-    scale, steps, skipped = cfg.trainer.plugins.precision.get("init_scale", 1.0), 0, 0
+    scale, steps, skipped = cfg.trainer.plugins.precision.arguments.get("init_scale", 1.0), 0, 0
     for window in windows(cfg):
         for micro_batch in window.micro_batches:
             loss = wide.loss(narrow, micro_batch.each(lambda part: part.to(cfg.device))) / window.tokens
@@ -96,11 +95,11 @@ def rounded(wide, dtype):
 def ours(cfg, lane=None):
     """The same of the real module under the real trainer."""
     module = build(cfg)
-    plugins = list(instantiate(cfg.trainer.plugins).values())
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     if lane is not None:
         plugins[0].link.close()
         plugins[0].link = StagedLink(lane, slot_bytes=4096, slots=2)
-    trainer = parity.trainer(cfg, plugins, list(instantiate(cfg.callbacks).values()))
+    trainer = parity.trainer(cfg, plugins, list(map(instantiate, cfg.callbacks.values())))
     trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps
     parameters = list(module.model.parameters())

@@ -149,15 +149,15 @@ class Here:
         return trained([*self.typed(), *typed])
 
     def config(self, *typed: str, base: tuple[str, ...] = ()):
-        """The composed config. Args: base: what the fixture of the tests takes besides.
+        """The run. Args: base: what the fixture of the tests takes besides.
 
         Raises:
             LeftOut: where its optimizer's library is not installed.
         """
-        from lowmem.overrides import composed
+        from lowmem.settle import run_of
 
-        cfg = composed([*base, *typed, f"device={self.device}"])
-        library = cfg.optim._target_.split(".")[0]
+        cfg = run_of([*base, *typed, f"device={self.device}"])
+        library = cfg.optim.target.split(".")[0]
         if find_spec(library) is None:
             raise LeftOut(f"{library} is not installed")
         return cfg

@@ -132,11 +132,10 @@ def smallest_that_works(
 
 def works(cfg, cap: int) -> bool:
     """Whether two steps and an evaluation do, in a process of its own, as batch_size=auto tries it."""
-    from omegaconf import OmegaConf
 
     from lowmem.batch_size import fits
 
-    return fits(OmegaConf.merge(cfg, {"memory": {"limit": cap}}), cfg.batch_size)
+    return fits(cfg.knowing(memory={"limit": cap}), cfg.batch_size)
 
 
 def paged(here: Here) -> dict:

@@ -75,13 +75,13 @@ def run(here: Here, way: str, typed: list[str]) -> dict:
     from benchmarks.card import lanes
     from lowmem import streamed
     from lowmem.check import check
-    from lowmem.overrides import composed
     from lowmem.plan import at_start
     from lowmem.plan.job import resolved
+    from lowmem.settle import run_of
     from lowmem.training import trained
 
     lines = [*here.typed(), *RECIPE, *RUN, *typed, f"weights={way}"]
-    cfg = resolved(composed(lines), on_card=here.on_card)
+    cfg = resolved(run_of(lines), on_card=here.on_card)
     check(cfg, {})
     prediction = at_start.checked(cfg, lines)
     lane = lanes.OnCard(torch.device("cuda")) if here.on_card else lanes.Rehearsed()

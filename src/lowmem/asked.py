@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
-
 from lowmem import checkpoint
 from lowmem.adapter.export import base_of, holds_adapter, opens
 from lowmem.checkpoint import Saved
 from lowmem.errors import Refused
+from lowmem.settle import Run
 from lowmem.strategy.one_device import OneDevice
 from lowmem.together import together
 
@@ -42,7 +41,7 @@ class Asked(NamedTuple):
 TRAIN = Asked("train")
 
 
-def asked(cfg: DictConfig, output_dir: Path, ranks: OneDevice | None = None) -> Asked:
+def asked(run: Run, output_dir: Path, ranks: OneDevice | None = None) -> Asked:
     """Args: ranks: of which the first looks for the checkpoint and at every number in it, for all of them.
 
     Raises:
@@ -55,22 +54,22 @@ def asked(cfg: DictConfig, output_dir: Path, ranks: OneDevice | None = None) -> 
             path = find() if ranks.rank == 0 else None
         return ranks.first(path)
 
-    if cfg.show is not None:
+    if run.show is not None:
         return Asked("show")
-    if cfg.export is not None:
-        return Asked("export", Saved(found(lambda: checkpoint.find(cfg.export, "export")), "export"))
-    if cfg.evaluate is not None:
-        if is_model(cfg.evaluate):
+    if run.export is not None:
+        return Asked("export", Saved(found(lambda: checkpoint.find(run.export, "export")), "export"))
+    if run.evaluate is not None:
+        if is_model(run.evaluate):
             return Asked("evaluate")
-        return Asked("evaluate", Saved(found(lambda: checkpoint.find(cfg.evaluate, "evaluate")), "evaluate"))
-    if cfg.resume is None:
+        return Asked("evaluate", Saved(found(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate"))
+    if run.resume is None:
         return TRAIN
-    auto = cfg.resume == "auto"
-    path = found(lambda: checkpoint.newest(output_dir) if auto else checkpoint.find(cfg.resume))
+    auto = run.resume == "auto"
+    path = found(lambda: checkpoint.newest(output_dir) if auto else checkpoint.find(run.resume))
     if path is None:
         return TRAIN
     saved = Saved(path)
-    return Asked(_left(saved, cfg.max_steps, auto), saved)
+    return Asked(_left(saved, run.max_steps, auto), saved)
 
 
 def is_model(named: str) -> bool:
@@ -79,7 +78,7 @@ def is_model(named: str) -> bool:
     return (folder / "config.json").is_file() or holds_adapter(folder)
 
 
-def with_model(cfg: DictConfig, folder: str, key: str = "evaluate") -> DictConfig:
+def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
     """A copy whose model is the exported one in `folder`, with the tokenizer in it; or where that is an adapter, its
     base with it.
 
@@ -94,12 +93,9 @@ def with_model(cfg: DictConfig, folder: str, key: str = "evaluate") -> DictConfi
             f"{key}={folder}: this adapter does not say which model it belongs to. Write base_model_name_or_path "
             "into its adapter_config.json, or type merge=true with the run that made it."
         )
-    model = {"name": name, "pretrained": True, "architecture": None}
-    cfg = OmegaConf.merge(cfg, {"model": {"architecture": None}})  # else the keys of two would be merged
-    cfg = OmegaConf.merge(cfg, {"model": model, "tokenizer": str(place) if adapter else None})
-    if adapter:
-        cfg.adapter = OmegaConf.create(opens(place))
-    return cfg
+    model = {"name": name, "pretrained": True}
+    run = run.replacing("model.architecture", None).knowing(model=model, tokenizer=str(place) if adapter else None)
+    return run.replacing("adapter", opens(place)) if adapter else run
 
 
 def summary_of(saved: Saved) -> dict:

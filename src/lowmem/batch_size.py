@@ -16,13 +16,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from lowmem.accumulation import divisors
 from lowmem.errors import Refused
-from lowmem.instantiate import plain
 from lowmem.plan.at_start import could_fit
 from lowmem.quiet import quiet
+from lowmem.settle import Run
 from lowmem.training import DidNotFit, trained
 
 log = logging.getLogger(__name__)
@@ -31,27 +29,27 @@ STEPS = 2  # the optimizer's state exists from the second on
 DOES_NOT_FIT = 3  # exit code of a try
 
 
-def resolve(cfg: DictConfig) -> DictConfig:
-    """The config with a number for batch_size."""
-    if cfg.batch_size != "auto":
-        return cfg
-    total, devices = cfg.accumulation.size, cfg.accumulation.devices
-    sizes = [n for n in divisors(total // devices) if cfg.plan == "off" or _is_predicted_to_fit(cfg, n)]
-    if cfg.plan != "off" and sizes and fits(cfg, sizes[-1]):  # the plan is right, and the next larger does not fit
+def resolve(run: Run) -> Run:
+    """Returns the run with a number for batch_size."""
+    if run.batch_size != "auto":
+        return run
+    total, devices = run.accumulation.size, run.accumulation.devices
+    sizes = [n for n in divisors(total // devices) if run.plan == "off" or _is_predicted_to_fit(run, n)]
+    if run.plan != "off" and sizes and fits(run, sizes[-1]):  # the plan is right, and the next larger does not fit
         size = sizes[-1]
     else:
-        size = largest(sizes, lambda batch_size: fits(cfg, batch_size))
+        size = largest(sizes, lambda batch_size: fits(run, batch_size))
     if size is None:
         raise Refused(
-            f"batch_size=auto: not even one sequence of seq_len={cfg.seq_len} fits. Type a smaller seq_len, "
+            f"batch_size=auto: not even one sequence of seq_len={run.seq_len} fits. Type a smaller seq_len, "
             "gradient_checkpointing=every_layer, or loss=chunked."
         )
     log.info(f"batch_size=auto: {size}, so {total // (size * devices)} micro-batches per optimizer step.")
-    return OmegaConf.merge(cfg, {"batch_size": size})
+    return run.knowing(batch_size=size)
 
 
-def _is_predicted_to_fit(cfg: DictConfig, batch_size: int) -> bool:
-    return could_fit(OmegaConf.merge(cfg, {"batch_size": batch_size}))
+def _is_predicted_to_fit(run: Run, batch_size: int) -> bool:
+    return could_fit(run.knowing(batch_size=batch_size))
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -66,8 +64,8 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     return sizes[low - 1] if low else None
 
 
-def fits(cfg: DictConfig, batch_size: int) -> bool:
-    """Args: cfg: with its interpolations, most of which do not depend on batch_size but some do."""
+def fits(run: Run, batch_size: int) -> bool:
+    """Whether a process that trains with this batch size stays within memory."""
     trial = {
         "batch_size": batch_size,
         "max_steps": STEPS,
@@ -75,7 +73,7 @@ def fits(cfg: DictConfig, batch_size: int) -> bool:
         "sample_tokens": 0,
         "metric": None,
     }
-    trial = OmegaConf.to_container(OmegaConf.merge(cfg, trial | {"resume": None})) | {"logger": {}}
+    trial = run.knowing(**trial, resume=None).as_dict() | {"logger": {}}
     done = subprocess.run(
         [sys.executable, "-m", "lowmem.batch_size"], input=json.dumps(trial), capture_output=True, text=True
     )
@@ -86,11 +84,11 @@ def fits(cfg: DictConfig, batch_size: int) -> bool:
 
 
 def main() -> None:
-    """One try: a config on stdin, the answer as exit code. What it writes, curves alone, goes with it."""
+    """One try: a run on stdin, the answer as exit code. What it writes, curves alone, goes with it."""
     quiet()
-    cfg = plain(OmegaConf.create(json.loads(sys.stdin.read())))
+    run = Run.read(json.loads(sys.stdin.read()))
     try:
-        with tempfile.TemporaryDirectory() as folder, trained(cfg, Path(folder), keeps=False):
+        with tempfile.TemporaryDirectory() as folder, trained(run, Path(folder), keeps=False):
             pass
     except DidNotFit:
         sys.exit(DOES_NOT_FIT)

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from lowmem import launched, schema
+from lowmem import launched
 from lowmem.data import reading
 from lowmem.errors import Refused
 from lowmem.refusals import refused
+from lowmem.settle import Run
 
 # Under which name a model's config has the length of the longest sequence, if it has one.
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -26,80 +25,72 @@ OF_A_RUN = ("resume", "evaluate", "export", "generate")  # what they name has be
 OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 
 
-def check(cfg: DictConfig, choices: Mapping[str, str]) -> None:
+def check(run: Run, choices: Mapping[str, str]) -> None:
     """Args: choices: group -> chosen yaml, to name the file an error comes from."""
-    check_values(cfg)
-    errors = [*_keys(cfg, choices)]
-    errors = errors or [*refused(cfg), *_savers(cfg), *_metric(cfg.metric)]
+    check_values(run)
+    errors = [*_keys(run, choices)]
+    errors = errors or [*refused(run), *_savers(run), *_metric(run.metric)]
     if errors:
         raise Refused("\n".join(errors))
-    _device(cfg.device, cfg.memory.snapshot)
+    _device(run.device, run.memory.snapshot)
 
 
-def check_values(cfg: DictConfig) -> None:
-    """What the config alone can tell, within milliseconds.
-
-    Raises:
-        Refused: a value of another type or range, a key that nothing reads, an interpolation of what is not there.
-    """
-    try:
-        for key in cfg:  # an interpolation of what is not there is told of where it was typed, not where it is used
-            OmegaConf.is_missing(cfg, key) or cfg[key]
-        missing = [f"{key} has no value: type {key}=<value>." for key in sorted(OmegaConf.missing_keys(cfg))]
-        errors = missing or schema.errors(cfg)
-    except OmegaConfBaseException as error:
-        said = str(error).partition("\n")[0]
-        errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
-    if errors:
-        raise Refused("\n".join(errors))
-    if len(named := [key for key in (*OF_A_RUN, "show") if cfg[key] is not None]) > 1:
+def check_values(run: Run) -> None:
+    """What the values alone can tell, beside their types and ranges, within milliseconds."""
+    if len(named := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
         raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
-    if cfg.push is not None and (cfg.evaluate is not None or cfg.generate is not None):
-        raise Refused(f"push={cfg.push}: this writes no model. Type export=<a run> push={cfg.push}.")
-    if (cfg.generate is None) != (cfg.prompt is None):
-        typed, other = ("generate", "prompt='...'") if cfg.prompt is None else ("prompt", "generate=<a run or model>")
-        raise Refused(f"{typed}={cfg[typed]}: one goes on with the other. Type {other} beside it.")
-    if same := [place for place in _val_places(cfg.data) if _same(cfg.data.path, place)]:
+    if run.push is not None and (run.evaluate is not None or run.generate is not None):
+        raise Refused(f"push={run.push}: this writes no model. Type export=<a run> push={run.push}.")
+    if (run.generate is None) != (run.prompt is None):
+        typed, other = ("generate", "prompt='...'") if run.prompt is None else ("prompt", "generate=<a run or model>")
+        raise Refused(f"{typed}={getattr(run, typed)}: one goes on with the other. Type {other} beside it.")
+    if same := [place for place in _val_places(run.data.arguments) if _same(run.data.path, place)]:
         raise Refused(
             f"data.val_path={same[0]}: this is data.path too, and validation would be of what was trained "
             "on. Type data.val_path=<another>, or null for a share of data.path."
         )
-    _check_data(cfg)
-    architecture = cfg.model.architecture or {}
-    check_positions(cfg, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
+    _check_data(run)
+    architecture = run.model.architecture or {}
+    check_positions(run, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
 
 
-def _check_data(cfg: DictConfig) -> None:
+def _check_data(run: Run) -> None:
     """What a source would refuse when it is opened, and its keys tell."""
-    if (parts := cfg.data.get("parts")) is not None:
-        reading.checked_shares(parts, cfg.data.get("shares"))
-    trained = cfg.tokenizer is None and not cfg.model.pretrained and cfg.model.architecture is not None
-    if cfg.data.get("streaming") is True and trained and cfg.evaluate is None and cfg.generate is None:
+    data = run.data.arguments
+    if (parts := data.get("parts")) is not None:
+        reading.checked_shares(parts, data.get("shares"))
+    trained = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
+    if data.get("streaming") is True and trained and run.evaluate is None and run.generate is None:
         raise Refused(
             "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder or "
             "hub id>, or data.streaming=false."
         )
 
 
-def check_places(cfg: DictConfig) -> None:
+def check_places(run: Run) -> None:
     """What only names can tell of what is to be read, told again where it is read: a wrong one need not wait for torch.
 
     Raises:
         Refused: no such run, text or encoding.
     """
     for key in OF_A_RUN:
-        if cfg[key] is not None and f"{key}={cfg[key]}" != "resume=auto" and not _is_there(cfg[key]):
-            raise no_such_run(key, cfg[key])
-    if cfg.tokenizer is not None and not _is_there(cfg.tokenizer):
-        check_hub_id("tokenizer", cfg.tokenizer)
-    _check_texts("data", cfg.data)
-    for name, part in cfg.data.get("parts", {}).items():
+        if (
+            getattr(run, key) is not None
+            and f"{key}={getattr(run, key)}" != "resume=auto"
+            and not _is_there(getattr(run, key))
+        ):
+            raise no_such_run(key, getattr(run, key))
+    if run.tokenizer is not None and not _is_there(run.tokenizer):
+        check_hub_id("tokenizer", run.tokenizer)
+    data = run.data.arguments
+    _check_texts("data", data)
+    for name, part in data.get("parts", {}).items():
         _check_texts(f"data.parts.{name}", part)
-    if (path := cfg.adapter.get("path")) is not None and not _is_there(path):
+    if (path := run.adapter.arguments.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
 
 
-def _check_texts(of: str, data: DictConfig) -> None:
+def _check_texts(of: str, data: Mapping) -> None:
     """Args: of: the key of `data`. What may be on a hub is told of where it is looked for."""
     for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
         for place in places:
@@ -111,9 +102,9 @@ def _check_texts(of: str, data: DictConfig) -> None:
     if template not in (None, "chatml") and not _is_there(template):
         raise reading.no_such(f"{of}.template", template)
     if "encoding" in data:
-        reading.checked_encoding(data.encoding)
+        reading.checked_encoding(data["encoding"])
     if "on_error" in data:
-        reading.checked_on_error(data.on_error)
+        reading.checked_on_error(data["on_error"])
 
 
 def no_such_run(key: str, place: str) -> Refused:
@@ -126,7 +117,7 @@ def check_hub_id(key: str, name: str) -> None:
         raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
 
 
-def _val_places(data: DictConfig) -> list[str]:
+def _val_places(data: Mapping) -> list[str]:
     """One, or one for each name."""
     given = data.get("val_path")
     return [] if given is None else [given] if isinstance(given, str) else list(given.values())
@@ -150,9 +141,9 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
+def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
     """Keys that the class or function a yaml names does not take."""
-    for path, node in targets(cfg):
+    for path, node in targets(run.as_dict()):
         group = next((part for part in reversed(path) if part in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
         try:
@@ -172,11 +163,11 @@ def _keys(cfg: DictConfig, choices: Mapping[str, str]) -> Iterator[str]:
                 yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names)}."
 
 
-def _savers(cfg: DictConfig) -> Iterator[str]:
+def _savers(run: Run) -> Iterator[str]:
     """Callbacks that would save checkpoints of their own: inside windows, unverified, and never deleted."""
     from lightning.pytorch.callbacks import Checkpoint
 
-    for path, node in targets(cfg.callbacks, ("callbacks",)):
+    for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):
         one = get_object(node["_target_"])
         if isinstance(one, type) and issubclass(one, Checkpoint):
             yield (
@@ -198,13 +189,13 @@ def _metric(name: str | None) -> Iterator[str]:
         yield f"metric={name}: {why}. Type metric=<module>.<function> of a module beside train.py, or metric=null."
 
 
-def targets(cfg: DictConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], DictConfig]]:
+def targets(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping]]:
     """(path, node) of every node with a `_target_`."""
-    if "_target_" in cfg:
-        yield path, cfg
-    for key in cfg:
-        if isinstance(cfg[key], DictConfig):
-            yield from targets(cfg[key], (*path, str(key)))
+    if "_target_" in values:
+        yield path, values
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from targets(value, (*path, str(key)))
 
 
 def _device(device: str, snapshot: bool) -> None:
@@ -239,10 +230,10 @@ def _device(device: str, snapshot: bool) -> None:
         )
 
 
-def check_positions(cfg: DictConfig, positions: int | None) -> None:
+def check_positions(run: Run, positions: int | None) -> None:
     """Args: positions: of the model; None: as many as one likes."""
-    if positions is not None and cfg.seq_len > positions:
-        raise Refused(f"seq_len={cfg.seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
+    if positions is not None and run.seq_len > positions:
+        raise Refused(f"seq_len={run.seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
 
 
 def check_vocabulary(vocab_size: int, tokens: int) -> None:

@@ -30,6 +30,7 @@ from lowmem.errors import RankLost, Refused
 from lowmem.overrides import CONF, composed, in_place_of, key, parted, quoted, said_anew, unquoted, without
 from lowmem.plan.helper import helper
 from lowmem.runs import claim, folders, sweep
+from lowmem.settle import Run, settled
 from lowmem.starting import undisturbed
 from lowmem.terminal import folded
 
@@ -132,9 +133,10 @@ def _check(lines: list[str], config: str) -> None:
         cfg = composed(lines, config)
     except (HydraException, OmegaConfBaseException) as error:
         raise Refused(spelling.explained(error, lines, config)) from None
-    check_values(cfg)
+    run = settled(cfg)
+    check_values(run)
     if config == "config" and not _alone(cfg):
-        launched.check(cfg.devices)
+        launched.check(run.devices)
 
 
 def _alone(cfg: DictConfig) -> bool:
@@ -195,22 +197,20 @@ def run(cfg: DictConfig) -> float:
         return float("nan") if loss is None else loss
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
-        check_values(cfg)
-        check_places(cfg)
-        if cfg.devices > 1 and not launched.is_rank():
-            return _ranks(output_dir, cfg.devices)
+        run = _settled(cfg)
+        if run.devices > 1 and not launched.is_rank():
+            return _ranks(output_dir, run.devices)
         with undisturbed():
             from lowmem.fit import fit  # which imports torch
 
-        return fit(cfg, output_dir, choices, typed)
+        return fit(run, output_dir, choices, typed)
 
     def prints(*_) -> None:
-        check_values(cfg)
-        check_places(cfg)
+        run = _settled(cfg)
         with undisturbed():
             from lowmem.generate import generate
         _log_beside_stdout()
-        print(generate(cfg))
+        print(generate(run))
 
     if launched.number() and _alone(cfg):
         return float("nan")
@@ -222,6 +222,14 @@ def run(cfg: DictConfig) -> float:
         raise signals.Ended(signal.Signals[summary["signal"]])
     launched.report("done")
     return summary["val_loss"]
+
+
+def _settled(cfg: DictConfig) -> Run:
+    """Raises: Refused: whatever the config and the names of files in it can tell."""
+    run = settled(cfg)
+    check_values(run)
+    check_places(run)
+    return run
 
 
 def _ranks(output_dir: Path, size: int) -> dict:

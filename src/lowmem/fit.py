@@ -23,7 +23,6 @@ from lowmem.check import check, targets
 from lowmem.errors import Refused
 from lowmem.export import Gathered
 from lowmem.generation import end_tokens
-from lowmem.instantiate import plain
 from lowmem.memory.advice import out_of_memory
 from lowmem.overrides import as_lines, as_mapping, in_shell, replaced
 from lowmem.plan import at_start
@@ -34,7 +33,7 @@ from lowmem.report import summary as report
 from lowmem.report.hub import push
 from lowmem.report.model_card import card
 from lowmem.runs import folders
-from lowmem.settings import Settings
+from lowmem.settle import Run, settled
 from lowmem.strategy.group import joined
 from lowmem.strategy.one_device import OneDevice
 from lowmem.terminal import folded
@@ -51,7 +50,10 @@ class OutOfMemory(Refused):
 
 
 def fit(
-    cfg: DictConfig, output_dir: Path, choices: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+    cfg: DictConfig | Run,
+    output_dir: Path,
+    choices: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
 ) -> dict:
     """Train as `cfg` says and leave the results in `output_dir`.
 
@@ -65,98 +67,91 @@ def fit(
     Raises:
         Refused: a run that cannot work, or that ran out of memory, in a sentence.
     """
-    choices = choices or {}
-    check(cfg, choices)
+    choices, run = choices or {}, settled(cfg)
+    check(run, choices)
     quiet()
-    cfg = _placed(cfg, output_dir)
-    with joined(cfg) as ranks:
-        return _fitted(cfg, output_dir, choices, overrides, ranks)
+    run = _placed(run, output_dir)
+    with joined(run) as ranks:
+        return _fitted(run, output_dir, choices, overrides, ranks)
 
 
-def _fitted(
-    cfg: DictConfig, output_dir: Path, choices: Mapping[str, str], overrides: Sequence[str], ranks: OneDevice
-) -> dict:
+def _fitted(run: Run, output_dir: Path, choices: Mapping[str, str], overrides: Sequence[str], ranks: OneDevice) -> dict:
     if ranks.rank == 0:
-        hints.tell_folders(cfg, output_dir)
+        hints.tell_folders(run, output_dir)
     with ranks.in_turn("count the rows"):  # what the first has written the others read
-        cfg, typed = _counted(cfg, overrides, ranks)
-    wanted = asked(cfg, output_dir, ranks)  # before anything is planned for it
+        run, typed = _counted(run, overrides, ranks)
+    wanted = asked(run, output_dir, ranks)  # before anything is planned for it
     if wanted.work == "nothing":
         return summary_of(wanted.saved)
-    cfg, prediction = _planned(cfg, typed, wanted, first=ranks.rank == 0)
+    run, prediction = _planned(run, typed, wanted, first=ranks.rank == 0)
     if wanted.work == "show":
-        _show(cfg)
+        _show(run)
         return {}
     try:
-        with _named(output_dir), trained(cfg, output_dir, wanted, ranks=ranks) as training:
-            summary = _summary(training, cfg) | _what(training, cfg, choices) | {"overrides": list(overrides)}
+        with _named(output_dir), trained(run, output_dir, wanted, ranks=ranks) as training:
+            summary = _summary(training, run) | _what(training, run, choices) | {"overrides": list(overrides)}
             summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
             if wanted.work == "export":
                 summary |= summary_of(wanted.saved)
             if wanted.work == "train" and prediction:
-                summary["predicted"]["seconds_per_step"] = at_start.refined(cfg, prediction, training.metrics)
+                summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.metrics)
             if training.saves.ended_by:
-                raise _without_its_checkpoint(training, cfg, output_dir, summary, choices)
+                raise _without_its_checkpoint(training, run, output_dir, summary, choices)
             if ranks.rank == 0:
                 if wanted.work == "train":
-                    _picture(training, cfg, output_dir, summary, choices)
+                    _picture(training, run, output_dir, summary, choices)
                 _report(training, output_dir, summary)
             training.stop.waits_no_longer(summary["interrupted"])
             takes_part = ranks.divides or ranks.rank == 0
             if wanted.exports and takes_part and not summary["interrupted"]:  # then its checkpoint is what goes on
-                _export(training, cfg, output_dir, summary)
+                _export(training, run, output_dir, summary)
             if ranks.rank == 0:
                 (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
                 hints.tell_files(output_dir)
-                hints.tell_commands(output_dir, wanted.work, summary, cfg.max_steps)
+                hints.tell_commands(output_dir, wanted.work, summary, run.max_steps)
             return summary
     except DidNotFit as error:
-        planned = at_start.smaller_recipe(cfg, typed, prediction)
-        raise OutOfMemory(out_of_memory(error.held, choices, cfg.batch_size, cfg.seq_len, planned)) from error
+        planned = at_start.smaller_recipe(run, typed, prediction)
+        raise OutOfMemory(out_of_memory(error.held, choices, run.batch_size, run.seq_len, planned)) from error
 
 
-def _placed(cfg: DictConfig, output_dir: Path) -> DictConfig:
+def _placed(run: Run, output_dir: Path) -> Run:
     """A copy with its folder, and with the device that `auto` means."""
-    cfg = cfg.copy()
-    cfg.output_dir = str(output_dir)
-    cfg.device = Settings(cfg).device
-    return cfg
+    return run.knowing(output_dir=str(output_dir), device=run.runs_on)
 
 
-def _counted(cfg: DictConfig, typed: Sequence[str], ranks: OneDevice) -> tuple[DictConfig, Sequence[str]]:
+def _counted(run: Run, typed: Sequence[str], ranks: OneDevice) -> tuple[Run, Sequence[str]]:
     """epochs= as the steps that they take, which only the data tells; in the lines too, which recipes are made of."""
-    if cfg.epochs is None or cfg.evaluate is not None or cfg.export is not None:
-        return cfg, typed
-    cfg.max_steps = build.steps(cfg, ranks)
-    log.info(f"epochs={cfg.epochs}: {cfg.max_steps} optimizer steps.")
-    return cfg, replaced(typed, {"epochs": None, "max_steps": str(cfg.max_steps)})
+    if run.epochs is None or run.evaluate is not None or run.export is not None:
+        return run, typed
+    run = run.knowing(max_steps=build.steps(run, ranks))
+    log.info(f"epochs={run.epochs}: {run.max_steps} optimizer steps.")
+    return run, replaced(typed, {"epochs": None, "max_steps": str(run.max_steps)})
 
 
-def _planned(
-    cfg: DictConfig, overrides: Sequence[str], wanted: Asked, first: bool = True
-) -> tuple[DictConfig, Prediction | None]:
+def _planned(run: Run, overrides: Sequence[str], wanted: Asked, first: bool = True) -> tuple[Run, Prediction | None]:
     """With the recipe and the batch size that were asked for, as plain values; and what they are predicted to need.
 
     Args: first: of several ranks, whose word holds for all.
     """
     if wanted.work != "train":  # a plan is one of training
-        cfg = with_model(cfg, cfg.evaluate) if wanted.work == "evaluate" and not wanted.saved else cfg
-        cfg.batch_size = 1 if cfg.batch_size == "auto" else cfg.batch_size
-        model.check_architecture(cfg)
-        return plain(cfg), None
-    model.check_architecture(cfg)
-    cfg = at_start.with_recipe(cfg, overrides)
-    cfg = plain(batch_size.resolve(cfg))  # until here some values depend on a batch_size that is not known
-    prediction = at_start.checked(cfg, overrides) if first else None
+        run = with_model(run, run.evaluate) if wanted.work == "evaluate" and not wanted.saved else run
+        run = run.knowing(batch_size=1) if run.batch_size == "auto" else run
+        model.check_architecture(run)
+        return run.resolved(), None
+    model.check_architecture(run)
+    run = at_start.with_recipe(run, overrides)
+    run = batch_size.resolve(run).resolved()
+    prediction = at_start.checked(run, overrides) if first else None
     if prediction:
-        at_start.tell_duration(cfg, prediction, cfg.max_steps - (wanted.saved.steps if wanted.saved else 0))
-    return cfg, prediction
+        at_start.tell_duration(run, prediction, run.max_steps - (wanted.saved.steps if wanted.saved else 0))
+    return run, prediction
 
 
-def _show(cfg: DictConfig) -> None:
+def _show(run: Run) -> None:
     """Before a model is built."""
-    data = build.data(cfg)
-    print(show.page(data.train, data.tokens.tokenizer, cfg.show, sys.stdout.isatty()))
+    data = build.data(run)
+    print(show.page(data.train, data.tokens.tokenizer, run.show, sys.stdout.isatty()))
 
 
 @contextmanager
@@ -170,7 +165,7 @@ def _named(output_dir: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(output_dir)) from error
 
 
-def _summary(training: Training, cfg: DictConfig) -> dict:
+def _summary(training: Training, run: Run) -> dict:
     meter, metrics, module = training.meter, training.metrics, training.module
     return {
         "steps": training.trainer.global_step,
@@ -190,7 +185,7 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
         "rss_before_model_bytes": training.rss_before_model,
-        "batch_size": cfg.batch_size,
+        "batch_size": run.batch_size,
         "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": parameters(module.model),
         "trained_parameters": sum(shape(p).numel() for _, p in trained_of(module.model)),
@@ -198,22 +193,22 @@ def _summary(training: Training, cfg: DictConfig) -> dict:
         "signal": training.stop.signal.name if training.stop.signal else None,
         "stopped_early": training.stopped_early,
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
-        "device": torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
         "versions": report.versions(),
         "weights_bytes": sum(shape(p).numel() * p.element_size() for p in module.model.parameters()),  # of all ranks
         "ranks": module.ranks.every(meter.peak_bytes | meter.held()),
     }
 
 
-def _what(training: Training, cfg: DictConfig, choices: Mapping[str, str]) -> dict:
+def _what(training: Training, run: Run, choices: Mapping[str, str]) -> dict:
     """Was trained on what and how, without a place of this machine."""
-    of_hub = cfg.model.pretrained and not Path(cfg.model.name).expanduser().is_dir()
-    places = [node["path"] for _, node in targets(cfg.data) if node.get("path") is not None]
+    of_hub = run.model.pretrained and not Path(run.model.name).expanduser().is_dir()
+    places = [node["path"] for _, node in targets(run.data.plain()) if node.get("path") is not None]
     return {
-        "base_model": cfg.model.name if of_hub else None,
-        "pretrained": cfg.model.pretrained,
+        "base_model": run.model.name if of_hub else None,
+        "pretrained": run.model.pretrained,
         "architecture": training.module.model.config.model_type,
-        "adapter_alone": is_adapted(training.module.model) and cfg.model.pretrained and not cfg.merge,
+        "adapter_alone": is_adapted(training.module.model) and run.model.pretrained and not run.merge,
         "recipe": as_mapping(ran.chosen(choices)),
         "data": [Path(place).name for place in places] or as_lines({"data": choices.get("data", "")}),
     }
@@ -230,60 +225,60 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
 
 
 def _picture(
-    training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
+    training: Training, run: Run, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
 ) -> None:
     """Where the bytes were, drawn and as a table."""
     from lowmem.report import picture  # matplotlib takes half a second
 
-    title = " ".join(ran.chosen(choices)) or cfg.model.name
+    title = " ".join(ran.chosen(choices)) or run.model.name
     typed = " ".join(ran.besides(choices, summary["overrides"]))
-    card = torch.cuda.get_device_properties().total_memory if cfg.device == "cuda" else None
-    meter, room = training.meter, Settings(cfg).limit or card
+    card = torch.cuda.get_device_properties().total_memory if run.device == "cuda" else None
+    meter, room = training.meter, run.limit or card
     picture.memory_picture(output_dir / "memory.png", meter.rows(), meter.timeline, title, typed, room)
     step.write(output_dir / "memory_step.csv", meter.timeline)
     picture.send(output_dir / "memory.png", training.loggers, summary["steps"])
 
 
-def _export(training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object]) -> None:
+def _export(training: Training, run: Run, output_dir: Path, summary: Mapping[str, object]) -> None:
     """Last of all: it needs the most room, and what it may lack cannot take anything else along.
 
     Raises:
         Refused: what is missing and how to get it, where the folder cannot be written.
     """
     try:
-        _write_model(training, cfg, output_dir / "model", summary)
+        _write_model(training, run, output_dir / "model", summary)
     except OSError as error:
         raise Refused(
             f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
-            f"Make room, and type {in_shell('export', training.resumed_from if cfg.export else output_dir)}."
+            f"Make room, and type {in_shell('export', training.resumed_from if run.export else output_dir)}."
         ) from error
-    if cfg.push is None or training.module.ranks.rank:
+    if run.push is None or training.module.ranks.rank:
         return
-    run = training.resumed_from if cfg.export else output_dir
+    trained_in = training.resumed_from if run.export else output_dir
     if summary["adapter_alone"] and summary["base_model"] is None:
         log.warning(
-            f"push={cfg.push}: not uploaded, since this adapter stands on a folder that only this machine has. Type "
-            f"{in_shell('export', run)} merge=true push={cfg.push}."
+            f"push={run.push}: not uploaded, since this adapter stands on a folder that only this machine has. Type "
+            f"{in_shell('export', trained_in)} merge=true push={run.push}."
         )
     else:
-        push(output_dir / "model", cfg.push, run)
+        push(output_dir / "model", run.push, trained_in)
 
 
-def _write_model(training: Training, cfg: DictConfig, folder: Path, summary: Mapping[str, object]) -> None:
+def _write_model(training: Training, run: Run, folder: Path, summary: Mapping[str, object]) -> None:
     """Raises: OSError: on every rank, where the folder cannot be written."""
-    base = cfg.model.name if cfg.model.pretrained else None
+    base = run.model.name if run.model.pretrained else None
     network, tokenizer = training.module.model, training.tokens.tokenizer
     network.generation_config.eos_token_id = end_tokens(tokenizer, network)
     ranks = training.module.ranks
     gathered = Gathered(network, ranks if ranks.divides else OneDevice(), training.part)
     with gathered.together() as writes:
         if writes:
-            what = (network, tokenizer, folder, cfg.export_dtype, cfg.merge, base, card(summary))
+            what = (network, tokenizer, folder, run.export_dtype, run.merge, base, card(summary))
             export(*what, gathered.whole, gathered.dtype_of if ranks.divides else None)
 
 
 def _without_its_checkpoint(
-    training: Training, cfg: DictConfig, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
+    training: Training, run: Run, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
 ) -> Refused:
     """Writes the weights alone, which need less room than a checkpoint, and then what else fits.
 
@@ -296,7 +291,7 @@ def _without_its_checkpoint(
     try:
         with together(ranks):
             if ranks.divides or ranks.rank == 0:
-                _write_model(training, cfg, folder, summary)
+                _write_model(training, run, folder, summary)
         left = (
             f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
             f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "
@@ -307,5 +302,5 @@ def _without_its_checkpoint(
     if ranks.rank == 0:
         with suppress(OSError):  # the weights are what matters
             _report(training, output_dir, summary)
-            _picture(training, cfg, output_dir, summary, choices)
+            _picture(training, run, output_dir, summary, choices)
     return Refused(f"{training.saves.ended_by} {left} {checkpoint.going_on(training.saves.folder)}")

@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lowmem import model
@@ -12,30 +11,30 @@ from lowmem.adapter.lora import base_dtype, load
 from lowmem.asked import is_model, with_model
 from lowmem.errors import Refused
 from lowmem.generation import continuation, printable, prompt_ids
-from lowmem.instantiate import instantiate, plain
+from lowmem.instantiate import instantiate
 from lowmem.overrides import in_shell
 from lowmem.quiet import quiet
-from lowmem.settings import Settings
+from lowmem.settle import Run
 
 log = logging.getLogger(__name__)
 
 
-def generate(cfg: DictConfig) -> str:
+def generate(run: Run) -> str:
     """What the model writes behind the prompt, which is a user's turn where its tokenizer has a chat template.
 
     Raises:
         Refused: no model there; one that cannot be read; an adapter that does not say what it stands on.
     """
     quiet()
-    folder = _folder(Path(cfg.generate).expanduser())
-    network, tokenizer = _loaded(plain(with_model(cfg, str(folder), "generate")))
-    ids = prompt_ids(tokenizer, cfg.prompt, chat=tokenizer.chat_template is not None)
-    set_seed(cfg.seed)
-    network.to(Settings(cfg).device).eval()
-    text = printable(continuation(network, tokenizer, ids, cfg.max_new_tokens, cfg.temperature))
+    folder = _folder(Path(run.generate).expanduser())
+    network, tokenizer = _loaded(with_model(run, str(folder), "generate"))
+    ids = prompt_ids(tokenizer, run.prompt, chat=tokenizer.chat_template is not None)
+    set_seed(run.seed)
+    network.to(run.runs_on).eval()
+    text = printable(continuation(network, tokenizer, ids, run.max_new_tokens, run.temperature))
     if not text.strip():
         log.warning(
-            f"generate={cfg.generate}: behind this prompt the model writes nothing that can be seen: it ends at once, "
+            f"generate={run.generate}: behind this prompt the model writes nothing that can be seen: it ends at once, "
             "or writes blanks. Type another prompt=, or temperature=0.8 to draw less likely tokens."
         )
     return text
@@ -52,12 +51,12 @@ def _folder(named: Path) -> Path:
     )
 
 
-def _loaded(cfg: DictConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _loaded(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """In the dtype of its file; an adapter beside what it was trained on, 4 bits where that had them."""
-    spec = OmegaConf.to_container(cfg.model)
+    spec, adapter = run.model.model_dump(), run.adapter.arguments.get("path")
     config = model.architecture(**spec)
-    network = model.build(config, base_dtype(cfg.adapter.get("path")) or config.dtype or torch.float32, **spec)
-    instantiate(cfg.adapter)(network)
-    if cfg.adapter.get("path"):
-        load(network, cfg.adapter.path)
-    return network, model.tokenizer_of(cfg)
+    network = model.build(config, base_dtype(adapter) or config.dtype or torch.float32, **spec)
+    instantiate(run.adapter)(network)
+    if adapter:
+        load(network, adapter)
+    return network, model.tokenizer_of(run)

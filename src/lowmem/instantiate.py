@@ -1,27 +1,25 @@
-"""A config as values, and the objects that its targets name."""
+"""The objects that the targets of a config name."""
+
+from collections.abc import Mapping
 
 import hydra.utils
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import BaseModel
 
 from lowmem.errors import Refused
 
 
-def instantiate(node: DictConfig) -> object:
+def instantiate(node: BaseModel | Mapping, **more: object) -> object:
     """Hydra's, but what the called class refused comes through as it was said, and what a technique declares is no
-    argument of its class."""
-    if "declares" in node:
-        node = node.copy()  # whose interpolations still see the whole
-        with open_dict(node):
-            del node["declares"]
+    argument of its class.
+
+    Args: more: arguments in the place of the node's own.
+    """
+    node = node.model_dump(by_alias=True) if isinstance(node, BaseModel) else dict(node)
+    node.pop("declares", None)
     try:
-        return hydra.utils.instantiate(node, _convert_="all")  # plain lists: they end up in checkpoints
+        return hydra.utils.instantiate(node | more, _convert_="all")  # plain lists: they end up in checkpoints
     except InstantiationException as error:
         if isinstance(error.__cause__, Refused):
             raise error.__cause__ from None
         raise
-
-
-def plain(cfg: DictConfig) -> DictConfig:
-    """A copy without interpolations."""
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))

@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -32,6 +31,7 @@ from lowmem import vocabulary
 from lowmem.check import POSITIONS, check_hub_id, check_positions
 from lowmem.errors import Refused
 from lowmem.overrides import in_shell
+from lowmem.settle import Run
 from lowmem.stable_embedding import stabilise
 
 log = logging.getLogger(__name__)
@@ -79,22 +79,22 @@ def _configuration(
     return _of_type(architecture["model_type"], **changes)
 
 
-def architecture_of(cfg: DictConfig) -> PretrainedConfig:
+def architecture_of(run: Run) -> PretrainedConfig:
     """Of the model that a run would load: the published one only where the yaml does not say all there is to know."""
-    spec = OmegaConf.to_container(cfg.model)
+    spec = run.model.model_dump()
     says_all = "model_type" in (spec["architecture"] or {})
     config = architecture(**spec | {"pretrained": spec["pretrained"] and not says_all})
-    wanted = vocabulary.wanted(cfg)
-    if not wanted or (tokens := tokenizer_of(cfg)) is None:  # one that is trained here has room for them
+    wanted = vocabulary.wanted(run)
+    if not wanted or (tokens := tokenizer_of(run)) is None:  # one that is trained here has room for them
         return config
     return vocabulary.grown(config, vocabulary.add(tokens, wanted, config.vocab_size).rows)
 
 
-def tokenizer_of(cfg: DictConfig) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
     """What is typed, or the published model's own; None: one is trained on the data."""
-    spec = OmegaConf.to_container(cfg.model)
-    if cfg.tokenizer is not None:
-        return tokenizer(cfg.tokenizer, spec["trust_remote_code"], key="tokenizer")
+    spec = run.model.model_dump()
+    if run.tokenizer is not None:
+        return tokenizer(run.tokenizer, spec["trust_remote_code"], key="tokenizer")
     return tokenizer(**spec) if spec["pretrained"] or spec["architecture"] is None else None
 
 
@@ -340,13 +340,13 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name", **_: 
         ) from None
 
 
-def check_architecture(cfg: DictConfig) -> None:
+def check_architecture(run: Run) -> None:
     """Of the whole architecture, the published keys too: before anything is planned for it.
 
     Raises:
         Refused
     """
-    check_positions(cfg, positions(architecture_of(cfg)))
+    check_positions(run, positions(architecture_of(run)))
 
 
 def positions(config: PretrainedConfig) -> int | None:

@@ -1,6 +1,6 @@
 """Which keys there are, of which type and in which range: each is declared here once, with the words that ask for it.
 
-`Run` is conf/config.yaml. A technique's yaml needs no entry: its own values say of which type its arguments are, and
+`Keys` is conf/config.yaml. A technique's yaml needs no entry: its own values say of which type its arguments are, and
 `ARGUMENTS` says more of those names that mean the same everywhere. Which names a class takes its signature says
 (lowmem/check.py). Nothing heavy is imported.
 """
@@ -98,14 +98,23 @@ Place = _words("a file or a folder", str, min_length=1)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Node(BaseModel):
     """What a `_target_` is called with: `arguments` says of which type they are."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     target: Text = Field(alias="_target_")
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it as its yaml has it, with `_target_`."""
+        return self.model_dump(by_alias=True)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that its class is called with, and their values."""
+        return {key: value for key, value in self.model_extra.items() if not key.startswith("_") and key != "declares"}
 
 
 Parts = _words("parts by their names, each with its _target_", dict[str, Node])
@@ -146,9 +155,13 @@ class EarlyStop(Section):
 
 
 class Plugins(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     precision: Node
     __pydantic_extra__: dict[str, Node]
+
+    def every(self) -> list[Node]:
+        """Returns the precision and whatever was added to it."""
+        return [self.precision, *self.model_extra.values()]
 
 
 # Arguments of Lightning's Trainer that a key of a run sets.
@@ -194,7 +207,9 @@ class Declared(Section):
     declares: Part
 
 
-class Run(Section):
+class Keys(Section):
+    """conf/config.yaml."""
+
     model: Model
     data: Node
     precision: Declared | None = None
@@ -253,7 +268,7 @@ class Run(Section):
     callbacks: Parts
 
 
-class Plan(Run):
+class PlanKeys(Keys):
     """conf/plan.yaml."""
 
     gpu: Gpu
@@ -333,7 +348,7 @@ OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 def errors(cfg: DictConfig) -> list[str]:
     """A sentence for every value that cannot be, and for every key that nothing reads."""
     values = OmegaConf.to_container(cfg, resolve=True)
-    told = [*_told(Plan if "gpu" in cfg else Run, values)]
+    told = [*_told(PlanKeys if "gpu" in cfg else Keys, values)]
     for path, node in _nodes(values):
         told += _told(arguments(_identity(node)), node, path)
     # a value that was only taken over is told of where it was typed
@@ -378,7 +393,7 @@ def _kind(key: str, default: object) -> Any:
     if isinstance(default, bool) and key.startswith("_"):
         return _words(f"{default}, as its yaml does".lower(), Literal[default])
     if isinstance(default, str) and (of := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
-        return Run.__annotations__.get(of[1], Any)
+        return Keys.__annotations__.get(of[1], Any)
     if isinstance(default, dict):
         return _words("its keys", _schema(default))
     return OF_VALUES.get(type(default), Any)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel
 
 from lowmem.errors import Refused
 from lowmem.overrides import CONF
@@ -75,14 +75,13 @@ class Technique:
     needs_whole: bool = False
 
 
-def declared(cfg: DictConfig, group: str) -> Technique:
-    """Of the technique that a composed config has chosen.
+def technique_of(node: BaseModel | None, group: str) -> Technique:
+    """What the node of a group declares; None: it has none.
 
     Raises:
         Refused: a key that no technique declares.
     """
-    said = (cfg.get(group) or {}).get("declares") or {}
-    return _technique(OmegaConf.to_container(said) if isinstance(said, DictConfig) else said, group)
+    return _technique(getattr(node, "declares", None) or {}, group)
 
 
 @cache

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lowmem import build, checkpoint
@@ -37,7 +36,7 @@ from lowmem.overrides import in_shell
 from lowmem.report.metrics import Metrics, peak_gib
 from lowmem.report.own_metric import OwnMetric
 from lowmem.report.sample import Samples
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.stop import Stop
 from lowmem.strategy.group import compare
 from lowmem.strategy.one_device import OneDevice
@@ -91,9 +90,9 @@ class Training:
 
 @contextmanager
 def trained(
-    cfg: DictConfig, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice | None = None
+    run: Run, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice | None = None
 ) -> Iterator[Training]:
-    """Args: cfg: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where
+    """Args: run: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where
     it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together; None: one alone.
 
     Raises:
@@ -104,29 +103,29 @@ def trained(
     saved, ranks = asked.saved, ranks or OneDevice()
     try:
         with ranks.in_turn("read the data"):  # what the first has written the others read
-            data = build.data(cfg, saved, ranks)
+            data = build.data(run, saved, ranks)
         if ranks.several:
             _compare(data, ranks)
         before = process.rss_bytes()
-        seed_everything(cfg.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
-        if cfg.evaluate is not None:
-            log.info(_evaluated(cfg, data.val))
-        module = build.module(cfg, data, saved, ranks)
+        seed_everything(run.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
+        if run.evaluate is not None:
+            log.info(_evaluated(run, data.val))
+        module = build.module(run, data, saved, ranks)
         if saved and asked.work == "train":
             saved.check_training(module, data.train)
         network = module.model
         ranks.folder(output_dir).mkdir(parents=True, exist_ok=True)
-        training = _assembled(cfg, output_dir, data, module, asked, keeps)
+        training = _assembled(run, output_dir, data, module, asked, keeps)
         training.rss_before_model = before
         with training.stop.listening():
             with (
-                capped(Settings(cfg).limit, cfg.device),
-                recorded(ranks.folder(output_dir), cfg.memory.snapshot, cfg.device),
+                capped(run.limit, run.device),
+                recorded(ranks.folder(output_dir), run.memory.snapshot, run.device),
             ):
                 _work(training, data, asked)
             yield training
     except NotFinite as error:
-        raise Refused(_after_a_fault(error, training, cfg, output_dir)) from error
+        raise Refused(_after_a_fault(error, training, run, output_dir)) from error
     except MisconfigurationException as error:
         raise Refused(f"trainer, callbacks: Lightning says: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -177,27 +176,27 @@ def _work(training: Training, data: build.Data, asked: Asked) -> None:
     module.load_state_dict(content["state_dict"], strict=module.strict_loading)
 
 
-def _evaluated(cfg: DictConfig, sets: list[ValidationLoader]) -> str:
+def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
     """On how much: of a text that was typed for it most is held for training."""
     counts = ", ".join(
         f"{one.count:,} of {len(one.sequences):,} sequences{f' of {one.name}' if one.name else ''}" for one in sets
     )
     share = ""
-    if "val_path" in cfg.data and cfg.data.val_path is None:
+    if run.data.arguments.get("val_path", "") is None:
         share = (
-            f". They are the share of data.path that is held out, data.val_fraction={cfg.data.val_fraction}: of "
+            f". They are the share of data.path that is held out, data.val_fraction={run.data.val_fraction}: of "
             "another text data.val_path=<it> takes all"
         )
-    return f"evaluate={cfg.evaluate}: on {counts} (val_sequences={cfg.val_sequences}){share}."
+    return f"evaluate={run.evaluate}: on {counts} (val_sequences={run.val_sequences}){share}."
 
 
-def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output_dir: Path) -> str:
+def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: Path) -> str:
     """What to do about it in this run: nobody is told to take the precision, setting or checkpoint that he has not."""
-    run, last = Settings(cfg), checkpoint.complete(output_dir / "checkpoints") or [training.resumed_from]
+    last = checkpoint.complete(output_dir / "checkpoints") or [training.resumed_from]
     instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
     if run.scales_loss:
         instead.append("precision=bf16, which has fp32's range")
-    if not (cfg.on_nonfinite == "skip" or run.in_backward or run.early):
+    if not (run.on_nonfinite == "skip" or run.in_backward or run.early):
         instead.append("on_nonfinite=skip")
     there = "There is no checkpoint yet."
     if last[-1]:
@@ -205,38 +204,42 @@ def _after_a_fault(error: NotFinite, training: Training, cfg: DictConfig, output
     return f"{error} Type {', or '.join(instead)}. {there}"
 
 
-def _assembled(
-    cfg: DictConfig, output_dir: Path, data: build.Data, module: CausalLM, asked: Asked, keeps: bool
-) -> Training:
-    limit = Settings(cfg).limit if cfg.device == "cpu" else None
+def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Asked, keeps: bool) -> Training:
+    limit = run.limit if run.device == "cpu" else None
     folder, output_dir = output_dir / "checkpoints", module.ranks.folder(output_dir)
     kept = asked.saved.steps if asked.resumes else 0
-    meter = MemoryMeter(output_dir / "memory.csv", cfg.log_every, limit=limit, kept=kept)
+    meter = MemoryMeter(output_dir / "memory.csv", run.log_every, limit=limit, kept=kept)
     sets = {one.name: bits_per_byte(data.tokens, one) for one in data.val}
     curve, peak = output_dir / "metrics.csv", lambda: peak_gib(meter.peak_bytes)
     stop = Stop(keeps)
-    own = _own_metric(cfg, data, stop, meter)
-    metrics = Metrics(curve, cfg.log_every, peak, sets, kept, lambda: own.values if own else {})
-    samples = _samples(cfg, output_dir / "samples.jsonl", data, kept, stop, meter)
-    saves = checkpoint.Checkpoints(folder, cfg.save_every, cfg.checkpoint.keep, meter.saving, metrics.paused)
-    plugins = [*instantiate(cfg.trainer.plugins).values(), checkpoint.AtomicCheckpointIO(module)]
-    callbacks = [stop, meter, metrics, *instantiate(cfg.callbacks).values(), Verified(with_positions(cfg.data))]
-    if cfg.early_stop.patience is not None:
-        callbacks.append(EarlyStopping("val_loss", patience=cfg.early_stop.patience))
+    own = _own_metric(run, data, stop, meter)
+    metrics = Metrics(curve, run.log_every, peak, sets, kept, lambda: own.values if own else {})
+    samples = _samples(run, output_dir / "samples.jsonl", data, kept, stop, meter)
+    saves = checkpoint.Checkpoints(folder, run.save_every, run.checkpoint.keep, meter.saving, metrics.paused)
+    plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]
+    callbacks = [
+        stop,
+        meter,
+        metrics,
+        *map(instantiate, run.callbacks.values()),
+        Verified(with_positions(run.data.arguments)),
+    ]
+    if run.early_stop.patience is not None:
+        callbacks.append(EarlyStopping("val_loss", patience=run.early_stop.patience))
     callbacks += filter(None, [saves if keeps else None, own, samples])
-    loggers = _loggers(cfg, asked, module.ranks)
+    loggers = _loggers(run, asked, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+        logger.log_hyperparams(run.as_dict())
         if isinstance(logger, WandbLogger):
             module.identity["wandb"] = logger.version  # a resume goes on in the same run
     ours = {
-        "accelerator": "gpu" if cfg.device == "cuda" else "cpu",
+        "accelerator": "gpu" if run.device == "cuda" else "cpu",
         "devices": 1,
         "strategy": module.ranks.lightning(),
-        "max_steps": cfg.max_steps,
+        "max_steps": run.max_steps,
         "max_epochs": -1,  # epochs are the loader's affair
-        "val_check_interval": cfg.val_every,
+        "val_check_interval": run.val_every,
         "check_val_every_n_epoch": None,
         "inference_mode": not module.ranks.several,  # fully_shard counts versions of tensors, which there have none
         "num_sanity_val_steps": 1,  # an evaluation that does not fit fails before the first step, not hours later
@@ -244,30 +247,29 @@ def _assembled(
         "logger": loggers or False,
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     }
-    theirs = {key: value for key, value in cfg.trainer.items() if key not in ("_target_", "plugins")}
-    trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | theirs))
+    trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | run.trainer.arguments))
     start = asked.saved.path if asked.saved else None
     return Training(module, data.tokens, trainer, loggers, meter, metrics, samples, stop, saves, resumed_from=start)
 
 
-def _own_metric(cfg: DictConfig, data: build.Data, stop: Stop, meter: MemoryMeter) -> OwnMetric | None:
-    if cfg.metric is None:
+def _own_metric(run: Run, data: build.Data, stop: Stop, meter: MemoryMeter) -> OwnMetric | None:
+    if run.metric is None:
         return None
-    what = cfg.metric, get_object(cfg.metric), data.tokens.tokenizer
-    return OwnMetric(*what, cfg.seed, meter.evaluating, lambda: stop.interrupted)
+    what = run.metric, get_object(run.metric), data.tokens.tokenizer
+    return OwnMetric(*what, run.seed, meter.evaluating, lambda: stop.interrupted)
 
 
-def _samples(cfg: DictConfig, file: Path, data: build.Data, kept: int, stop: Stop, meter: MemoryMeter) -> Samples:
-    what = (data.tokens.tokenizer, data.prompts, cfg.sample_tokens, cfg.seq_len, cfg.seed)
+def _samples(run: Run, file: Path, data: build.Data, kept: int, stop: Stop, meter: MemoryMeter) -> Samples:
+    what = (data.tokens.tokenizer, data.prompts, run.sample_tokens, run.seq_len, run.seed)
     return Samples(*what, file, kept, lambda: stop.interrupted, meter.evaluating)
 
 
-def _loggers(cfg: DictConfig, asked: Asked, ranks: OneDevice) -> list[Logger]:
+def _loggers(run: Run, asked: Asked, ranks: OneDevice) -> list[Logger]:
     if ranks.rank:  # some callbacks of Lightning's want one on every rank, or on none
-        return [DummyLogger() for logger in cfg.logger.values() if logger is not None]
-    if asked.resumes and asked.saved.wandb and "wandb" in cfg.logger:
-        cfg = OmegaConf.merge(cfg, {"logger": {"wandb": {"run_id": asked.saved.wandb}}})
-    return [logger for logger in instantiate(cfg.logger).values() if logger is not None]
+        return [DummyLogger() for _ in run.logger]
+    if asked.resumes and asked.saved.wandb and "wandb" in run.logger:
+        run = run.knowing(logger={"wandb": {"run_id": asked.saved.wandb}})
+    return [logger for logger in map(instantiate, run.logger.values()) if logger is not None]  # not installed
 
 
 def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:

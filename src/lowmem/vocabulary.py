@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem.data.chat_template import CHATML_TOKENS
 from lowmem.data.tokens import rows_of
 from lowmem.errors import Refused
+from lowmem.settle import Run
 
 SUMMED_AT_ONCE = 4096  # rows: 64 MB in fp32 at a width of 4096
 
@@ -29,11 +29,11 @@ class Added(NamedTuple):
     fresh: list[int]
 
 
-def wanted(cfg: DictConfig) -> list[str]:
+def wanted(run: Run) -> list[str]:
     """What is typed, and what a template needs that is not the tokenizer's own."""
-    parts = [cfg.data, *cfg.data.get("parts", {}).values()]
+    parts = [run.data.arguments, *run.data.arguments.get("parts", {}).values()]
     chatml = CHATML_TOKENS if any(part.get("template") == "chatml" for part in parts) else ()
-    return list(dict.fromkeys([*cfg.model.added_tokens, *chatml]))
+    return list(dict.fromkeys([*run.model.added_tokens, *chatml]))
 
 
 def add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], vocab_size: int) -> Added:

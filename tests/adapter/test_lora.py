@@ -12,6 +12,8 @@ from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
 from lowmem.check import check, check_places
 from lowmem.errors import Refused
+from lowmem.overrides import composed
+from lowmem.settle import settled
 from lowmem.trained import trained
 from same import last, same
 
@@ -138,7 +140,7 @@ def test_a_layer_that_another_computes_with_is_refused():
 )
 def test_values_that_cannot_be_are_refused(config, line, says):
     with pytest.raises(Refused, match=says):
-        check(config("adapter=lora", line), {})
+        settled(composed(["adapter=lora", line]))
     check(config("adapter=lora", "adapter.target=[q_proj]", "adapter.r=null"), {})
 
 

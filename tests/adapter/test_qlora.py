@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -123,7 +122,7 @@ SHAPE = (
 
 
 def resolved(cfg):
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    return cfg.resolved()
 
 
 def far_off(config, folder, lines, adapter):
@@ -174,7 +173,7 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
 def test_what_is_merged_grows_on_the_host(config):
     cfg = resolved(config("adapter=qlora", "precision=bf16-master", *SHAPE))
     shapes = trace(cfg, on_card=True)
-    both = (OmegaConf.merge(cfg, {"merge": on}) for on in (False, True))
+    both = (cfg.knowing(merge=on) for on in (False, True))
     alone, merged = (needs(shapes, one, True, 0).phases["save"].host for one in both)
     assert merged - alone == 4 * shapes.parameters - shapes.weights
 

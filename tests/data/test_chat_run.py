@@ -11,7 +11,6 @@ from lowmem.check import check_places
 from lowmem.data.chat_template import CHATML
 from lowmem.data.loader import IGNORED
 from lowmem.errors import Refused
-from lowmem.instantiate import plain
 
 CHAT = (
     "data=chat",
@@ -30,7 +29,7 @@ def chat(config):
     def make(*overrides, path=ROOT / "examples" / "chat.jsonl"):
         another = any(line.startswith("model=") for line in overrides)  # has other architecture keys
         lines = [line for line in CHAT if not (another and line.startswith("model."))]
-        return plain(config(*lines, f"data.path={path}", *overrides))
+        return config(*lines, f"data.path={path}", *overrides)
 
     return make
 

@@ -22,7 +22,6 @@ from lowmem.data.random import Drawn
 from lowmem.data.tokens import load_bpe, train_bpe
 from lowmem.errors import Refused
 from lowmem.fit import fit
-from lowmem.instantiate import plain
 
 T = 8
 
@@ -131,10 +130,10 @@ def test_a_mixture_as_typed_trains_evaluates_each_part_and_goes_on(command, type
 
 
 def test_the_plan_knows_whether_a_part_has_positions(config, typed):
-    cfg = plain(config(base=typed))
-    assert with_positions(cfg.data) and build.data(cfg).train.sequences.positions
-    cfg = plain(config("data.parts.notes.packing=joined", base=typed))
-    assert not with_positions(cfg.data) and not build.data(cfg).train.sequences.positions
+    cfg = config(base=typed)
+    assert with_positions(cfg.data.arguments) and build.data(cfg).train.sequences.positions
+    cfg = config("data.parts.notes.packing=joined", base=typed)
+    assert not with_positions(cfg.data.arguments) and not build.data(cfg).train.sequences.positions
 
 
 def parts_of(folder):

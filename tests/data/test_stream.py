@@ -16,7 +16,6 @@ from lowmem.data.opened import Wanted, opened
 from lowmem.data.tokens import load_bpe, train_bpe
 from lowmem.errors import Refused
 from lowmem.fit import fit
-from lowmem.instantiate import plain
 
 FILES, ROWS = 3, 14  # of parquet, and in each
 
@@ -175,7 +174,7 @@ def test_a_streamed_run_repeats_itself_and_goes_on_to_the_bit(config, typed, tmp
 
 
 def test_read_once_it_is_as_files_are(config, typed, folder):
-    data = build.data(plain(config(base=typed)))
+    data = build.data(config(base=typed))
     count = len(data.tokens.train.ends) + len(data.tokens.val.ends)
     assert count == FILES * ROWS and len(data.tokens.val.ends)
 

@@ -17,7 +17,6 @@ from lowmem import build
 from lowmem.data.tables import csv_rows, parquet_rows, table_csv, table_parquet
 from lowmem.data.tokens import train_bpe
 from lowmem.errors import Refused
-from lowmem.instantiate import plain
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 CASES = settings(
@@ -215,7 +214,7 @@ def test_the_same_texts_are_the_same_tokens_from_every_kind_of_file(config, tmp_
         for file, some in zip(files, (texts[6:], texts[:6]), strict=True):
             WRITERS[kind](file, some)
         typed = (f"data={kind}", f"data.path={files[0]}", f"data.val_path={files[1]}")
-        tokens = build.data(plain(config(*typed))).tokens
+        tokens = build.data(config(*typed)).tokens
         found.append([array.tolist() for split in (tokens.train, tokens.val) for array in (split.ids, split.ends)])
     assert found[0] == found[1] == found[2] and len(found[0][1]) == 54
 

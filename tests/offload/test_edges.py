@@ -41,11 +41,11 @@ def weights_after(cfg, kind, lane=None):
     held = instantiate(cfg.weights)(model, head_in_tiles=True)
     made = instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler)
     module = CausalLM(model, *made, cfg.clip, cfg.clip_value, weights=held)
-    (plugin,) = instantiate(cfg.trainer.plugins).values()
+    (plugin,) = map(instantiate, cfg.trainer.plugins.every())
     if lane is not None:
         plugin.link.close()
         plugin.link, held.lane = StagedLink(lane(), slot_bytes=4096, slots=2), lane()
-    trainer = parity.trainer(cfg, [plugin], list(instantiate(cfg.callbacks).values()))
+    trainer = parity.trainer(cfg, [plugin], list(map(instantiate, cfg.callbacks.values())))
     trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps and (module.skipped_steps > 0) == plugin.scales_loss
     if held.streams:

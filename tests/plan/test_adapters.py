@@ -4,13 +4,11 @@ from itertools import product
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from test_recipes import card, machine
 from test_trace import MODELS, PHASES, SCALARS, measured, traced
 
 from lowmem import build
 from lowmem.errors import Refused
-from lowmem.instantiate import plain
 from lowmem.memory.tracker import Point
 from lowmem.model import architecture_of
 from lowmem.plan.candidates import Typed, candidates, trainings
@@ -18,7 +16,6 @@ from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import needs, outline
 from lowmem.plan.recipes import model_depth
 from lowmem.plan.trace import trace
-from lowmem.settings import Settings
 from lowmem.trained import trained
 
 FREEZE = "freeze=[transformer.wte.*,*.ln_1.*]"
@@ -95,7 +92,7 @@ def composer(config):
         def make(recipe):
             kept = [line for line in (*SHAPE, *lines) if line.split("=")[0] not in recipe]
             cfg = config(*kept, *(f"{key}={value}" for key, value in recipe.items()))
-            return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+            return cfg.resolved()
 
         return make
 
@@ -132,7 +129,7 @@ def test_a_search_changes_no_adapter(composer):
     for training in trainings(asked, card(2**30)):
         for candidate in candidates(asked, training):
             assert not {"adapter", "freeze"} & candidate.option.keys()
-            assert asked.config(candidate.option).adapter == asked.cfg.adapter
+            assert asked.config(candidate.option).adapter == asked.run.adapter
             return
 
 
@@ -147,7 +144,7 @@ def test_blocks_of_which_only_some_are_frozen_are_no_stack_of_equals(composer):
 @pytest.mark.parametrize(("line", "precision"), product(("adapter=dora", FREEZE), ("bf16-true", "bf16-master")))
 def test_an_outline_counts_what_is_trained(config, line, precision):
     """Of a model that cannot be traced: weights, gradients and state all the same."""
-    cfg = OmegaConf.create(OmegaConf.to_container(config(line, f"precision={precision}"), resolve=True))
+    cfg = config(line, f"precision={precision}").resolved()
     outlined, itself = outline(cfg, on_card=True), trace(cfg, on_card=True)
     for field in ("parameters", "trained", "largest", "largest_trained", "gradients"):
         if (field, precision) != ("gradients", "bf16-master"):  # which the outline leaves to the host
@@ -161,7 +158,7 @@ def test_an_outline_counts_what_is_trained(config, line, precision):
 def test_of_a_frozen_half_masters_take_no_memory_while_it_is_loaded(config):
     """On a CPU the fp32 start is narrowed where it stands: its highest is the start itself, or the masters' end."""
     frozen = "freeze=[transformer.wte.*,transformer.h.0.*]"
-    cfg = OmegaConf.create(OmegaConf.to_container(config(frozen, "precision=bf16-master"), resolve=True))
+    cfg = config(frozen, "precision=bf16-master").resolved()
     shapes = trace(cfg, on_card=False)
     load = needs(shapes, cfg, False, 0).phases["load"].host
     assert load == pytest.approx(4 * (shapes.parameters + shapes.largest), rel=0.01)
@@ -171,15 +168,15 @@ def test_a_base_that_an_adapter_freezes_is_never_in_fp32(config):
     """Nobody needs what 16 bits leave out: half of the host memory that masters of all weights take to load."""
     lines = ("adapter=lora", "precision=bf16-master", "adapter.r=1")
     cfg, all_weights = (config(*some) for some in (lines, lines[1:2]))
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     loaded = build.causal_lm(cfg, spec, architecture_of(cfg)).model
     assert {p.dtype for p in loaded.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for _, p in trained(loaded)} == {torch.float32}
-    adapter, every = (needs(trace(plain(one), False), plain(one), False, 0) for one in (cfg, all_weights))
+    adapter, every = (needs(trace(one, False), one, False, 0) for one in (cfg, all_weights))
     assert adapter.phases["load"].host < 0.65 * every.phases["load"].host
 
 
 def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
     """So that a recipe with weights in 16 bits is close to the training that was typed."""
-    assert Settings(config("precision=bf16-true")).rounds_weights
-    assert not Settings(config("precision=bf16-true", "adapter=lora")).rounds_weights
+    assert config("precision=bf16-true").rounds_weights
+    assert not config("precision=bf16-true", "adapter=lora").rounds_weights

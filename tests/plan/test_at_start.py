@@ -149,7 +149,7 @@ def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_p
     rates.save()
     assert counted(15) is None  # what an update takes is not known, and not measured then
     assert "steps of about" not in caplog.text
-    monkeypatch.setattr(update, "_kind", lambda cfg: cfg.optim._target_)
+    monkeypatch.setattr(update, "_kind", lambda cfg: cfg.optim.target)
     rates.updates["torch.optim.AdamW"] = 1.0
     rates.save()
     assert counted(5) is None and not machine.kept(False).runs

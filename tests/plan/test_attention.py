@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from test_trace import MODELS
 from torch import nn
 
@@ -311,7 +310,7 @@ def test_selective_checkpointing_keeps_attention_whatever_its_kernel(capability,
 
 
 def traced(config, *typed, capability=8.6, on_card=True):
-    cfg = OmegaConf.create(OmegaConf.to_container(config(*typed), resolve=True))
+    cfg = config(*typed).resolved()
     return trace(cfg, on_card, capability=capability)
 
 
@@ -324,7 +323,7 @@ def test_grouped_heads_in_fp32_hold_every_product_of_tokens(config, checkpointin
     typed = [*LLAMA, f"gradient_checkpointing={checkpointing}"]
     wide, short = (traced(config, *typed, f"precision={precision}") for precision in ("tf32", "bf16"))
     assert wide.advice and short.advice is None
-    heads = config(*LLAMA).model.architecture.num_attention_heads
+    heads = config(*LLAMA).model.architecture["num_attention_heads"]
     scores = 4 * 2 * heads * 128**2
     attention, sizes = layers * scores + 2 * scores, {}
     for name, one in (("wide", wide), ("short", short)):
@@ -358,7 +357,7 @@ def test_run_and_plan_say_it_once(config, monkeypatch, caplog):
     for precision in ("tf32", "bf16"):
         caplog.clear()
         cfg = config(*LLAMA, "device=cuda", "plan=check", f"precision={precision}")
-        cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        cfg = cfg.resolved()
         with caplog.at_level("INFO"):
             prediction = at_start.checked(cfg, [])
         said[precision] = [line for line in caplog.messages if "math kernel" in line]

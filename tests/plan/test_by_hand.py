@@ -11,8 +11,6 @@ The peak of each recipe is elsewhere: at the loss, inside a block that is comput
 
 from types import SimpleNamespace
 
-from omegaconf import OmegaConf
-
 from lowmem.plan.trace import trace
 
 SCALARS = 64  # bytes: the loss, its sum and its mean, norms, counts of tokens
@@ -20,7 +18,7 @@ SCALARS = 64  # bytes: the loss, its sum and its mean, norms, counts of tokens
 
 def highest(cfg):
     """Phase -> bytes of live tensors on a card."""
-    phases = trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), on_card=True).phases
+    phases = trace(cfg.resolved(), on_card=True).phases
     return {name: point.total for name, point in phases.items()}
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import nn
 
 from lowmem.internals import FakeTensorMode
@@ -19,7 +18,7 @@ SHAPE = 4, 8, 32, 16  # batch, heads, tokens, width of a head
 
 
 def traced(cfg, on_card):
-    return trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), on_card).phases["backward"]
+    return trace(cfg.resolved(), on_card).phases["backward"]
 
 
 def kept(compute, *inputs):
@@ -110,7 +109,7 @@ def test_a_run_has_all_of_them_at_once(config):
 def test_a_run_that_is_on_a_card_already_is_traced_as_one_in_mind(config, precision):
     """Its precision was told about the card, where nothing is that is traced: autocast would cast nothing."""
     phases = [
-        trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), True).phases
+        trace(cfg.resolved(), True).phases
         for cfg in (config(*GPT2, f"precision={precision}", f"device={device}") for device in ("cpu", "cuda"))
     ]
     assert phases[0] == phases[1]

@@ -5,21 +5,20 @@ import signal
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
-from lowmem.overrides import composed
 from lowmem.plan import helper as helpers
 from lowmem.plan.helper import Helper
 from lowmem.plan.job import resolved
 from lowmem.plan.trace import trace
+from lowmem.settle import run_of
 
 
 def cfg(*typed):
-    return resolved(composed(["batch_size=2", "seq_len=16", *typed], "plan"), on_card=True)
+    return resolved(run_of(["batch_size=2", "seq_len=16", *typed], "plan"), on_card=True)
 
 
 def job(cfg, depth=2):
-    return OmegaConf.to_container(cfg), True, depth, None
+    return cfg.as_dict(), True, depth, None
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ import pytest
 from test_trace import MODELS
 
 from lowmem import cli
-from lowmem.overrides import CONF, composed, replaced
+from lowmem.overrides import CONF, replaced
 from lowmem.plan import job, prediction
 from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import PHASES
-from lowmem.settings import Settings
+from lowmem.settle import run_of
 
 
 @pytest.fixture
@@ -68,19 +68,19 @@ def test_what_is_traced_for_a_preset_has_the_accumulation_of_the_trace(preset):
     """It takes the place of the one that the preset has chosen, and set the size of."""
 
     def made(recipe):
-        return job.resolved(composed(replaced([f"experiment={preset}", *TINY], recipe)), on_card=False)
+        return job.resolved(run_of(replaced([f"experiment={preset}", *TINY], recipe)), on_card=False)
 
     derivation = Derivation(made, 4, (1, 4), on_card=False, machine=None)
     recipe = {"precision": "bf16-master", "optim": "adamw8bit", "gradient_checkpointing": "none", "loss": "full"}
     passes, parameters = derivation.needed(recipe | {"batch_size": "1"}, made(recipe))
     for needed, several in ((passes, False), (parameters, parameters[0]["accumulation"] == "fixed")):
-        assert all(Settings(cfg).accumulates == several for _, _, cfg in derivation.corners(*needed))
+        assert all(cfg.accumulates == several for _, _, cfg in derivation.corners(*needed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_planned(planned, preset):
-    few = STREAMED if Settings(composed([f"experiment={preset}"])).streams else FOUR
+    few = STREAMED if run_of([f"experiment={preset}"]).streams else FOUR
     code, said, written = planned(f"experiment={preset}", "gpu=2GiB", "ram=64GiB", *TINY, *few)
     assert code == 0 and written["recipes"], said
 

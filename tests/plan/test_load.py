@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from lowmem.model import architecture_of, build
 from lowmem.plan.prediction import predict
@@ -10,12 +9,12 @@ from lowmem.plan.prediction import predict
 
 @pytest.mark.parametrize(("saved", "counted"), [("bfloat16", True), ("float32", False)])
 def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, saved, counted):
-    cfg = OmegaConf.create(OmegaConf.to_container(config("precision=32"), resolve=True))
-    network = build(architecture_of(cfg), getattr(torch, saved), **OmegaConf.to_container(cfg.model))
+    cfg = config("precision=32").resolved()
+    network = build(architecture_of(cfg), getattr(torch, saved), **cfg.model.model_dump())
     network.save_pretrained(tmp_path / "model")
     file = (tmp_path / "model" / "model.safetensors").stat().st_size
     drawn = predict(cfg, on_card=False)
-    cfg.model.pretrained, cfg.model.name = True, str(tmp_path / "model")
+    cfg = cfg.knowing(model={"pretrained": True, "name": str(tmp_path / "model")})
     loaded = predict(cfg, on_card=False)
     assert (drawn.mapped, loaded.mapped) == (0, file if counted else 0)
     growths = [one.phases["load"].host - one.host_categories["libraries"] for one in (drawn, loaded)]

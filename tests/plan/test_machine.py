@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lowmem import gpus
-from lowmem.overrides import composed
 from lowmem.plan import machine, update
 from lowmem.plan.job import resolved
+from lowmem.settle import run_of
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -232,7 +232,7 @@ def test_updates_with_other_arguments_take_other_times():
 
 
 def typed(*lines):
-    return resolved(composed(["model=gpt2", "batch_size=1", "precision=32", "optim=adamw", *lines]), on_card=False)
+    return resolved(run_of(["model=gpt2", "batch_size=1", "precision=32", "optim=adamw", *lines]), on_card=False)
 
 
 @pytest.mark.rows("rates-rates")

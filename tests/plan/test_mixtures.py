@@ -2,7 +2,6 @@
 
 import pytest
 from benchmarks.architectures import shrunk
-from omegaconf import OmegaConf
 
 from lowmem.fit import fit
 from lowmem.plan.prediction import needs, outline, predict
@@ -15,8 +14,8 @@ SIZE = ("batch_size=8", "seq_len=128", "precision=32", "optim=sgd", "clip=null",
 
 def of_family(config, name, **changes):
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", *SIZE)
-    cfg.model.architecture = shrunk(name) | changes
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    cfg = cfg.replacing("model.architecture", shrunk(name) | changes)
+    return cfg.resolved()
 
 
 @pytest.mark.rows("mixtral")
@@ -29,7 +28,7 @@ def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
     monkeypatch.setattr("lowmem.plan.shapes.EXPERTS", 1)  # and not that each gradient is as large as those of all
-    cfg = OmegaConf.merge(cfg, {"batch_size": 2})  # a quarter for the experts
+    cfg = cfg.knowing(batch_size=2)  # a quarter for the experts
     wrong = predict(cfg, on_card=False)
     assert abs(wrong.device_peak / measured - 1) > OFF
 

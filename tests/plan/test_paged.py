@@ -6,7 +6,6 @@ import pytest
 import torch
 from bitsandbytes import functional
 from bitsandbytes.optim import PagedAdamW8bit
-from omegaconf import OmegaConf
 from torch import nn
 
 from lowmem.memory.ledger import optimizer_state, paged_state
@@ -21,13 +20,13 @@ BYTES = {"paged_adamw8bit": 2, "paged_adamw32bit": 8}  # of two buffers, per ele
 
 
 def composed(config, *typed):
-    return OmegaConf.create(OmegaConf.to_container(config(*MODEL, "max_steps=2", *typed), resolve=True))
+    return config(*MODEL, "max_steps=2", *typed).resolved()
 
 
 def large(cfg) -> int:
     """Elements of the parameters whose state is paged: of each block 256 x 768 and twice 256 x 1024, not 256 x 256."""
-    assert cfg.model.architecture.n_embd == 256
-    return cfg.model.architecture.n_layer * (256 * 768 + 2 * 256 * 1024)
+    assert cfg.model.architecture["n_embd"] == 256
+    return cfg.model.architecture["n_layer"] * (256 * 768 + 2 * 256 * 1024)
 
 
 @pytest.mark.parametrize("optim", BYTES)
@@ -39,7 +38,7 @@ def test_paged_state_is_none_of_the_cards(config, monkeypatch, optim, counted):
             trace, "stand_in", lambda make, one_kernel, pages: stand_in.stand_in(make, one_kernel, False)
         )
     cfg = composed(config, f"optim={optim}")
-    plain = composed(config, f"optim={optim}", f"optim._target_={cfg.optim._target_.replace('Paged', '')}")
+    plain = composed(config, f"optim={optim}", f"optim._target_={cfg.optim.target.replace('Paged', '')}")
     paged, unpaged = predict(cfg, on_card=True), predict(plain, on_card=True)
     state = BYTES[optim] * large(cfg)
     assert unpaged.paged == 0

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks import ranks
-from omegaconf import OmegaConf
 
 from lowmem.gpus import COMMUNICATOR
 from lowmem.memory.tracker import StorageTracker
@@ -42,7 +41,7 @@ def typed(config):
         shape = [f"model.architecture.{key}={value}" for key, value in SHAPE.items()]
         sizes = (f"batch_size={S.B}", f"seq_len={S.T}", "precision=32", "optim=adamw")
         cfg = config("model=llama-3.2-1b", "model.pretrained=false", *shape, *sizes, *lines)
-        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        return cfg.resolved()
 
     return typed
 
@@ -171,7 +170,7 @@ def test_what_is_in_no_node_comes_once_over_the_links_of_all_who_are_in_it():
 
 def test_what_an_engine_sends_hides_behind_a_pass_and_a_sum_does_not(config):
     machine = Machine("card", {"float32": 1e12}, 1e12, 1e-6, link=1e10, peer=1e9, network=1e8)
-    cfg, pair = OmegaConf.create(OmegaConf.to_container(config("precision=32"), resolve=True)), (0, 1)
+    cfg, pair = config("precision=32").resolved(), (0, 1)
     taken = dict.fromkeys(("forward", "backward", "sum", "step", "update"), 1.0)
 
     def waits(sent):

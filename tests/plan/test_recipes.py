@@ -5,14 +5,12 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from omegaconf import OmegaConf
 
 from lowmem import gpus
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory.tracker import Point
 from lowmem.overrides import CONF, replaced
-from lowmem.overrides import composed as compose_lines
 from lowmem.plan import recipes, tracing
 from lowmem.plan.candidates import COMPUTED, Typed, candidates, micro_batches, stands_alone, trainings
 from lowmem.plan.derive import Derivation, bilinear
@@ -21,6 +19,7 @@ from lowmem.plan.prediction import Need, Prediction, needs
 from lowmem.plan.trace import Trace, trace
 from lowmem.plan.window import of_trace
 from lowmem.plan.work import Work
+from lowmem.settle import run_of
 from lowmem.techniques import CHANGEABLE, techniques
 
 DEPTH = 7
@@ -68,7 +67,7 @@ def composed(config):
         part = {"chunked": ["loss.rows=256"], "tiled": ["loss.columns=256"]}.get(recipe.get("loss"), [])
         lines = [line for line in SHAPE if line.split("=")[0] not in recipe]
         cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()), *part)
-        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        return cfg.resolved()
 
     return make
 
@@ -144,7 +143,7 @@ def test_two_lines_make_a_plane():
 
 @cache
 def plain(lines):
-    return OmegaConf.create(OmegaConf.to_container(compose_lines(lines), resolve=True))
+    return run_of(lines).resolved()
 
 
 def typed(*lines, may_change=None):
@@ -266,7 +265,7 @@ def test_state_in_fewer_bits_keeps_the_other_arguments_of_the_optimizer():
     assert {one.option["optim"] for one in found_for(*own, "precision=32")} == {"adamw", "adam8bit"}
     for one in found_for(*own, "precision=32"):
         if one.option["optim"] == "adam8bit":
-            assert one.cfg.optim.weight_decay == 0.3 and list(one.cfg.optim.betas) == [0.8, 0.9]
+            assert one.run.optim.weight_decay == 0.3 and list(one.run.optim.betas) == [0.8, 0.9]
         assert not any(key.startswith("optim.") for key in one.option)
 
 
@@ -275,7 +274,7 @@ def test_a_part_that_nothing_reads_is_put_in_its_place():
     asked = typed("device=cpu", "seq_len=64")
     for checkpointing, loss, more in (("offload", "chunked", {}), ("every_k", "full", {"precision": "bf16-sr"})):
         recipe = {"gradient_checkpointing": checkpointing, "loss": loss, **more}
-        assert asked.config(recipe) == asked.compose(recipe) != asked.cfg
+        assert asked.config(recipe) == asked.compose(recipe) != asked.run
     for group, names in ((group, techniques(group)) for group in COMPUTED):
         assert all(stands_alone(group, name) for name in names), group
     assert not stands_alone("optim", "adamw")  # which reads lr
@@ -382,7 +381,7 @@ def test_every_config_of_a_search_is_what_would_be_composed():
     derivation = Derivation(asked.config, DEPTH, (1, 8), True, machine())
     for one in all_of(asked):
         assert asked.config(one.option) == asked.compose(one.option)
-        passes, parameters = (recipe for recipe, _ in derivation.needed(one.option, one.cfg))
+        passes, parameters = (recipe for recipe, _ in derivation.needed(one.option, one.run))
         # what was typed for adamw and for a loss in chunks means nothing to these
         assert asked.config(passes) == asked.compose({"optim.betas": None, **passes})
         assert asked.config(parameters) == asked.compose({"loss.rows": None, **parameters})
@@ -438,13 +437,13 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
 
 def test_the_depth_is_that_of_the_architecture(config):
     for name, depth in (("gpt2-xl", 48), ("llama-3.2-1b", 16), ("qwen3-0.6b", 28)):
-        cfg = OmegaConf.create(OmegaConf.to_container(config(f"model={name}"), resolve=True))
+        cfg = config(f"model={name}").resolved()
         assert recipes.model_depth(cfg) == (depth, 1)
 
 
 def test_a_model_that_is_no_stack_of_equal_blocks_is_refused_a_search(config):
-    cfg = OmegaConf.create(OmegaConf.to_container(config(), resolve=True))
-    cfg.model.architecture = {"model_type": "gemma3_text", "num_hidden_layers": 6}
+    cfg = config().resolved()
+    cfg = cfg.replacing("model.architecture", {"model_type": "gemma3_text", "num_hidden_layers": 6})
     with pytest.raises(Refused, match="search=false"):
         recipes.model_depth(cfg)
 
@@ -515,8 +514,8 @@ def taking_turns(config, recipe, depth=9):
     keys |= dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos")], 0)
     lines = ["model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3"]
     cfg = config(*lines, *(f"{key}={value}" for key, value in recipe.items()))
-    cfg.model.architecture = keys
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    cfg = cfg.replacing("model.architecture", keys)
+    return cfg.resolved()
 
 
 @pytest.mark.rows("10-2")

@@ -6,12 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import parity
 from lowmem.memory import process
 from lowmem.plan.trace import trace
-from lowmem.techniques import declared
 
 COMPILED = "gradient_checkpointing=budget"  # allocates unseen
 STEADY = 3  # the step at which a run is compared
@@ -38,7 +36,7 @@ def measured(folder) -> dict[str, dict[str, int]]:
 
 
 def traced(cfg):
-    return trace(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), on_card=False)
+    return trace(cfg.resolved(), on_card=False)
 
 
 def cases():
@@ -73,7 +71,7 @@ def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
     found, phases = measured(folder), traced(cfg).phases
     for phase in PHASES:
         beyond = phases[phase].total - found[phase]["live_peak_bytes"]
-        if not declared(cfg, "optim").steps_on_shapes:  # state and scratch from a probe's rates
+        if not cfg.technique("optim").steps_on_shapes:  # state and scratch from a probe's rates
             assert abs(beyond) <= TABLES + (ORDER if phase == "step" else 0)
         else:
             assert abs(beyond) <= (SCALARS if choice.startswith("accumulation") else 0), (
@@ -195,7 +193,7 @@ def test_while_tracing_nothing_is_drawn(config):
     }
     keys |= dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")], 0)
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
-    cfg.model.architecture = {"model_type": "modernbert-decoder", **keys}
+    cfg = cfg.replacing("model.architecture", {"model_type": "modernbert-decoder", **keys})
     assert traced(cfg).parameters > 0
 
 
@@ -213,7 +211,7 @@ def test_a_loop_that_waits_for_a_number_ends_in_an_estimate(config, monkeypatch)
 
     monkeypatch.setattr(GPT2Model, "forward", waits)
     monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 20_000)
-    found = predict(OmegaConf.create(OmegaConf.to_container(config(), resolve=True)), on_card=False)
+    found = predict(config().resolved(), on_card=False)
     assert "20,000 operators" in found.estimate and found.device_peak > 0
 
 
@@ -227,10 +225,12 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
     from lowmem.plan.prediction import predict
 
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
-    cfg.model.architecture = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+    cfg = cfg.replacing(
+        "model.architecture", {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+    )
     for operators in (1000, 1500, 1501, 1502, 1503, 2000):
         monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", operators)
-        assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
+        assert "operators" in predict(cfg.resolved(), False).estimate
 
 
 def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
@@ -239,7 +239,7 @@ def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
 
     monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 500)
     cfg = config("strategy=pipeline", "devices=2", "accumulation=fixed")
-    assert "operators" in predict(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)), False).estimate
+    assert "operators" in predict(cfg.resolved(), False).estimate
 
 
 def test_a_run_on_a_card_is_traced_here(config):

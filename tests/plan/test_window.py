@@ -4,20 +4,20 @@ import pytest
 import torch
 
 from lowmem import gpus
-from lowmem.overrides import composed
 from lowmem.plan import update, window
 from lowmem.plan.job import resolved
 from lowmem.plan.machine import Machine
 from lowmem.plan.trace import Trace
 from lowmem.plan.window import Window
 from lowmem.plan.work import Work
+from lowmem.settle import run_of
 
 FLOPS = {"float32": 1.0}
 TAKEN = {"forward": 2.0, "backward": 4.0, "sum": 0.0, "step": 0.5, "update": 3.0}
 
 
 def cfg(*typed):
-    return resolved(composed(["model=gpt2", "batch_size=1", *typed]), on_card=True)
+    return resolved(run_of(["model=gpt2", "batch_size=1", *typed]), on_card=True)
 
 
 def card(link, bandwidth=1.0, updates=1.0):

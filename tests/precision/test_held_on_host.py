@@ -72,7 +72,7 @@ def test_a_second_fit_goes_on_from_the_16_bits_of_the_first(config, precision, w
     for _ in range(2):
         before = [p.detach().clone() for p in module.model.parameters()]
         trainer = parity.trainer(
-            cfg, list(instantiate(cfg.trainer.plugins).values()), list(instantiate(cfg.callbacks).values())
+            cfg, list(map(instantiate, cfg.trainer.plugins.every())), list(map(instantiate, cfg.callbacks.values()))
         )
         trainer.fit(module, windows(cfg))
         assert {p.dtype for p in module.model.parameters()} == {torch.bfloat16}

@@ -27,7 +27,8 @@ def trained(config):
     def run(*overrides, callbacks=(), steps=4, batches=1, ckpt=None):
         cfg = config(*overrides)
         torch.manual_seed(0)
-        network = model.build(model.architecture(**cfg.model), torch.float32, **cfg.model)
+        spec = cfg.model.model_dump()
+        network = model.build(model.architecture(**spec), torch.float32, **spec)
         make = instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler)
         module = CausalLM(network, *make, cfg.clip, cfg.clip_value)
         ids = torch.randint(0, 300, (40 * 16 + 1,), generator=torch.Generator().manual_seed(1)).numpy()
@@ -37,7 +38,7 @@ def trained(config):
             accelerator="cpu",
             max_steps=steps,
             max_epochs=-1,
-            plugins=list(instantiate(cfg.trainer.plugins).values()),
+            plugins=list(map(instantiate, cfg.trainer.plugins.every())),
             callbacks=list(callbacks),
             **dict.fromkeys(off, False),
         )

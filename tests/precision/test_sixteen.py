@@ -30,12 +30,11 @@ DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torc
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama-3.2-1b", "qwen3-0.6b"])
 def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_type):
-    from omegaconf import OmegaConf
 
     small = ("vocab_size=300", "hidden_size=64", "num_hidden_layers=2", "intermediate_size=64")
     architecture = [f"model.architecture.{line}" for line in small]
     cfg = config(f"model={model_type}", "model.pretrained=false", *architecture, f"precision={precision}")
-    spec = OmegaConf.to_container(cfg.model)
+    spec = cfg.model.model_dump()
     module = build.causal_lm(cfg, spec, models.architecture(**spec))
     assert {p.dtype for p in module.parameters()} == {DTYPES[precision]}
     frequencies = dict(module.named_buffers())

@@ -17,11 +17,11 @@ from lowmem.data.loader import MicroBatch
 from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import PHASES
 from lowmem.module import CausalLM
-from lowmem.overrides import composed
 from lowmem.plan.work import work_of
 from lowmem.precision import widened as widening
 from lowmem.precision.plugin import FullPrecision
 from lowmem.precision.widened import has_units, widened
+from lowmem.settle import run_of
 from test_gradient_checkpointing import shaped
 from tolerances import ROUNDED_ONCE
 
@@ -273,7 +273,7 @@ def test_where_there_are_units_and_on_a_card_torchs_own_kernels_stay(monkeypatch
 
 @pytest.mark.parametrize("precision", sorted(file.stem for file in (ROOT / "conf" / "precision").glob("*.yaml")))
 def test_every_precision_knows_its_device_and_what_it_multiplies(precision):
-    cfg = composed([f"precision={precision}", "device=meta"])
+    cfg = run_of([f"precision={precision}", "device=meta"])
     plugin: FullPrecision = instantiate(cfg.trainer.plugins.precision)
     assert plugin.dtype == {"b": torch.bfloat16, "1": torch.float16}.get(precision[0], torch.float32)
     assert plugin.dtype == torch.float32 or plugin.device == "meta"

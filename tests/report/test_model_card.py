@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 import yaml
 
-from lowmem.overrides import composed
 from lowmem.report.model_card import card, command
+from lowmem.settle import run_of
 
 
 @pytest.fixture
@@ -123,4 +123,4 @@ def test_where_nothing_is_written_nothing_is_pushed(command):
     for lines, says in ((("evaluate=x", "push=me/it"), "export=<a run>"), (("push=mine",), "a hub id")):
         code, said = command(*lines)
         assert code == 1 and says in said
-    assert composed(["push=me/it.2-b"]).push == "me/it.2-b"
+    assert run_of(["push=me/it.2-b"]).push == "me/it.2-b"

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from lightning.pytorch import Callback
-from omegaconf import OmegaConf
 from torch.distributed.pipelining import PipelineStage
 
 import parity
@@ -18,8 +17,7 @@ from lowmem.build import causal_lm
 from lowmem.data.loader import WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import optimizer_state
-from lowmem.overrides import composed
-from lowmem.settings import Settings
+from lowmem.settle import run_of
 from lowmem.strategy import pipeline
 from lowmem.strategy.turns import Turns
 
@@ -46,15 +44,15 @@ class Seen(Callback):
 
 def trained(lines, dtype=None, ranks=None):
     """What a process saw, and its weights by name. Args: dtype: of the weights; ranks: that it is one of."""
-    cfg = composed(parity.overrides(*LINES, *lines))
-    spec = OmegaConf.to_container(cfg.model)
+    cfg = run_of(parity.overrides(*LINES, *lines))
+    spec = cfg.model.model_dump()
     torch.manual_seed(0)
     module = causal_lm(cfg, spec, model.architecture(**spec), ranks=ranks)
     module.model.to(dtype and getattr(torch, dtype))
     module.ranks.divide(module)
     seen = Seen()
-    trainer = parity.trainer(cfg, [*instantiate(cfg.trainer.plugins).values()], [seen], module.ranks.lightning())
-    trainer.fit(module, WindowLoader(parity.Ragged(), cfg.batch_size, Settings(cfg).windows, seed=0))
+    trainer = parity.trainer(cfg, [*map(instantiate, cfg.trainer.plugins.every())], [seen], module.ranks.lightning())
+    trainer.fit(module, WindowLoader(parity.Ragged(), cfg.batch_size, cfg.windows, seed=0))
     weights = {name: p.detach().clone() for name, p in module.model.named_parameters() if not p.is_meta}
     with torch.no_grad():
         ids = parity.Ragged().micro_batch([0]).input_ids[:, :5]
@@ -100,7 +98,7 @@ def _seen(store, lines, dtype, change):
         patch.object(PipelineStage, "backward_one_chunk", noted("backward", PipelineStage.backward_one_chunk)),
         CHANGES[change](),
     ):
-        ranks = instantiate(composed(["strategy=pipeline", *options]).strategy)(timeout=60)
+        ranks = instantiate(run_of(["strategy=pipeline", *options]).strategy)(timeout=60)
         ranks.turns = Turns(store, ranks.rank == 0, 60)
         with ranks.turns.beating():
             seen = trained([line for line in lines if line not in options], dtype, ranks)

@@ -151,7 +151,7 @@ def test_after_a_failure_nobody_waits_in_nccl_for_the_others(monkeypatch, device
     def fails(**_):
         raise ValueError("out of memory")
 
-    monkeypatch.setattr(group, "Settings", lambda _: SimpleNamespace(several=True))
-    with pytest.raises(ValueError), group.joined(SimpleNamespace(strategy=strategy, device=device, devices=size)):
+    run = SimpleNamespace(strategy=strategy, device=device, devices=size, several=True)
+    with pytest.raises(ValueError), group.joined(run):
         pass
     assert seen == ["left"] * left

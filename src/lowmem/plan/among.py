@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -19,29 +18,29 @@ from torch.nn.parallel import DistributedDataParallel
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.internals import FakeStore, unset_fake_temporarily
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.strategy import loading
 from lowmem.strategy.one_device import OneDevice
 from lowmem.strategy.tensor_parallel import TensorParallel
 
 
 @contextmanager
-def one_of(cfg: DictConfig, rank: int = 0) -> Iterator[OneDevice]:
-    """Args: cfg: resolved; rank: which of cfg.devices.
+def one_of(run: Run, rank: int = 0) -> Iterator[OneDevice]:
+    """Args: run: resolved; rank: which of run.devices.
 
     Raises:
         Refused: this process is one of several that are there.
     """
-    if not Settings(cfg).several:
+    if not run.several:
         yield OneDevice()
         return
     if dist.is_initialized():
         raise Refused("Recipes are not looked for while other ranks wait: type the same words behind python plan.py.")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cfg.devices)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.devices)
     try:
-        ranks = instantiate(cfg.strategy)(device="cpu", devices=cfg.devices)
+        ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)
         ranks.largest = ranks.first = lambda said: said  # what is said between processes is as if all said it
-        ranks.every = lambda said: [said] * cfg.devices
+        ranks.every = lambda said: [said] * run.devices
         ranks.in_turn = nullcontext
         ranks.in_numbers = True  # each has the whole model, of shapes
         with (

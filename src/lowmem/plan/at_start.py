@@ -5,14 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
 
 from lowmem import gpus, launched
 from lowmem.errors import Refused
 from lowmem.gpus import Card
-from lowmem.instantiate import plain
 from lowmem.memory import process
-from lowmem.overrides import as_mapping, composed, replaced, without
+from lowmem.overrides import as_mapping, replaced, without
 from lowmem.plan.candidates import Typed
 from lowmem.plan.helper import elsewhere
 from lowmem.plan.machine import Machine, kept
@@ -22,7 +20,7 @@ from lowmem.plan.table import command
 from lowmem.plan.update import knows_update
 from lowmem.plan.window import of_trace, refine
 from lowmem.report.metrics import LONG, Metrics
-from lowmem.settings import Settings
+from lowmem.settle import Run, run_of
 from lowmem.techniques import CHANGEABLE
 from lowmem.units import GIB, duration
 
@@ -32,62 +30,62 @@ ENOUGH = 10  # steps of a run that can tell how long one takes
 LESS = 0.9  # what is tried after a run that did not fit, as a share of what that needed
 
 
-def with_recipe(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
-    """plan=12GiB, plan=auto: the config with the fastest recipe that fits and leaves what was typed as it is.
+def with_recipe(run: Run, typed: Sequence[str]) -> Run:
+    """plan=12GiB, plan=auto: the run with the fastest recipe that fits and leaves what was typed as it is.
 
     Raises:
         Refused: when nothing fits.
     """
-    if cfg.plan in ("check", "off"):
-        return cfg
-    card = _free(cfg) if cfg.plan == "auto" else gpus.card(cfg.plan, "plan")
-    may_change = cfg.may_change.split(",") if cfg.may_change else []
+    if run.plan in ("check", "off"):
+        return run
+    card = _free(run) if run.plan == "auto" else gpus.card(run.plan, "plan")
+    may_change = run.may_change.split(",") if run.may_change else []
     typed = without(("plan", "may_change"), typed)
-    plan = _searched(plain(cfg), typed, card, may_change)
+    plan = _searched(run.resolved(), typed, card, may_change)
     if plan.chosen is None:
         least = plan.recipes[0]
         others = [group for group in CHANGEABLE if group not in may_change]
         instead = f"may_change={','.join(CHANGEABLE)}, and it may take others, or " if others else ""
         raise Refused(
-            f"plan={cfg.plan}: nothing fits{' that computes what was typed' if others else ''}. The smallest recipe, "
+            f"plan={run.plan}: nothing fits{' that computes what was typed' if others else ''}. The smallest recipe, "
             f"{command(typed, least)}, needs {least.prediction.device_need / GIB:.2f} GiB of the device and "
             f"{least.prediction.host_need(plan.gpu) / GIB:.1f} of the host. Type {instead}a smaller seq_len or model."
         )
     log.info(
-        f"plan={cfg.plan}: {' '.join(plan.chosen.overrides) or 'nothing to change'} ({plan.chosen.says}), the fastest "
+        f"plan={run.plan}: {' '.join(plan.chosen.overrides) or 'nothing to change'} ({plan.chosen.says}), the fastest "
         f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes) + plan.hopeless}). It needs "
         f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of the device."
     )
-    return _composed(cfg, typed, as_mapping(plan.chosen.overrides))
+    return _composed(run, typed, as_mapping(plan.chosen.overrides))
 
 
-def checked(cfg: DictConfig, typed: Sequence[str]) -> Prediction | None:
+def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
     """What the run will need; None with plan=off.
 
     Raises:
         Refused: more than the device or the host has, with the numbers and a recipe that fits.
     """
-    if cfg.plan == "off":
+    if run.plan == "off":
         return None
-    card, ram = _free(cfg), _host()
-    prediction = _predicted(cfg, card)
+    card, ram = _free(run), _host()
+    prediction = _predicted(run, card)
     if prediction.advice is not None:
         log.info(prediction.advice)
     if prediction.estimate is not None:
         log.info(f"The prediction is an estimate: {prediction.estimate}")
     elif not prediction.fits(card and card.size, ram):
-        raise Refused(_does_not_fit(cfg, typed, prediction, card, ram))
+        raise Refused(_does_not_fit(run, typed, prediction, card, ram))
     return prediction
 
 
-def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction | None) -> str | None:
+def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
     """After memory ran out in spite of a prediction: the recipe to try, which is predicted to need less by a tenth."""
     if prediction is None:
         return None
     log.info("Out of memory: looking for a recipe that needs less ...")
     try:
         less = round(LESS * prediction.device_need)
-        plan = _searched(cfg, typed, replace(_free(cfg) or Card(less, "a tenth less"), size=less))
+        plan = _searched(run, typed, replace(_free(run) or Card(less, "a tenth less"), size=less))
     except Exception as error:  # whatever it is, it must not stand in the place of what the run died of
         log.info(f"No recipe was found: {error}")
         return None
@@ -102,13 +100,13 @@ def smaller_recipe(cfg: DictConfig, typed: Sequence[str], prediction: Prediction
     )
 
 
-def tell_duration(cfg: DictConfig, prediction: Prediction, steps: int) -> None:
+def tell_duration(run: Run, prediction: Prediction, steps: int) -> None:
     """Says how long so many steps take where rates of this machine are kept, and they take more than a minute."""
-    rates = _rates(cfg, prediction)
+    rates = _rates(run, prediction)
     try:
-        if rates is None or not knows_update(rates, cfg):
+        if rates is None or not knows_update(rates, run):
             return
-        seconds = of_trace(rates, cfg, prediction.shapes).seconds
+        seconds = of_trace(rates, run, prediction.shapes).seconds
     except Exception as error:  # whatever it is, an estimate must not end a run
         log.info(f"How long this takes is not known: {error}")
         return
@@ -116,48 +114,48 @@ def tell_duration(cfg: DictConfig, prediction: Prediction, steps: int) -> None:
         log.info(f"{steps} steps of about {seconds:.2g} s take about {duration(steps * seconds)}, and what evaluates.")
 
 
-def refined(cfg: DictConfig, prediction: Prediction, metrics: Metrics) -> float | None:
+def refined(run: Run, prediction: Prediction, metrics: Metrics) -> float | None:
     """Where rates of this machine are kept, a run that ends refines them. Returns: the seconds of a step that were
     counted; None: nothing is known, or the run was too short to tell."""
-    rates = _rates(cfg, prediction)
+    rates = _rates(run, prediction)
     if rates is None or len(metrics.step_seconds) < ENOUGH:
         return None
     try:
-        return refine(rates, cfg, prediction.shapes, metrics.seconds_per_step())
+        return refine(rates, run, prediction.shapes, metrics.seconds_per_step())
     except Exception as error:  # whatever it is, the training is done, and is reported and exported next
         log.info(f"The rates of this machine stay as they were: {error}")
         return None
 
 
-def _rates(cfg: DictConfig, prediction: Prediction) -> Machine | None:
+def _rates(run: Run, prediction: Prediction) -> Machine | None:
     """What is known of this machine, where it can tell how long a step of this run takes."""
-    rates = kept(on_card=cfg.device == "cuda")
+    rates = kept(on_card=run.device == "cuda")
     if rates is None or prediction.estimate or prediction.devices > 1:
         return None
-    rates.host = kept(on_card=False) if cfg.device == "cuda" else None
+    rates.host = kept(on_card=False) if run.device == "cuda" else None
     return rates
 
 
-def could_fit(cfg: DictConfig) -> bool:
+def could_fit(run: Run) -> bool:
     """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
-    card = _free(cfg)
-    prediction = _predicted(plain(cfg), card)
+    card = _free(run)
+    prediction = _predicted(run.resolved(), card)
     return prediction.estimate is not None or prediction.fits(card and card.size, _host())
 
 
-def _predicted(cfg: DictConfig, card: Card | None) -> Prediction:
+def _predicted(run: Run, card: Card | None) -> Prediction:
     of_card = {"beside": card.beside, "capability": card.capability} if card else {}
-    others = {"other": elsewhere, "node": launched.on_this_machine()} if Settings(cfg).several else {}
-    return predict(cfg, on_card=cfg.device == "cuda", **of_card, **others)
+    others = {"other": elsewhere, "node": launched.on_this_machine()} if run.several else {}
+    return predict(run, on_card=run.device == "cuda", **of_card, **others)
 
 
-def _free(cfg: DictConfig) -> Card | None:
+def _free(run: Run) -> Card | None:
     """What the device's tensors may take; None: a CPU's are only limited by the host.
 
     memory.limit caps torch's allocator, and there is no context within that: none is taken off again.
     """
-    limit = Settings(cfg).limit
-    if cfg.device != "cuda":
+    limit = run.limit
+    if run.device != "cuda":
         return limit and Card(limit, "memory.limit")
     card = gpus.here()
     return card if limit is None else replace(card, size=min(card.size, limit))
@@ -168,7 +166,7 @@ def _host() -> int:
     return process.available_bytes() + launched.on_this_machine() * process.rss_bytes()
 
 
-def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction, card: Card | None, ram: int) -> str:
+def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, card: Card | None, ram: int) -> str:
     held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
     lines = [
         f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({held}; highest in "
@@ -178,7 +176,7 @@ def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction,
         lines.append(f"The device has {card.size / GIB:.2f} GiB free.")
     lines.append(f"The host has {ram / GIB:.1f} GiB.")
     try:
-        plan = _searched(cfg, typed, card)
+        plan = _searched(run, typed, card)
         lines.append(
             f"The fastest recipe that fits ({plan.chosen.says}): {command(typed, plan.chosen)}."
             if plan.chosen
@@ -189,16 +187,14 @@ def _does_not_fit(cfg: DictConfig, typed: Sequence[str], prediction: Prediction,
     return " ".join([*lines, "Type plan=off to start it all the same."])
 
 
-def _searched(
-    cfg: DictConfig, typed: Sequence[str], card: Card | None, may_change: Collection[str] | None = None
-) -> Plan:
+def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Collection[str] | None = None) -> Plan:
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
-    asked = Typed(cfg, typed, lambda recipe: _composed(cfg, typed, recipe), may_change)
-    return search(asked, card, _host(), cfg.device == "cuda")
+    asked = Typed(run, typed, lambda recipe: _composed(run, typed, recipe), may_change)
+    return search(asked, card, _host(), run.device == "cuda")
 
 
-def _composed(cfg: DictConfig, typed: Sequence[str], recipe: Mapping[str, str]) -> DictConfig:
-    """A recipe's config. It runs where `cfg` does: the device is known by now, where device=auto was typed too."""
-    where = {"device": cfg.device, "output_dir": cfg.output_dir}
-    return plain(OmegaConf.merge(composed(replaced(typed, recipe)), where))
+def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:
+    """A recipe's config. It runs where `run` does: the device is known by now, where device=auto was typed too."""
+    where = {"device": run.device, "output_dir": run.output_dir}
+    return run_of(replaced(typed, recipe)).knowing(**where).resolved()

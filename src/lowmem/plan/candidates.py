@@ -7,7 +7,6 @@ from functools import cache, cached_property
 from itertools import product
 
 from hydra.errors import ConfigCompositionException
-from omegaconf import DictConfig, OmegaConf
 
 from lowmem.accumulation import divisors
 from lowmem.errors import Refused
@@ -16,13 +15,12 @@ from lowmem.overrides import CONF, as_mapping, chosen_by, is_group
 from lowmem.plan.changes import Change, Tier, changes
 from lowmem.plan.derive import Compose, reading
 from lowmem.refusals import refused
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.techniques import CHANGEABLE, techniques
 
 COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
 SHARED = "strategy"  # a group of ways for several devices to share one training
 PLACED = "weights"  # a group of places where they wait, which what a step does depends on
-NOT_OF_THE_UPDATE = ("_target_", "_partial_", "declares", "in_backward")  # keys of conf/optim
 
 
 @dataclass(frozen=True)
@@ -30,16 +28,16 @@ class Typed:
     """What was typed, and what of it a recipe may change.
 
     Args:
-        cfg: of these lines, resolved.
-        compose: the config with these overrides instead of lines of the same key.
+        run: of these lines, resolved.
+        compose: the run with these overrides instead of lines of the same key.
         may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: those that were not typed.
     """
 
-    cfg: DictConfig
+    run: Run
     lines: Sequence[str]
     compose: Compose
     may_change: Collection[str] | None = None
-    configs: dict[tuple, DictConfig] = field(default_factory=dict, repr=False)  # composed so far
+    configs: dict[tuple, Run] = field(default_factory=dict, repr=False)  # composed so far
 
     @cached_property
     def named(self) -> dict[str, str]:
@@ -51,26 +49,26 @@ class Typed:
         """key -> value."""
         return as_mapping(self.lines)
 
-    def config(self, recipe: Mapping[str, str]) -> DictConfig:
+    def config(self, recipe: Mapping[str, str]) -> Run:
         """Composed once: it takes a tenth of a second. Parts that nothing else reads are put in their place."""
         within = {key.split(".")[0] for key in recipe if "." in key}
         parts = {group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])}
         whole = {key: value for key, value in recipe.items() if key not in parts}
         if not parts:
             return self._composed(whole)
-        cfg = self._composed(whole).copy()
+        run = self._composed(whole)
         for group, name in parts.items():
-            cfg[group] = self._composed({group: name})[group]
-        return cfg
+            run = run.replacing(group, self._composed({group: name}).as_dict()[group])
+        return run
 
-    def _composed(self, recipe: Mapping[str, str]) -> DictConfig:
+    def _composed(self, recipe: Mapping[str, str]) -> Run:
         try:
             return self._strictly(recipe)
         except ConfigCompositionException:  # loss.rows was typed, and this loss has none
             changed = {group for group, name in recipe.items() if self.named.get(group) != name}
             return self._strictly({**{key: None for key in self.said if key.split(".")[0] in changed}, **recipe})
 
-    def _strictly(self, recipe: Mapping[str, str | None]) -> DictConfig:
+    def _strictly(self, recipe: Mapping[str, str | None]) -> Run:
         key = tuple(sorted((k, v or "") for k, v in recipe.items() if self.named.get(k) != v))
         if key not in self.configs:
             self.configs[key] = self.compose(recipe)
@@ -91,7 +89,7 @@ class Typed:
     def says(self, key: str, value: str) -> bool:
         """Whether a recipe with this value need not say it."""
         if key == "batch_size":
-            return str(self.cfg.batch_size) == value
+            return str(self.run.batch_size) == value
         return self.named.get(key, self.said.get(key)) == value
 
 
@@ -109,20 +107,20 @@ class Training:
 
 @dataclass(frozen=True)
 class Candidate:
-    """option: override -> value, the groups and batch_size among them; cfg: of its training and where weights are."""
+    """option: override -> value, the groups and batch_size among them; run: of its training and where weights are."""
 
     option: Mapping[str, str]
-    cfg: DictConfig
+    run: Run
     training: Training
 
     @property
     def streams(self) -> bool:
-        return Settings(self.cfg).streams
+        return self.run.streams
 
     @property
     def over_the_link(self) -> bool:
         """Whether every pass needs what waits in host memory."""
-        return self.streams or Settings(self.cfg).strategy.offloads
+        return self.streams or self.run.any("offloads")
 
 
 def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
@@ -132,13 +130,13 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
     for precision in _choices(typed, "precision", card):
         if not typed.takes({"precision": precision}):
             continue
-        cfg = typed.config({"precision": precision})
-        if emulates(card, cfg):
+        run = typed.config({"precision": precision})
+        if emulates(card, run):
             continue
         for optim in optimizers:
-            optim = _where_it_steps(typed, cfg, optim)
+            optim = _where_it_steps(typed, run, optim)
             chosen = {"precision": precision, "optim": optim}
-            found[precision, optim] = Training(chosen, tuple(changes(typed.cfg, cfg, typed.named, chosen)))
+            found[precision, optim] = Training(chosen, tuple(changes(typed.run, run, typed.named, chosen)))
     return list(found.values())
 
 
@@ -148,23 +146,23 @@ def candidates(typed: Typed, training: Training, shared: Collection[str] = ("aut
     for strategy, weights in product(shared, _choices(typed, PLACED)):
         chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
         chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
-        cfg = typed.config(chosen)
-        same, in_backward = _same_update(typed, cfg, chosen["optim"]), _in_backward(typed, cfg)
+        run = typed.config(chosen)
+        same, in_backward = _same_update(typed, run, chosen["optim"]), _in_backward(typed, run)
         for way in product(*(_choices(typed, group) for group in COMPUTED)):
             computed = dict(zip(COMPUTED, way, strict=True))
             # of what streams it depends on how it is computed
-            is_refused = any(refused(typed.config({**chosen, **computed}) if Settings(cfg).streams else cfg))
-            for batch_size, accumulation in micro_batches(typed, cfg):
+            is_refused = any(refused(typed.config({**chosen, **computed}) if run.streams else run))
+            for batch_size, accumulation in micro_batches(typed, run):
                 option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
                 if not is_refused:
-                    yield Candidate(option, cfg, training)
+                    yield Candidate(option, run, training)
                 if in_backward is not None and not accumulation:
                     yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
 
 
 def strategies(typed: Typed) -> list[str]:
     """In which several devices may share the model and the data: where it was not typed, those that say so."""
-    if typed.cfg.devices == 1 or typed.keeps(SHARED):
+    if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, one in techniques(SHARED).items() if one.tried and _makes_up(typed, name)]
 
@@ -172,13 +170,13 @@ def strategies(typed: Typed) -> list[str]:
 def _makes_up(typed: Typed, strategy: str) -> bool:
     """Whether so many devices make up its groups."""
     with suppress(Refused):
-        return bool(Settings(typed.config({SHARED: strategy})).data_ranks)
+        return bool(typed.config({SHARED: strategy}).data_ranks)
     return False
 
 
-def _where_it_steps(typed: Typed, cfg: DictConfig, optim: str) -> str:
+def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
     """On the host, the one that is made for it."""
-    on_host = Settings(cfg).masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
+    on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
 
@@ -192,45 +190,45 @@ def _tried(group: str, card: Card | None) -> list[str]:
     return [name for name, one in found if one.tried or (one.tried_without_bf16 and not has_bf16)]
 
 
-def micro_batches(typed: Typed, cfg: DictConfig) -> Iterator[tuple[int, dict[str, str]]]:
-    """(batch_size, overrides that keep the update's size). Args: cfg: of a strategy, which may be another than the one
+def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]]:
+    """(batch_size, overrides that keep the update's size). Args: run: of a strategy, which may be another than the one
     that the update's size is typed for."""
-    size = typed.cfg.accumulation.get("size")
+    size = typed.run.accumulation.arguments.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.said)
-    if ("batch_size" in typed.said and typed.cfg.batch_size != "auto") or (is_typed and size is None):
-        yield typed.cfg.batch_size, {}
+    if ("batch_size" in typed.said and typed.run.batch_size != "auto") or (is_typed and size is None):
+        yield typed.run.batch_size, {}
         return
     if size is not None:
-        for batch_size in divisors(size // reading(cfg)):
-            if typed.cfg.batch_size == "auto" or batch_size <= typed.cfg.batch_size:
+        for batch_size in divisors(size // reading(run)):
+            if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
     # As many in all, of which each that reads data of its own has its share.
-    sequences = typed.cfg.batch_size * Settings(typed.cfg).data_ranks // Settings(cfg).data_ranks
+    sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
         accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}
-        if batch_size <= typed.cfg.batch_size:
+        if batch_size <= typed.run.batch_size:
             yield batch_size, accumulation if batches > 1 else {}
 
 
-def _same_update(typed: Typed, cfg: DictConfig, name: str) -> dict[str, str]:
+def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
     """Arguments of the optimizer as they were, where only its state is another: shipped ones may differ."""
     asked, found = typed.named["optim"], techniques("optim")
     if name == asked or (found[asked].update_of or asked) != (found[name].update_of or name):
         return {}
     return {
         f"optim.{argument}": str(value)
-        for argument, value in typed.cfg.optim.items()
-        if argument not in NOT_OF_THE_UPDATE and cfg.optim.get(argument, value) != value
+        for argument, value in typed.run.optim.arguments.items()
+        if run.optim.arguments.get(argument, value) != value
     }
 
 
-def _in_backward(typed: Typed, cfg: DictConfig) -> DictConfig | None:
-    """The config in which each gradient steps its parameter at once, where nothing forbids that."""
+def _in_backward(typed: Typed, run: Run) -> Run | None:
+    """The run in which each gradient steps its parameter at once, where nothing forbids that."""
     if "optim.in_backward" in typed.said:
         return None
-    in_backward = OmegaConf.merge(cfg, {"optim": {"in_backward": True}})
+    in_backward = run.knowing(optim={"in_backward": True})
     return None if any(refused(in_backward)) else in_backward
 
 
@@ -244,6 +242,6 @@ def stands_alone(group: str, name: str) -> bool:
     return not reads and "${" not in text and "@package" not in text and "defaults:" not in text
 
 
-def emulates(card: Card | None, cfg: DictConfig) -> bool:
-    """Whether the card has no products of this config's kind."""
-    return card is not None and not card.has_bf16 and Settings(cfg).multiplies_in == "bfloat16"
+def emulates(card: Card | None, run: Run) -> bool:
+    """Whether the card has no products of this run's kind."""
+    return card is not None and not card.has_bf16 and run.multiplies_in == "bfloat16"

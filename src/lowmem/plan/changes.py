@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from omegaconf import DictConfig
-
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.techniques import techniques
 
 
@@ -28,17 +26,17 @@ class Change:
     says: str
 
 
-def changes(asked: DictConfig, recipe: DictConfig, named: Mapping[str, str], option: Mapping[str, str]) -> list[Change]:
+def changes(asked: Run, recipe: Run, named: Mapping[str, str], option: Mapping[str, str]) -> list[Change]:
     """Args: named: group -> its technique in `asked`; option: the same of `recipe`."""
     found = []
     if option["precision"] != named["precision"]:
-        found += _of_precision(Settings(asked), Settings(recipe), option["precision"])
+        found += _of_precision(asked, recipe, option["precision"])
     if option["optim"] != named["optim"]:
         found += _of_optimizer(named["optim"], option["optim"])
     return found
 
 
-def _of_precision(asked: Settings, recipe: Settings, name: str) -> list[Change]:
+def _of_precision(asked: Run, recipe: Run, name: str) -> list[Change]:
     if recipe.rounds_weights:
         return [Change(Tier.ANOTHER, name)]
     if asked.rounds_weights or recipe.multiplies_in != asked.multiplies_in:

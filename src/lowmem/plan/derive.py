@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import isqrt
 
-from omegaconf import DictConfig, OmegaConf
-
 from lowmem.memory.tracker import Point
 from lowmem.plan.links import EARLIER, NODE
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
 from lowmem.plan.trace import Trace, trace
 from lowmem.plan.window import PASSES, STEP, TRAVEL, seconds, window
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.techniques import techniques
 from lowmem.units import CATEGORIES
 
@@ -35,13 +33,13 @@ OF_THE_STEP = ("precision", "optim", "optim.in_backward")  # overrides that para
 SHORT = 8  # tokens of a trace for what the parameters alone need
 STAY = "weights.resident_blocks"  # override: blocks of weights that stream which stay on the device
 
-Compose = Callable[[Mapping[str, str]], DictConfig]  # overrides -> the resolved config
+Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the run, resolved
 Needed = tuple[Mapping[str, str], tuple[int, int]]  # of traces: overrides, smallest and largest micro-batch
 
 
 @dataclass
 class Derivation:
-    """Args: compose: a recipe's config; depth: blocks of the model; batches: smallest and largest micro-batch."""
+    """Args: compose: a recipe's run; depth: blocks of the model; batches: smallest and largest micro-batch."""
 
     compose: Compose
     depth: int
@@ -75,20 +73,20 @@ class Derivation:
         self._streaming: dict[str, str] = {}  # precision that others compute as -> the first whose weights stream
         self._staying: dict[tuple, Trace] = {}  # with one block that stays, at the smaller depth
 
-    def trace(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Trace, float]:
-        """Args: recipe: override -> value, the groups and batch_size among them; cfg: of its precision and optim.
+    def trace(self, recipe: Mapping[str, str], run: Run) -> tuple[Trace, float]:
+        """Args: recipe: override -> value, the groups and batch_size among them; run: of its precision and optim.
 
         Returns:
             What `trace` would, but for the allocator's events; seconds of an optimizer step.
         """
-        batches = micro_batches(cfg, recipe)
-        passes = Corners(self.traced(*self.needed(recipe, cfg)[0]), self.depth, int(recipe["batch_size"]))
-        parameters = self._parameters(recipe, cfg)
+        batches = micro_batches(run, recipe)
+        passes = Corners(self.traced(*self.needed(recipe, run)[0]), self.depth, int(recipe["batch_size"]))
+        parameters = self._parameters(recipe, run)
         of_passes = {"pinned": _pinned(passes), "advice": passes.any.advice, "estimate": passes.any.estimate}
         of_passes["leaves"] = passes.bytes(lambda t: t.leaves)
         of_passes["sent"] = _sent(passes)
-        derived = replace(self.of_parameters(recipe, cfg), **of_passes)
-        leave = Settings(cfg).masters or Settings(cfg).in_backward or derived.waits_on_host
+        derived = replace(self.of_parameters(recipe, run), **of_passes)
+        leave = run.masters or run.in_backward or derived.waits_on_host
         derived.phases |= {
             "forward": _pass("forward", passes, parameters, derived, leave, batches),
             "backward": _pass("backward", passes, parameters, derived, leave, batches),
@@ -102,7 +100,7 @@ class Derivation:
             taken[TRAVEL] = part * passes.at(lambda t: self._seconds(t).get(TRAVEL, 0.0))
         if not leave:  # each micro-batch but the first adds its gradients to those that are there
             taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
-        return derived, window(self.machine, cfg, derived, taken, batches, self.node).seconds
+        return derived, window(self.machine, run, derived, taken, batches, self.node).seconds
 
     def _seconds(self, shapes: Trace) -> Mapping[str, float]:
         """Counted once for all recipes that share a trace, which `_corners` keeps."""
@@ -110,9 +108,9 @@ class Derivation:
             self._counted[id(shapes)] = seconds(self.machine, shapes)
         return self._counted[id(shapes)]
 
-    def of_parameters(self, recipe: Mapping[str, str], cfg: DictConfig) -> Trace:
+    def of_parameters(self, recipe: Mapping[str, str], run: Run) -> Trace:
         """What the weights, gradients and state of a recipe need whatever it computes; its step has no activations."""
-        parameters = self._parameters(recipe, cfg)
+        parameters = self._parameters(recipe, run)
         held = {category: parameters.bytes(_held("step", category)) for category in CATEGORIES}
         return Trace(
             parameters=parameters.bytes(lambda t: t.parameters),
@@ -134,36 +132,36 @@ class Derivation:
             phases={"step": Point("step", held | {"activations": 0}, parameters.bytes(_host("step")))},
         )
 
-    def _parameters(self, recipe: Mapping[str, str], cfg: DictConfig) -> "Corners":
-        needed = self.needed(recipe, cfg)[1]
+    def _parameters(self, recipe: Mapping[str, str], run: Run) -> "Corners":
+        needed = self.needed(recipe, run)[1]
         found = Corners(self.traced(*needed), self.depth, 1)
-        count = int(recipe.get(STAY, cfg.weights.get("resident_blocks", 0)))
+        count = int(recipe.get(STAY, run.weights.arguments.get("resident_blocks", 0)))
         if not count:
             return found
         key = _key(*needed)
         if key not in self._staying:
-            short = OmegaConf.merge(self.compose(needed[0] | {STAY: "1"}), {"batch_size": 1})
+            short = self.compose(needed[0] | {STAY: "1"}).knowing(batch_size=1)
             self._staying[key] = trace(short, self.on_card, min(self.depths), self.capability)
             self.traces += 1
         return replace(found, staying=count, one_stays=self._staying[key])
 
-    def needed(self, recipe: Mapping[str, str], cfg: DictConfig) -> tuple[Needed, Needed]:
+    def needed(self, recipe: Mapping[str, str], run: Run) -> tuple[Needed, Needed]:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
         parameters, with hardly an activation."""
         passes = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
-        same = not Settings(cfg).adapter.stays_wide and Settings(cfg).precision.computes_as
+        same = not run.any("stays_wide") and run.technique("precision").computes_as
         passes["precision"] = same or recipe["precision"]
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
-        if Settings(cfg).streams:  # which the one that is computed as does not: the first of them stands for all
+        if run.streams:  # which the one that is computed as does not: the first of them stands for all
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
             placed = {key: recipe[key] for key in ("weights",) if key in recipe} | {STAY: "0"}
             passes, parameters = passes | placed, parameters | placed
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # which is then on the host
                 parameters["loss"] = recipe["loss"]
         parameters = {"loss": "full", "seq_len": str(SHORT)} | parameters
-        several, run = micro_batches(cfg, recipe) > 1, Settings(cfg)
+        several = micro_batches(run, recipe) > 1
         # of a whole model on each device only the last micro-batch of a window sends gradients
-        once = run.several and not run.strategy.divides
+        once = run.several and not run.any("divides")
         passes["accumulation"] = "fixed" if several and once else "none"
         # then the host sums gradients in fp32
         parameters["accumulation"] = "fixed" if several and run.masters else "none"
@@ -172,11 +170,11 @@ class Derivation:
             passes, parameters = passes | placed, parameters | placed
         return (passes, self.batches), (parameters, (1, 1))
 
-    def estimate(self, recipe: Mapping[str, str], cfg: DictConfig) -> str | None:
+    def estimate(self, recipe: Mapping[str, str], run: Run) -> str | None:
         """Why what is derived for a recipe is an estimate; None: it is exact. Args: those of `trace`."""
         checkpointing = recipe["gradient_checkpointing"]
         if checkpointing not in self._errors:
-            self._errors[checkpointing] = self._error_at_third(*self.needed(recipe, cfg)[0])
+            self._errors[checkpointing] = self._error_at_third(*self.needed(recipe, run)[0])
         error = self._errors[checkpointing]
         if error <= BENT:
             return None
@@ -191,8 +189,8 @@ class Derivation:
             return 0.0
         small = min(batches)
         by_depth = {depth: t for depth, batch, t in self.traced(passes, batches) if batch == small}
-        cfg = OmegaConf.merge(self.compose(passes), {"batch_size": small})
-        third = trace(cfg, self.on_card, self.third, self.capability)
+        run = self.compose(passes).knowing(batch_size=small)
+        third = trace(run, self.on_card, self.third, self.capability)
         self.traces += 1
         exact = {place: third.places[place].with_all_gradients for place in third.places if place.startswith(PASSES)}
 
@@ -210,17 +208,17 @@ class Derivation:
         """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""
         if not self.has(recipe, batches):
             corners = self.corners(recipe, batches)
-            traces = [trace(cfg, self.on_card, depth, self.capability) for depth, _, cfg in corners]
+            traces = [trace(run, self.on_card, depth, self.capability) for depth, _, run in corners]
             self.take(recipe, batches, corners, traces)
         return self._corners[_key(recipe, batches)]
 
-    def corners(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, DictConfig]]:
+    def corners(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Run]]:
         """(depth, batch, config) of each trace that `traced` makes."""
-        cfg = self.compose(recipe)
+        run = self.compose(recipe)
         # Up to this micro-batch the loss is one chunk, which grows with it; beyond it are several of one size.
-        knee = -(-cfg.loss.get("rows", 1) // cfg.seq_len)
+        knee = -(-run.loss.arguments.get("rows", 1) // run.seq_len)
         return [
-            (depth, batch, OmegaConf.merge(cfg, {"batch_size": batch}))
+            (depth, batch, run.knowing(batch_size=batch))
             for depth in self.depths
             for batch in sorted({*batches, min(max(knee, batches[0]), batches[1])})
         ]
@@ -238,19 +236,19 @@ def _key(recipe: Mapping[str, str], batches: tuple[int, int]) -> tuple:
     return (*sorted(recipe.items()), *batches)
 
 
-def micro_batches(cfg: DictConfig, recipe: Mapping[str, str]) -> int:
+def micro_batches(run: Run, recipe: Mapping[str, str]) -> int:
     """Of the recipe's accumulation window."""
     if "accumulation.batches" in recipe:
         return int(recipe["accumulation.batches"])
-    if "size" in cfg.accumulation:
-        return cfg.accumulation.size // (int(recipe["batch_size"]) * reading(cfg))
-    return Settings(cfg).windows.largest
+    if "size" in run.accumulation.arguments:
+        return run.accumulation.size // (int(recipe["batch_size"]) * reading(run))
+    return run.windows.largest
 
 
-def reading(cfg: DictConfig) -> int:
+def reading(run: Run) -> int:
     """Devices that share the sequences of accumulation.size."""
-    devices = cfg.accumulation.devices
-    return Settings(cfg).data_ranks if devices == 1 else devices
+    devices = run.accumulation.devices
+    return run.data_ranks if devices == 1 else devices
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 from lowmem import processors
 from lowmem.errors import Refused
+from lowmem.settle import Run
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from lowmem.plan.trace import Trace
 
-Job = tuple  # a config as plain values, and the other arguments of `trace`
+Job = tuple  # a run as plain values, and the other arguments of `trace`
 
 
 class NotTraced(Exception):
@@ -71,17 +70,15 @@ class Helper:
             return None
 
 
-def elsewhere(cfg: "DictConfig", on_card: bool, capability: float | None, rank: int = 0) -> "Trace":
+def elsewhere(run: "Run", on_card: bool, capability: float | None, rank: int = 0) -> "Trace":
     """What `trace` returns, of a process that is not one of several: these cannot make up others.
 
     Raises:
         NotTraced: it did not answer.
         Refused: what the run itself would be refused for.
     """
-    from omegaconf import OmegaConf
-
     with Helper() as one:
-        traces = one.traces([(OmegaConf.to_container(cfg), on_card, None, capability, rank)])
+        traces = one.traces([(run.as_dict(), on_card, None, capability, rank)])
     if traces is None:
         raise NotTraced("the process that traces has ended without an answer.")
     if isinstance(traces, Refused):
@@ -98,8 +95,7 @@ def serve() -> None:
     """The process itself: answers until there is nobody to ask. What goes wrong ends it."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
-    from omegaconf import OmegaConf
-
+    from lowmem.settle import Run
     from lowmem.starting import undisturbed
 
     with undisturbed(), suppress(EOFError):
@@ -108,7 +104,7 @@ def serve() -> None:
         while True:
             jobs = pickle.load(sys.stdin.buffer)
             try:
-                found = [trace(OmegaConf.create(cfg), *others) for cfg, *others in jobs]
+                found = [trace(Run.read(values), *others) for values, *others in jobs]
             except Refused as error:
                 found = error
             pickle.dump(found, answers)

@@ -7,21 +7,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lowmem import gpus, model
 from lowmem.check import check, check_values
 from lowmem.errors import Refused
-from lowmem.instantiate import plain
 from lowmem.memory import process
 from lowmem.memory.limit import parse
-from lowmem.overrides import as_mapping, composed, key, replaced, without
+from lowmem.overrides import as_mapping, key, replaced, without
 from lowmem.plan import table
 from lowmem.plan.candidates import SHARED, Typed, emulates
 from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.quiet import quiet
+from lowmem.settle import Run, run_of, settled
 from lowmem.techniques import techniques
 from lowmem.terminal import folded
 
@@ -29,7 +29,7 @@ OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # that no command
 
 
 def plan(
-    cfg: DictConfig,
+    cfg: DictConfig | Run,
     output_dir: Path,
     choices: Mapping[str, str],
     typed: Sequence[str],
@@ -41,33 +41,34 @@ def plan(
         Refused: a size, a run or a model that cannot be planned.
     """
     start = time.perf_counter()
-    check_values(cfg)
-    card, ram = gpus.card(cfg.gpu), parse(cfg.ram, "ram", plain=False)
-    if cfg.batch_size == "auto" and not cfg.search:
+    run = settled(cfg)
+    check_values(run)
+    card, ram = gpus.card(run.gpu), parse(run.ram, "ram", plain=False)
+    if run.batch_size == "auto" and not run.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
-    on_card = card is not None or cfg.device == "cuda" or torch.cuda.is_available()
-    cfg = resolved(shared(cfg, typed), on_card)
-    check(cfg, choices)
+    on_card = card is not None or run.device == "cuda" or torch.cuda.is_available()
+    run = resolved(shared(run, typed), on_card)
+    check(run, choices)
     quiet()
-    model.check_architecture(cfg)
+    model.check_architecture(run)
     card_of_here = card is None  # several of another kind are in another host
     card = gpus.here() if card is None and on_card else card
-    if ram is None and (card_of_here or cfg.devices == 1):
+    if ram is None and (card_of_here or run.devices == 1):
         ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # it is gone by the time of the run
     typed, card_of = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
-    if cfg.search:
-        changeable = cfg.may_change and cfg.may_change.split(",")
-        asked = Typed(cfg, typed, partial(_composed, [*typed, *card_of], on_card=on_card), changeable)
-        searched = search(asked, card, ram, on_card, cfg.node, helper)
+    if run.search:
+        changeable = run.may_change and run.may_change.split(",")
+        asked = Typed(run, typed, partial(_composed, [*typed, *card_of], on_card=on_card), changeable)
+        searched = search(asked, card, ram, on_card, run.node, helper)
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
-        said, written = f"\n{table.of_plan(searched, cfg.rows)}", _as_dict(searched, typed)
+        said, written = f"\n{table.of_plan(searched, run.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
-            smaller = largest_model(searched, on_card, cfg.node)
+            smaller = largest_model(searched, on_card, run.node)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
-        if emulates(card, cfg):
+        if emulates(card, run):
             raise Refused(NO_BF16)
-        prediction = predict(cfg, on_card, *((card.beside, card.capability) if card else (0, None)), cfg.node)
+        prediction = predict(run, on_card, *((card.beside, card.capability) if card else (0, None)), run.node)
         gpu = card and card.size
         said = table.of_prediction(prediction, gpu, ram)
         recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(gpu, ram)}
@@ -80,25 +81,25 @@ def plan(
     return written
 
 
-def shared(cfg: DictConfig, typed: Sequence[str]) -> DictConfig:
+def shared(run: Run, typed: Sequence[str]) -> Run:
     """Of several devices without a strategy a search looks for one: until then each has the whole model."""
-    if not cfg.search or cfg.devices == 1 or any(key(line) == SHARED for line in typed):
-        return cfg
+    if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
+        return run
     whole = next(name for name, one in techniques(SHARED).items() if one.tried and not one.divides)
-    return composed([*typed, f"{SHARED}={whole}"], "plan")
+    return run_of([*typed, f"{SHARED}={whole}"], "plan")
 
 
-def resolved(cfg: DictConfig, on_card: bool) -> DictConfig:
+def resolved(run: Run, on_card: bool) -> Run:
     """A copy without interpolations; `device` is where tracing happens, which is always here."""
-    cfg = OmegaConf.merge(cfg, {"device": "cpu"})
-    if cfg.batch_size == "auto" and cfg.memory.limit is None:  # which is refused without a card's size
-        card = gpus.card(cfg.get("gpu"))
-        cfg = OmegaConf.merge(cfg, {"memory": {"limit": card and card.size}})
-    return plain(cfg)
+    run = run.knowing(device="cpu")
+    if run.batch_size == "auto" and run.memory.limit is None:  # which is refused without a card's size
+        card = gpus.card(run.gpu)
+        run = run.knowing(memory={"limit": card and card.size})
+    return run.resolved()
 
 
-def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) -> DictConfig:
-    return resolved(composed(replaced(typed, recipe), "plan"), on_card)
+def _composed(typed: Sequence[str], recipe: Mapping[str, str], on_card: bool) -> Run:
+    return resolved(run_of(replaced(typed, recipe), "plan"), on_card)
 
 
 def _as_dict(searched: Plan, typed: Sequence[str]) -> dict:

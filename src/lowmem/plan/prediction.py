@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowmem import build
@@ -23,7 +22,7 @@ from lowmem.plan.recorder import stack_of
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.plan.window import HALF
-from lowmem.settings import SIXTEEN, Settings
+from lowmem.settle import SIXTEEN, Run
 from lowmem.trained import packed, parameters, trained
 from lowmem.units import CATEGORIES, GIB, MIB
 
@@ -146,7 +145,7 @@ class Prediction:
 
 
 def predict(
-    cfg: DictConfig,
+    run: Run,
     on_card: bool,
     beside: int = 0,
     capability: float | None = None,
@@ -155,7 +154,7 @@ def predict(
 ) -> Prediction:
     """Of the device that needs most.
 
-    Args: cfg: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; beside,
+    Args: run: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; beside,
     capability: of a `Card`; node: devices of a host, which they share; other: who traces, in the place of this process.
 
     Raises:
@@ -164,65 +163,64 @@ def predict(
     traces = other or trace
     libraries = process.rss_bytes()  # this process has imported what the run will import
     more = {"beside": beside, "node": node}
-    if Settings(cfg).checkpointing.compiles_blocks:
-        uncompiled = {"gradient_checkpointing": {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}}
-        cfg = OmegaConf.create(OmegaConf.to_container(cfg) | uncompiled)
+    if run.any("compiles_blocks"):
+        none = {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}
+        run = run.replacing("gradient_checkpointing", none)
         why = (
             "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
         )
-        traced = traces(cfg, on_card, capability=capability)
-        return replace(needs(traced, cfg, on_card, libraries, **more), estimate=why)
-    if Settings(cfg).strategy.package:
-        why = f"the engine of this strategy is counted by its rule: what it divides is 1/{cfg.devices} on each device."
-        return replace(needs(outline(cfg, on_card), cfg, on_card, libraries, **more), estimate=f"{why} {OUTLINED}")
+        traced = traces(run, on_card, capability=capability)
+        return replace(needs(traced, run, on_card, libraries, **more), estimate=why)
+    if run.technique("strategy").package:
+        why = f"the engine of this strategy is counted by its rule: what it divides is 1/{run.devices} on each device."
+        return replace(needs(outline(run, on_card), run, on_card, libraries, **more), estimate=f"{why} {OUTLINED}")
     try:
-        first = traces(cfg, on_card, capability=capability)
-        found = [first, *(traces(cfg, on_card, capability=capability, rank=rank) for rank in first.neediest if rank)]
-        return max((needs(one, cfg, on_card, libraries, **more) for one in found), key=lambda need: need.device_peak)
+        first = traces(run, on_card, capability=capability)
+        found = [first, *(traces(run, on_card, capability=capability, rank=rank) for rank in first.neediest if rank)]
+        return max((needs(one, run, on_card, libraries, **more) for one in found), key=lambda need: need.device_peak)
     except Refused:
         raise
     except NotTraced as error:
         why = f"{error} {OUTLINED}"
-        return replace(needs(outline(cfg, on_card), cfg, on_card, libraries, **more), estimate=why)
+        return replace(needs(outline(run, on_card), run, on_card, libraries, **more), estimate=why)
     except Exception as error:
-        why, shapes = f"{untraceable(error)} {OUTLINED}", outline(cfg, on_card)
-        return replace(needs(shapes, cfg, on_card, libraries, **more), estimate=why)
+        why, shapes = f"{untraceable(error)} {OUTLINED}", outline(run, on_card)
+        return replace(needs(shapes, run, on_card, libraries, **more), estimate=why)
 
 
-def outline(cfg: DictConfig, on_card: bool) -> Trace:
+def outline(run: Run, on_card: bool) -> Trace:
     """Of a model that cannot be traced: weights, gradients and state are counted, divided where the strategy divides
     them, and the activations of a transformer of its dimensions."""
-    config = architecture_of(cfg)
+    config = architecture_of(run)
     text = config.get_text_config(decoder=True)
-    network = outlined(cfg)
+    network = outlined(run)
     every, own = list(network.parameters()), [p for _, p in trained(network)]
     sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
     count, narrow = sum(sizes), HALF * sum(p.numel() for p in every)
-    run = Settings(cfg)
     on_host = run.masters
     streamed = [HALF * sum(p.numel() for p in block.parameters()) for block in stack_of(network)] if run.streams else []
-    narrow += cfg.weights.get("slots", 0) * max(streamed, default=0) - sum(streamed)
-    rate, pageable = state_bytes_per_parameter(build.optimizer(cfg))
+    narrow += run.weights.arguments.get("slots", 0) * max(streamed, default=0) - sum(streamed)
+    rate, pageable = state_bytes_per_parameter(build.optimizer(run))
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
     weights = buffers + (narrow if on_host else sum(p.nbytes for p in every))
     state = round(count * rate) - paged
     gradients = 0 if on_host else sum(p.nbytes for p in own)
-    tokens, layers = cfg.batch_size * cfg.seq_len, getattr(text, "num_hidden_layers", 1)
+    tokens, layers = run.batch_size * run.seq_len, getattr(text, "num_hidden_layers", 1)
     whole = 0
     if run.saves_parts:
-        whole = weights if run.strategy.steps_wide and not run.strategy.gathers_in_hooks else 0
-        wide = 4 * count if run.strategy.steps_wide else 0
-        weights, gradients, state = (size // cfg.devices for size in (weights, gradients, state + wide))
+        whole = weights if run.any("steps_wide") and not run.any("gathers_in_hooks") else 0
+        wide = 4 * count if run.any("steps_wide") else 0
+        weights, gradients, state = (size // run.devices for size in (weights, gradients, state + wide))
         weights = whole or weights
     held = tokens * (2 if run.multiplies_in in SIXTEEN else 4)
     boundary = held * getattr(text, "hidden_size", 1024)
-    blocks = 1 if run.checkpointing.saves else layers
-    columns = min(text.vocab_size, cfg.loss.get("columns", text.vocab_size))
-    logits = 3 * 4 * min(tokens, cfg.loss.get("rows", tokens)) * columns
+    blocks = 1 if run.technique("gradient_checkpointing").saves else layers
+    columns = min(text.vocab_size, run.loss.arguments.get("columns", text.vocab_size))
+    logits = 3 * 4 * min(tokens, run.loss.arguments.get("rows", tokens)) * columns
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
-    master = getattr(torch, cfg.weights_dtype).itemsize
+    master = getattr(torch, run.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else HALF)) + state if on_host else 0
-    if run.strategy.offloads or cfg.strategy.get("offload"):  # what is divided waits and is stepped there
+    if run.any("offloads") or run.strategy.arguments.get("offload"):  # what is divided waits and is stepped there
         host, weights, gradients, state = gradients + state + (0 if whole else weights), whole, 0, 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
@@ -246,17 +244,17 @@ def outline(cfg: DictConfig, on_card: bool) -> Trace:
     )
 
 
-def _communicators(shapes: Trace, cfg: DictConfig) -> int:
+def _communicators(shapes: Trace, run: Run) -> int:
     """NCCL's bytes, which are not torch's: made for each group when it first exchanges, and kept."""
     groups = {one.ranks for _, one in shapes.sent} or {None}  # of an engine that was not traced, at least one
-    return len(groups) * COMMUNICATOR if cfg.devices > 1 else 0
+    return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
 
-def outlined(cfg: DictConfig) -> PreTrainedModel:
+def outlined(run: Run) -> PreTrainedModel:
     """The run's model without memory or numbers, and what of it is trained."""
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(architecture_of(cfg), dtype=getattr(torch, Settings(cfg).loaded_in))
-        build.choose_trained(cfg, network)
+        network = AutoModelForCausalLM.from_config(architecture_of(run), dtype=getattr(torch, run.loaded_in))
+        build.choose_trained(run, network)
     return network
 
 
@@ -272,12 +270,9 @@ def _kept_per_token(text: PretrainedConfig) -> int:
     return 9 * hidden + max(1, experts) * 4 * width + 2 * experts * hidden
 
 
-def needs(
-    shapes: Trace, cfg: DictConfig, on_card: bool, libraries: int, beside: int = 0, node: int = NODE
-) -> Prediction:
+def needs(shapes: Trace, run: Run, on_card: bool, libraries: int, beside: int = 0, node: int = NODE) -> Prediction:
     """What a traced run needs. Args: libraries: resident bytes of a process that has imported all and built nothing."""
-    run = Settings(cfg)
-    size, loaded = (getattr(torch, name).itemsize for name in (cfg.weights_dtype, run.loaded_in))
+    size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
     windows = run.windows if run.several else None
     steps_beside_card = on_card and shapes.steps_on_host
     # a gradient on its way to the host, in 16 bits
@@ -294,8 +289,8 @@ def needs(
     base = sum(built_on.values())
     device = _device_bytes(shapes, on_card, leaving)
     host = _host_bytes(shapes, run, on_card, size, loaded)
-    host["save"] += _merged(cfg, shapes)
-    mapped = _mapped(cfg, shapes.parameters, loaded)
+    host["save"] += _merged(run, shapes)
+    mapped = _mapped(run, shapes.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
     reserved, smallest = _by_the_allocator(shapes, max(device.values()), leaving) if on_card else (0, 0)
@@ -308,16 +303,16 @@ def needs(
         smallest=smallest,
         parameters=shapes.parameters,
         on_card=on_card,
-        beside=beside + _communicators(shapes, cfg) if on_card else 0,
+        beside=beside + _communicators(shapes, run) if on_card else 0,
         advice=shapes.advice,
         shapes=replace(shapes, events=[], places={}),
         mapped=mapped,
         paged=shapes.paged,
         estimate=shapes.estimate,
-        devices=cfg.devices,
+        devices=run.devices,
         node=node,
         first=host["load"] - shapes.largest * loaded - mapped if run.loads_once else 0,
-        traffic=of_window(shapes.sent, windows.largest if windows and not run.strategy.together else 1, node),
+        traffic=of_window(shapes.sent, windows.largest if windows and not run.any("together") else 1, node),
     )
 
 
@@ -336,7 +331,7 @@ def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
     }
 
 
-def _host_bytes(shapes: Trace, run: Settings, on_card: bool, size: int, loaded: int) -> dict[str, int]:
+def _host_bytes(shapes: Trace, run: Run, on_card: bool, size: int, loaded: int) -> dict[str, int]:
     """By phase, of tensors that lie on the host only. Args: size: bytes of an element of what is trained; loaded: of
     the weights as they are read."""
     traced = {name: point.host for name, point in shapes.phases.items()}
@@ -350,7 +345,9 @@ def _host_bytes(shapes: Trace, run: Settings, on_card: bool, size: int, loaded: 
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
     if not on_card:
         copies = 0
-    elif run.strategy.package:  # its parts are put together first, by each process, with an AdamW's two states
+    elif run.technique(
+        "strategy"
+    ).package:  # its parts are put together first, by each process, with an AdamW's two states
         copies = (shapes.parameters + 2 * shapes.trained) * size
     elif run.saves_parts:  # one after the other is copied to be written
         copies = shapes.largest * size
@@ -367,19 +364,19 @@ def _host_bytes(shapes: Trace, run: Settings, on_card: bool, size: int, loaded: 
     }
 
 
-def _merged(cfg: DictConfig, shapes: Trace) -> int:
+def _merged(run: Run, shapes: Trace) -> int:
     """Bytes by which a base that is held in fewer bits grows where an adapter is merged into it."""
-    if not cfg.merge:
+    if not run.merge:
         return 0
-    written = getattr(torch, cfg.export_dtype or "float32").itemsize
+    written = getattr(torch, run.export_dtype or "float32").itemsize
     return max(0, shapes.parameters * written - shapes.weights)
 
 
-def _mapped(cfg: DictConfig, parameters: int, size: int) -> int:
+def _mapped(run: Run, parameters: int, size: int) -> int:
     """Bytes of a folder's weights, whose pages stay resident until all are read, where they are copied into elements of
     another size; else they become the tensors' own. Of a hub's files nothing is known beforehand."""
-    folder = Path(cfg.model.name).expanduser()
-    if not (cfg.model.pretrained and folder.is_dir()):
+    folder = Path(run.model.name).expanduser()
+    if not (run.model.pretrained and folder.is_dir()):
         return 0
     held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return 0 if round(held / parameters) == size else held

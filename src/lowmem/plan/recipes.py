@@ -4,8 +4,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig, OmegaConf
-
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory import process
@@ -22,7 +20,7 @@ from lowmem.plan.recorder import stack_of
 from lowmem.plan.trace import trace
 from lowmem.plan.tracing import trace_all
 from lowmem.refusals import refused
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.starting import undisturbed
 from lowmem.trained import trained
 
@@ -130,10 +128,10 @@ class _Search:
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
-        rates = machine(on_card, card, Settings(typed.cfg).multiplies_in)
-        depth, rounds = model_depth(typed.cfg)
+        rates = machine(on_card, card, typed.run.multiplies_in)
+        depth, rounds = model_depth(typed.run)
         shared = {name: typed.config({SHARED: name}) for name in strategies(typed)}
-        sizes = [size for cfg in shared.values() for size, _ in micro_batches(typed, cfg)]
+        sizes = [size for run in shared.values() for size, _ in micro_batches(typed, run)]
         self.derivation = Derivation(
             typed.config, depth, (min(sizes), max(sizes)), on_card, rates, self.capability, period=rounds, node=node
         )
@@ -142,7 +140,7 @@ class _Search:
 
     def _divides(self, strategy: str) -> bool:
         """Whether the model can be shared so: its widths may not divide."""
-        short = OmegaConf.merge(self.typed.config({SHARED: strategy}), {"batch_size": 1, "seq_len": 1})
+        short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             trace(short, self.on_card, 1, self.capability)
         except Refused as error:
@@ -170,7 +168,7 @@ class _Search:
 
     def _recipes(self, found: list[Candidate]) -> list[Recipe]:
         hopeful = []
-        self._trace(self.derivation.needed(c.option, c.cfg)[1] for c in found)
+        self._trace(self.derivation.needed(c.option, c.run)[1] for c in found)
         for candidate in found:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
@@ -186,15 +184,15 @@ class _Search:
             if candidate.streams and recipe.fits(self.gpu, self.ram):
                 block = SMALLEST * recipe.prediction.shapes.streamed / self.derivation.depth
                 room = int((self.gpu - recipe.prediction.device_need) / block)
-                most = self.derivation.depth - candidate.cfg.weights.slots - 1  # with more, all would be there
+                most = self.derivation.depth - candidate.run.weights.slots - 1  # with more, all would be there
                 if (count := min(room, most)) > 0:
                     yield replace(candidate, option={**candidate.option, STAY: str(count)})
 
     def _confirmed(self, ranked: list[Recipe]) -> list[Recipe]:
         """What was derived is traced before it is recommended: the first, and the next where that does not fit."""
         for number, recipe in enumerate(ranked):
-            cfg = self.typed.config(as_mapping(recipe.overrides))
-            exact = predict(cfg, self.on_card, self.beside, self.capability, self.node)
+            run = self.typed.config(as_mapping(recipe.overrides))
+            exact = predict(run, self.on_card, self.beside, self.capability, self.node)
             ranked[number] = replace(recipe, prediction=exact, traced=True)
             if exact.fits(self.gpu, self.ram):
                 break
@@ -214,17 +212,17 @@ class _Search:
 
     def _least(self, candidate: Candidate) -> int:
         """Bytes of a card without which no recipe with these weights, gradients and state works."""
-        return self.derivation.of_parameters(candidate.option, candidate.cfg).phases["step"].total + self.beside
+        return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.beside
 
     def _derived(self, group: list[Candidate]) -> list[Recipe]:
-        self._trace(need for c in group for need in self.derivation.needed(c.option, c.cfg))
+        self._trace(need for c in group for need in self.derivation.needed(c.option, c.run))
         return [self._recipe(candidate) for candidate in group]
 
     def _recipe(self, candidate: Candidate) -> Recipe:
-        option, cfg = candidate.option, candidate.cfg
-        shapes, seconds = self.derivation.trace(option, cfg)
-        need = needs(shapes, cfg, self.on_card, self.libraries, self.beside, self.node)
-        need = replace(need, estimate=self.derivation.estimate(option, cfg) or need.estimate)
+        option, run = candidate.option, candidate.run
+        shapes, seconds = self.derivation.trace(option, run)
+        need = needs(shapes, run, self.on_card, self.libraries, self.beside, self.node)
+        need = replace(need, estimate=self.derivation.estimate(option, run) or need.estimate)
         if link := self.derivation.machine.link:
             seconds += 2 * need.paged_on_host(self.gpu) / link  # each of its pages comes and leaves
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
@@ -232,7 +230,7 @@ class _Search:
         return Recipe(overrides, need, seconds, training.changes, _rank(training, self.typed.may_change))
 
     def _trace(self, needed: Iterable[Needed]) -> None:
-        trace_all(self.typed.cfg, self.derivation, needed, self.helper)
+        trace_all(self.typed.run, self.derivation, needed, self.helper)
 
 
 def _rank(training: Training, may_change: Collection[str] | None) -> int:
@@ -248,9 +246,9 @@ def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
     return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
 
 
-def model_depth(cfg: DictConfig) -> tuple[int, int]:
+def model_depth(run: Run) -> tuple[int, int]:
     """How many blocks, and after how many their kinds begin again."""
-    config, strategy = architecture_of(cfg), Settings(cfg).strategy
+    config, strategy = architecture_of(run), run.technique("strategy")
     if strategy.together or strategy.package:
         raise Refused(
             "strategy: recipes are derived from a few blocks of a model, which this one divides otherwise than all of "
@@ -260,10 +258,10 @@ def model_depth(cfg: DictConfig) -> tuple[int, int]:
     rounds = period(kinds) if kinds else 1
     if not depth or rounds is None:
         raise Refused(
-            f"model.name={cfg.model.name}: recipes are derived from a stack of blocks that are equal or take "
+            f"model.name={run.model.name}: recipes are derived from a stack of blocks that are equal or take "
             "turns, and this model's do not. Type search=false to plan.py to predict one run at a time."
         )
-    if (cfg.freeze or cfg.adapter.get("target")) and not _trained_alike(cfg, rounds):
+    if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, rounds):
         raise Refused(
             "freeze=, adapter.target=: recipes are derived from a stack of blocks that are equal, and these are blocks "
             "of which some are frozen or adapted otherwise. Type search=false to plan.py to predict one run at a time."
@@ -271,9 +269,9 @@ def model_depth(cfg: DictConfig) -> tuple[int, int]:
     return depth, rounds
 
 
-def _trained_alike(cfg: DictConfig, rounds: int) -> bool:
+def _trained_alike(run: Run, rounds: int) -> bool:
     """Whether the same is trained in every block, or in every block of a kind."""
-    kinds = [{name for name, _ in trained(block)} for block in stack_of(outlined(cfg))]
+    kinds = [{name for name, _ in trained(block)} for block in stack_of(outlined(run))]
     return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
 
 
@@ -283,10 +281,10 @@ def largest_model(plan: Plan, on_card: bool, node: int = NODE) -> str | None:
     parameters = plan.recipes[0].prediction.parameters
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
-        cfg = None if yaml.stem == "hf" else compose({"model": yaml.stem})
+        run = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         with suppress(Refused):  # freeze= or adapter.target= name what only this model has
-            if cfg is not None:
-                sizes[yaml.stem] = outline(cfg, on_card).parameters
+            if run is not None:
+                sizes[yaml.stem] = outline(run, on_card).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
         of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
         with suppress(Refused):  # its widths may not divide

@@ -9,7 +9,6 @@ from lowmem.overrides import as_mapping, replaced
 from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.recipes import Plan, Recipe
 from lowmem.plan.window import free_from
-from lowmem.settings import Settings
 from lowmem.techniques import CHANGEABLE
 from lowmem.units import GIB
 
@@ -132,7 +131,7 @@ def _ranks(prediction: Prediction) -> str:
 
 def _streams(plan: Plan) -> str:
     recipe = plan.typed.config(as_mapping(plan.recipes[0].overrides))
-    tokens = free_from(plan.machine, Settings(recipe).multiplies_in)
+    tokens = free_from(plan.machine, recipe.multiplies_in)
     return (
         f"Streaming is free from about {round(tokens, -1):,.0f} tokens per micro-batch on {plan.machine.name}; this "
         f"recipe has {recipe.batch_size * recipe.seq_len:,}."

@@ -28,7 +28,6 @@ import hydra
 import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
@@ -52,7 +51,7 @@ from lowmem.plan.shapes import Shapes, TooLong
 from lowmem.plan.stand_in import stand_in, unseen
 from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.strategy.one_device import OneDevice
 from lowmem.trained import packed, parameters, trained
 
@@ -127,13 +126,11 @@ class Trace:
     neediest: tuple[int, ...] = (0,)  # ranks, of which one needs most
 
 
-def trace(
-    cfg: DictConfig, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0
-) -> Trace:
+def trace(run: Run, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0) -> Trace:
     """Train one window and evaluate once, without memory.
 
     Args:
-        cfg: resolved, with a number for batch_size.
+        run: resolved, with a number for batch_size.
         on_card: as CUDA does it, also where there is no CUDA.
         depth: blocks of the model; None: as many as it has.
         capability: of the card; None: see `card.kernels`.
@@ -142,23 +139,23 @@ def trace(
     Raises:
         Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
     """
-    cfg = _here(cfg)
-    config = _of_depth(model.architecture_of(cfg), depth)
+    run = _here(run)
+    config = _of_depth(model.architecture_of(run), depth)
     with _quietly():  # a probe's step warns that it is not on a card
-        make, scratch = _optimizer(cfg, on_card)
-        instantiate(cfg.adapter)  # imports its library, which must not happen where tensors have no memory
-    run, shapes = Settings(cfg), Shapes(over_gloo=not on_card)
+        make, scratch = _optimizer(run, on_card)
+        instantiate(run.adapter)  # imports its library, which must not happen where tensors have no memory
+    run, shapes = run, Shapes(over_gloo=not on_card)
     with (
         _quietly(),
-        one_of(cfg, rank) as ranks,
+        one_of(run, rank) as ranks,
         shapes,
         tensors_count_as_real(),
-        boundaries_count_as_real() if with_positions(cfg.data) else nullcontext(),
+        boundaries_count_as_real() if with_positions(run.data.arguments) else nullcontext(),
         patch.object(AtOnceLane, "copy", shapes.counting("travel", AtOnceLane.copy)),
         card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
-        module = _module(cfg, config, make, ranks)
+        module = _module(run, config, make, ranks)
         whole = {
             "parameters": parameters(module.model),
             "largest": max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
@@ -168,11 +165,11 @@ def trace(
         before = 1 if ranks.several else 0
         recorder = Recorder(Path(folder) / "memory.csv", before)
         recorder.mark_blocks(module.model)
-        plugins = list(instantiate(cfg.trainer.plugins).values())
+        plugins = list(map(instantiate, run.trainer.plugins.every()))
         steady = Steady(shapes, run, before)
-        trainer = _trainer(plugins, [recorder, *instantiate(cfg.callbacks).values(), steady], ranks, before + 1)
-        micro_batch = _micro_batch(cfg)
-        several = run.windows.largest if run.strategy.together else 2 if ranks.several and run.accumulates else 1
+        trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
+        micro_batch = _micro_batch(run)
+        several = run.windows.largest if run.any("together") else 2 if ranks.several and run.accumulates else 1
         shapes.micro_batches = several
         trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
         recorder.close()
@@ -182,10 +179,10 @@ def trace(
         **whole,
         **of_part,
         weights=recorder.weights,
-        waits_on_host=run.strategy.offloads,
+        waits_on_host=run.any("offloads"),
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
         unseen=round(scratch * of_part["largest_trained"]),
-        generated=run.optim.generates_code,
+        generated=run.technique("optim").generates_code,
         paged=getattr(trainer.optimizers[0], "paged", 0),
         held=recorder.held,
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
@@ -204,18 +201,18 @@ def trace(
     )
 
 
-def _here(cfg: DictConfig) -> DictConfig:
+def _here(run: Run) -> Run:
     """Tensors without memory lie on the CPU, also where a run on a card has told its precision about the card."""
-    precision = {"precision": {"device": "cpu"}} if "device" in cfg.trainer.plugins.precision else {}
-    return OmegaConf.merge(cfg, {"device": "cpu", "trainer": {"plugins": precision}})
+    precision = {"precision": {"device": "cpu"}} if "device" in run.trainer.plugins.precision.arguments else {}
+    return run.knowing(device="cpu", trainer={"plugins": precision})
 
 
-def _module(cfg: DictConfig, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
+def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
     """The run's own, of tensors without memory: there are no numbers to draw, and nothing that could be moved."""
-    spec = OmegaConf.to_container(cfg.model) | {"pretrained": False}
+    spec = run.model.model_dump() | {"pretrained": False}
     where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft brings an adapter to its layer
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
-        module = build.causal_lm(cfg, spec, config, ranks=ranks)
+        module = build.causal_lm(run, spec, config, ranks=ranks)
     module.make_optimizer = make
     module.to = module.cpu = lambda *_, **__: module
     return module
@@ -271,23 +268,23 @@ def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
     return config
 
 
-def _optimizer(cfg: DictConfig, on_card: bool) -> tuple[MakeOptimizer, float]:
+def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
     """(an optimizer that needs no numbers to step; bytes of scratch per element inside the real one's operators)."""
-    make, compiled, scratch = build.optimizer(cfg), Settings(cfg).optim.generates_code, 0.0
-    if not Settings(cfg).optim.steps_on_shapes:
+    make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
+    if not run.any("steps_on_shapes"):
         # A card's own kernels need no scratch. Generated ones do, taken to be what the same code needs on a CPU.
-        if compiled or Settings(cfg).masters or not on_card:
-            scratch = _once(unseen, cfg, make)
-        make = _once(stand_in, cfg, make, on_card or compiled, on_card)
+        if compiled or run.masters or not on_card:
+            scratch = _once(unseen, run, make)
+        make = _once(stand_in, run, make, on_card or compiled, on_card)
     return (card.foreach(make) if on_card else make), scratch
 
 
 _probed: dict[tuple, object] = {}  # of this process: what was found, by who asked and of which optimizer
 
 
-def _once(probe: Callable, cfg: DictConfig, make: MakeOptimizer, *more: object) -> object:
+def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> object:
     """What a probe of an optimizer finds: real steps, which are the same in every trace."""
-    key = (probe, str(cfg.optim), *more)
+    key = (probe, str(run.optim.plain()), *more)
     if key not in _probed:
         _probed[key] = probe(make, *more)
     return _probed[key]
@@ -312,9 +309,9 @@ class Steady(Callback):
     Args: before: windows that are trained before this one, and leave what they leave.
     """
 
-    def __init__(self, shapes: Shapes, run: Settings, before: int) -> None:
+    def __init__(self, shapes: Shapes, run: Run, before: int) -> None:
         self.shapes, self.accumulates, self.early, self.before = shapes, run.accumulates, run.early, before
-        self.together = run.strategy.together
+        self.together = run.any("together")
         self.counts = False  # whether this window does
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -423,10 +420,11 @@ class Evaluation:
         yield self.micro_batch
 
 
-def _micro_batch(cfg: DictConfig) -> MicroBatch:
+def _micro_batch(run: Run) -> MicroBatch:
     """Full rows, and tensors as the real loader's: of joined text, inputs and labels are views of one."""
-    if cfg.data.get("packing", "joined") != "joined" or "parts" in cfg.data:
-        whole = [torch.zeros(cfg.batch_size, cfg.seq_len, dtype=torch.int64) for _ in range(3)]
-        return MicroBatch(*(whole if with_positions(cfg.data) else whole[:2]))
-    rows = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.int64)
+    data = run.data.arguments
+    if data.get("packing", "joined") != "joined" or "parts" in data:
+        whole = [torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64) for _ in range(3)]
+        return MicroBatch(*(whole if with_positions(run.data.arguments) else whole[:2]))
+    rows = torch.zeros(run.batch_size, run.seq_len + 1, dtype=torch.int64)
     return MicroBatch(rows[:, :-1], rows[:, 1:])

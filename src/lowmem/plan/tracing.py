@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from lowmem.errors import Refused
 from lowmem.plan.derive import Derivation, Needed
 from lowmem.plan.helper import Helper
 from lowmem.plan.trace import untraceable
+from lowmem.settle import Run
 
 WAIT = 2  # seconds; who waits longer is told
 
 
-def trace_all(cfg: DictConfig, derivation: Derivation, needed: Iterable[Needed], helper: Helper | None = None) -> None:
+def trace_all(run: Run, derivation: Derivation, needed: Iterable[Needed], helper: Helper | None = None) -> None:
     """The part of a search that takes long: how long is said after the first trace.
 
     Raises:
@@ -30,13 +30,11 @@ def trace_all(cfg: DictConfig, derivation: Derivation, needed: Iterable[Needed],
     tqdm.write(f"Tracing {len(todo)} way{'s' * (len(todo) > 1)} to compute by shape ...", file=sys.stderr)
     with tqdm(total=len(todo), desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
         with _helped(derivation, todo, helper, bar.update):
-            _trace(cfg, derivation, todo, 2 if helper else 1, bar.update)
-        _trace(cfg, derivation, todo, 1, bar.update)  # what the helper was not able to
+            _trace(run, derivation, todo, 2 if helper else 1, bar.update)
+        _trace(run, derivation, todo, 1, bar.update)  # what the helper was not able to
 
 
-def _trace(
-    cfg: DictConfig, derivation: Derivation, todo: deque[Needed], processes: int, done: Callable[[], object]
-) -> None:
+def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int, done: Callable[[], object]) -> None:
     said = False
     while need := _taken(todo.popleft):
         start = time.perf_counter()
@@ -46,7 +44,7 @@ def _trace(
             raise
         except Exception as error:
             raise Refused(
-                f"model.name={cfg.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
+                f"model.name={run.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
                 "search=false to plan.py for an estimate of one run."
             ) from None
         done()
@@ -70,10 +68,7 @@ def _helped(
     def take() -> None:
         while need := _taken(todo.pop):
             corners = derivation.corners(*need)
-            jobs = [
-                (OmegaConf.to_container(cfg), derivation.on_card, depth, derivation.capability)
-                for depth, _, cfg in corners
-            ]
+            jobs = [(run.as_dict(), derivation.on_card, depth, derivation.capability) for depth, _, run in corners]
             if not isinstance(traces := helper.traces(jobs), list):  # what is refused is refused here
                 todo.append(need)
                 return

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from hashlib import sha256
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lowmem import build
@@ -20,26 +19,26 @@ from lowmem.optim.build import MakeOptimizer
 from lowmem.plan.machine import Machine, fastest, others_compute
 from lowmem.plan.shapes import Shapes
 from lowmem.plan.stand_in import stand_in
-from lowmem.settings import Settings
+from lowmem.settle import Run
 
 MATRIX = (1024, 4096)  # like those of a model
 ANY = ("_target_", "_partial_", "lr", "declares", "in_backward")  # keys of conf/optim: no other time, or named beside
 
 
-def knows_update(machine: Machine, cfg: DictConfig) -> bool:
+def knows_update(machine: Machine, run: Run) -> bool:
     """Whether nothing has to be timed: what a card updates is counted alone."""
-    if machine.link is not None and not Settings(cfg).masters:
+    if machine.link is not None and not run.masters:
         return True
     here = machine.host or machine
-    return _kind(cfg) in here.updates | here.busy
+    return _kind(run) in here.updates | here.busy
 
 
-def pace_of_update(machine: Machine, cfg: DictConfig) -> float:
+def pace_of_update(machine: Machine, run: Run) -> float:
     """Args: machine: this one's processors."""
-    kind = _kind(cfg)
+    kind = _kind(run)
     if kind not in machine.updates | machine.busy:
         quiet = not others_compute("cpu")
-        pace = timed(cfg) / counted(machine, cfg)
+        pace = timed(run) / counted(machine, run)
         if quiet and not others_compute("cpu"):
             machine.updates[kind] = pace
             machine.save()
@@ -48,16 +47,16 @@ def pace_of_update(machine: Machine, cfg: DictConfig) -> float:
     return (machine.busy | machine.updates)[kind]
 
 
-def timed(cfg: DictConfig) -> float:
-    with _update(cfg, build.optimizer(cfg)) as update:
+def timed(run: Run) -> float:
+    with _update(run, build.optimizer(run)) as update:
         return fastest(update, "cpu")
 
 
-def counted(machine: Machine, cfg: DictConfig) -> float:
-    make, shapes = build.optimizer(cfg), Shapes()
-    if not Settings(cfg).optim.steps_on_shapes:
+def counted(machine: Machine, run: Run) -> float:
+    make, shapes = build.optimizer(run), Shapes()
+    if not run.any("steps_on_shapes"):
         make = stand_in(make, one_kernel=True, pages=False)
-    with shapes, _update(cfg, make) as update:
+    with shapes, _update(run, make) as update:
         update()  # makes the state
         shapes.phase = "update"
         update()
@@ -65,11 +64,10 @@ def counted(machine: Machine, cfg: DictConfig) -> float:
 
 
 @contextmanager
-def _update(cfg: DictConfig, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
+def _update(run: Run, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
     """A window's update of one matrix in host memory, as the precision does it."""
-    on_cpu = OmegaConf.merge(cfg.trainer.plugins.precision, {"device": "cpu"})
-    plugin = instantiate(on_cpu)
-    probe = nn.Linear(*MATRIX, bias=False, dtype=getattr(torch, cfg.weights_dtype))
+    plugin = instantiate(run.trainer.plugins.precision, device="cpu")
+    probe = nn.Linear(*MATRIX, bias=False, dtype=getattr(torch, run.weights_dtype))
     try:
         plugin.convert_module(probe)
         optimizer = plugin.prepare_optimizer(make(probe, plugin.master))
@@ -77,7 +75,7 @@ def _update(cfg: DictConfig, make: MakeOptimizer) -> Iterator[Callable[[], None]
 
         def update() -> None:
             probe.weight.grad = gradient
-            if Settings(cfg).masters:
+            if run.masters:
                 plugin.collect(probe.weight)
             optimizer.step()
 
@@ -86,12 +84,12 @@ def _update(cfg: DictConfig, make: MakeOptimizer) -> Iterator[Callable[[], None]
         plugin.teardown()
 
 
-def _kind(cfg: DictConfig) -> str:
+def _kind(run: Run) -> str:
     """What an update's time depends on: the optimizer, a digest of its arguments, and whether it steps masters, or fp32
     weights, or 16 bits that are widened and rounded."""
-    held = "masters" if Settings(cfg).masters else "float32"
-    if cfg.weights_dtype != "float32":
-        held = cfg.trainer.plugins.precision._target_
-    arguments = {key: value for key, value in OmegaConf.to_container(cfg.optim, resolve=True).items() if key not in ANY}
+    held = "masters" if run.masters else "float32"
+    if run.weights_dtype != "float32":
+        held = run.trainer.plugins.precision.target
+    arguments = {key: value for key, value in run.optim.plain().items() if key not in ANY}
     digest = sha256(json.dumps(arguments, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return f"{cfg.optim._target_} ({digest}) of {held}"
+    return f"{run.optim.target} ({digest}) of {held}"

@@ -13,13 +13,11 @@ what is still under way when a pass ends is waited for.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from omegaconf import DictConfig
-
 from lowmem.plan.links import EARLIER, NODE, by_phase, how_often
 from lowmem.plan.machine import Machine
 from lowmem.plan.trace import Trace
 from lowmem.plan.update import knows_update, pace_of_update
-from lowmem.settings import Settings
+from lowmem.settle import Run
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
 TRAVEL = "travel"  # another: copies of weights that come for a pass, where there are any
@@ -49,14 +47,14 @@ def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
     return taken
 
 
-def of_trace(machine: Machine, cfg: DictConfig, shapes: Trace) -> Window:
+def of_trace(machine: Machine, run: Run, shapes: Trace) -> Window:
     """Of a run that was traced as it is."""
-    return window(machine, cfg, shapes, seconds(machine, shapes), Settings(cfg).windows.largest)
+    return window(machine, run, shapes, seconds(machine, shapes), run.windows.largest)
 
 
 def window(
     machine: Machine,
-    cfg: DictConfig,
+    run: Run,
     shapes: Trace,
     taken: Mapping[str, float],
     micro_batches: int,
@@ -64,24 +62,23 @@ def window(
 ) -> Window:
     """Args: taken: by phase of the trace's work; forward, backward and sum are of one micro-batch; node: devices of
     one."""
-    alone = _alone(machine, cfg, shapes, taken, micro_batches)
+    alone = _alone(machine, run, shapes, taken, micro_batches)
     if not shapes.sent:
         return alone
-    pace, waits = machine.pace(Settings(cfg).multiplies_in), 0.0
+    pace, waits = machine.pace(run.multiplies_in), 0.0
     for (phase, at_once), part in by_phase(shapes.sent, node).items():
         hidden = 0.0 if at_once else pace * taken.get(phase.removeprefix(EARLIER), 0.0)
         waits += how_often(phase, micro_batches) * _beyond(hidden, machine.exchange(part))
     return alone._replace(transfers=alone.transfers + waits)
 
 
-def _alone(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
+def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
     """Without what devices exchange."""
-    run = Settings(cfg)
     pace = machine.pace(run.multiplies_in)
     forward, backward, update = pace * taken["forward"], pace * taken["backward"], taken["update"]
     passes = micro_batches * (forward + backward)
     if machine.link is None:
-        update *= pace_of_update(machine, cfg)
+        update *= pace_of_update(machine, run)
         return Window(passes, micro_batches * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
     offloaded = sum(shapes.pinned) / machine.link
     if not shapes.steps_on_host:
@@ -93,7 +90,7 @@ def _alone(machine: Machine, cfg: DictConfig, shapes: Trace, taken: Mapping[str,
     host, travel = machine.host or machine, HALF * shapes.trained / machine.link
     # weights that are brought to the device after a step
     kept = max(0, shapes.trained - (shapes.streamed + shapes.outside) // HALF)
-    update *= pace_of_update(host, cfg)
+    update *= pace_of_update(host, run)
     update += 2 * HALF * kept / host.bandwidth  # read and written again: into the link's slots
     # The last block is where the forward pass has left it when backward begins.
     comes = (shapes.streamed + shapes.head) / machine.link
@@ -118,7 +115,7 @@ def free_from(machine: Machine, products: str) -> float:
     return REACHED * machine.flops[products] / machine.link
 
 
-def refine(machine: Machine, cfg: DictConfig, shapes: Trace, measured: float) -> float | None:
+def refine(machine: Machine, run: Run, shapes: Trace, measured: float) -> float | None:
     """The machine learns from a run how long passes of its dtype take: what of a step is not counted for transfers or
     the update is taken to be theirs.
 
@@ -126,9 +123,9 @@ def refine(machine: Machine, cfg: DictConfig, shapes: Trace, measured: float) ->
 
     Returns: those that were counted; None: it is not known what such an update takes here.
     """
-    if not knows_update(machine, cfg):
+    if not knows_update(machine, run):
         return None
-    counted, kind = of_trace(machine, cfg, shapes), Settings(cfg).multiplies_in
+    counted, kind = of_trace(machine, run, shapes), run.multiplies_in
     if measured >= LONG:
         rest = measured - counted.transfers - counted.step
         machine.learn(kind, rest / (counted.passes / machine.pace(kind)))

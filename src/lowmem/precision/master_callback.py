@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lowmem.errors import NotFinite, Refused
 from lowmem.offload.edges import Outlet
-from lowmem.settings import steps_early
+from lowmem.settle import steps_early
 from lowmem.trained import trained
 
 

@@ -4,9 +4,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from lowmem.overrides import in_shell
+from lowmem.settle import Run
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +29,13 @@ def tell_commands(output_dir: Path, work: str, summary: Mapping[str, object], ma
         print("", *lines, sep="\npython train.py ")
 
 
-def tell_folders(cfg: DictConfig, output_dir: Path) -> None:
+def tell_folders(run: Run, output_dir: Path) -> None:
     """Says that a run is resumed in a new folder, where it is."""
-    if cfg.resume in (None, "auto"):
+    if run.resume in (None, "auto"):
         return
-    named = Path(cfg.resume).expanduser().resolve()
+    named = Path(run.resume).expanduser().resolve()
     if output_dir.resolve() not in (named, *named.parents):
-        log.info(f"resume={cfg.resume}: goes on in a new folder, {_shown(output_dir)}. The old one stays as it is.")
+        log.info(f"resume={run.resume}: goes on in a new folder, {_shown(output_dir)}. The old one stays as it is.")
 
 
 def _shown(output_dir: Path) -> Path:

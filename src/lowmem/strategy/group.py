@@ -16,13 +16,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 import transformers
-from omegaconf import DictConfig, OmegaConf
 
 import lowmem
 from lowmem import launched
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
-from lowmem.settings import Settings
+from lowmem.settle import Run
 from lowmem.strategy import faults
 from lowmem.strategy.one_device import OneDevice
 from lowmem.strategy.turns import Turns
@@ -37,34 +36,34 @@ _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
-def joined(cfg: DictConfig) -> Iterator[OneDevice]:
-    """Args: cfg: checked, with a device.
+def joined(run: Run) -> Iterator[OneDevice]:
+    """Args: run: checked, with a device.
 
     Raises:
-        Refused: other code or another config on some rank.
+        Refused: other code or another run on some rank.
         RankLost: another one that is gone, or does not answer.
     """
-    if not Settings(cfg).several:
-        yield instantiate(cfg.strategy)(device=cfg.device, devices=1)
+    if not run.several:
+        yield instantiate(run.strategy)(device=run.device, devices=1)
         return
     ranks = None
     try:
-        store = _join(cfg)
-        ranks = instantiate(cfg.strategy)(device=cfg.device, devices=cfg.devices)
-        ranks.turns = Turns(store, ranks.rank == 0, cfg.strategy.timeout)
+        store = _join(run)
+        ranks = instantiate(run.strategy)(device=run.device, devices=run.devices)
+        ranks.turns = Turns(store, ranks.rank == 0, run.strategy.timeout)
         with ranks.turns.beating():
-            _compare(ranks, cfg)
+            _compare(ranks, run)
             yield ranks
             with ranks.in_turn("write the model"):  # and all that is rank 0's alone
                 pass
             ranks.barrier()  # and holds what they meet by, until all have heard that it has
         leave(ranks)
     except Exception as error:
-        if gone := faults.lost(error, cfg.strategy.timeout):
+        if gone := faults.lost(error, run.strategy.timeout):
             raise gone from error
         raise
     finally:
-        if dist.is_initialized() and not _waits_for_others(cfg):
+        if dist.is_initialized() and not _waits_for_others(run):
             leave(ranks)
 
 
@@ -85,18 +84,18 @@ def leave(ranks: OneDevice | None = None) -> None:
     dist.destroy_process_group()
 
 
-def _waits_for_others(cfg: DictConfig) -> bool:
+def _waits_for_others(run: Run) -> bool:
     """Whether leaving the group does: NCCL's waits for what is under way, and so for those who wait for this process,
     which then could not say what it has failed of. When the process ends, it is aborted."""
-    return cfg.device == "cuda" and dist.get_world_size() > 1
+    return run.device == "cuda" and dist.get_world_size() > 1
 
 
-def _join(cfg: DictConfig) -> dist.Store:
-    if cfg.device == "cuda":
+def _join(run: Run) -> dist.Store:
+    if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # what is said over the host does not make a card wait
-    backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
-    limit = timedelta(seconds=cfg.strategy.timeout)
+    backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
+    limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (
         next(dist.rendezvous("env://", timeout=limit)) if launched.is_rank() else (dist.HashStore(), 0, 1)
     )
@@ -104,10 +103,9 @@ def _join(cfg: DictConfig) -> dist.Store:
     return dist.PrefixStore("lowmem", store)
 
 
-def _compare(ranks: OneDevice, cfg: DictConfig) -> None:
+def _compare(ranks: OneDevice, run: Run) -> None:
     """All ranks run the same code with the same config: else they would wait for each other, or train another model."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    said = {key: str(value) for key, value in plain.items() if key not in PLACES}
+    said = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     said |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
     compare(ranks, said, "would not train one model. Start all of them with the same command and the same code")
 

@@ -1,0 +1,67 @@
+"""A config is settled once: a `Run` is frozen, follows what becomes known later, and is what everything else reads."""
+
+import ast
+
+import pytest
+from pydantic import ValidationError
+
+from conftest import ROOT
+from lowmem.errors import Refused
+from lowmem.overrides import composed
+from lowmem.settle import run_of, settled
+
+# The command line, help and Hydra's callbacks, which Hydra hands a config, and those who settle it.
+OF_HYDRA = {"cli", "help", "overrides", "spelling", "claim", "sweep", "lowmem_search"}
+SETTLES = {"settle", "schema", "fit", "job"}  # `fit` and `plan` are also called with a composed config, by notebooks
+
+
+def test_a_run_does_not_change():
+    run = run_of([])
+    for one, key in ((run, "lr"), (run.model, "name"), (run.optim, "lr"), (run.trainer.plugins, "precision")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(one, key, 1)
+
+
+def test_what_becomes_known_is_followed_by_what_depends_on_it():
+    run = run_of(["scheduler=cosine"])
+    later = run.knowing(max_steps=77)
+    assert later.scheduler.total_steps == 77 == later.max_steps and run.scheduler.total_steps == run.max_steps != 77
+    alone = run.resolved().knowing(max_steps=77)
+    assert alone.scheduler.total_steps == run.max_steps and alone.max_steps == 77
+
+
+def test_of_a_key_that_is_replaced_nothing_is_left():
+    run = run_of([])
+    other = {"model_type": "llama"}
+    assert "n_layer" in run.knowing(model={"architecture": other}).model.architecture
+    assert run.replacing("model.architecture", other).model.architecture == other
+
+
+def test_all_that_is_wrong_is_said_at_once_and_a_run_is_taken_as_it_is():
+    with pytest.raises(Refused) as refusal:
+        settled(composed(["lr=-1", "max_steps=0", "+optim.lrs=1e-3"]))
+    assert str(refusal.value).count("\n") >= 1 and "lr=-1" in str(refusal.value) and "max_steps=0" in str(refusal.value)
+    run = run_of([])
+    assert settled(run) is run and settled(composed([])).as_dict() == run.as_dict()
+
+
+def knowing(source) -> dict[str, list[str]]:
+    """File -> its functions that take a DictConfig, for every file that names DictConfig or OmegaConf."""
+    found = {}
+    for file in source.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if {"DictConfig", "OmegaConf"} & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
+            functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            found[file.stem] = [one.name for one in functions if "DictConfig" in ast.unparse(one.args)]
+    return found
+
+
+def test_few_files_know_what_a_config_is():
+    found = knowing(ROOT / "src")
+    assert found.keys() == OF_HYDRA | SETTLES
+    assert sum(len(functions) for file, functions in found.items() if file in SETTLES) <= 7
+
+
+def test_one_that_does_is_seen(tmp_path):
+    (tmp_path / "late.py").write_text("def late(cfg: DictConfig) -> None: ...\n")
+    assert knowing(tmp_path) == {"late": ["late"]}

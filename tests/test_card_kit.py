@@ -87,6 +87,7 @@ def test_results_are_written_after_every_case(made_up, monkeypatch):
     assert written == [1, 2, 3, 4, 5, 6, 6]
 
 
+@pytest.mark.slow
 def test_resume_leaves_out_what_is_there_and_retry_does_again_what_went_wrong(made_up, tmp_path, monkeypatch):
     made_up().run(STAGES[:1])
     ran = []

@@ -38,6 +38,7 @@ def by_hydra(monkeypatch):
         return [outcome(lines) for lines in TYPED]
 
 
+@pytest.mark.slow
 def test_a_kept_config_is_the_one_that_hydra_makes(by_hydra):
     assert [outcome(lines) for lines in TYPED] == by_hydra  # perhaps made for this
     assert [outcome(lines) for lines in TYPED] == by_hydra  # and surely kept

@@ -58,6 +58,7 @@ def plain(folder, micro_batches):
     return sum(n for n, _ in sums) / sum(c for _, c in sums), sum(n / c for n, c in sums) / len(sums)
 
 
+@pytest.mark.rows("documents")
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
 def test_every_sets_loss_is_that_of_the_exported_folder(fit, config, files, packing):
     lines = typed(files, f"data.packing={packing}", "data.too_long=cut")

@@ -123,6 +123,7 @@ print((max(peak, anonymous()) - before) / weights)
     assert 0.9 < ratio < 1.5
 
 
+@pytest.mark.rows("dtype1-False")
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,6 +222,7 @@ def test_a_model_that_says_it_is_causal_costs_no_pass(monkeypatch):
     model.check_causal(at_random("gpt2", CAUSAL["gpt2"]))
 
 
+@pytest.mark.rows("gpt2")
 def test_a_folder_with_an_encoder_does_not_train_and_one_made_a_decoder_does(command, folder, tmp_path):
     at_random("bert", WIDTHS | {"vocab_size": 400}).save_pretrained(tmp_path / "encoder")
     PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path / "encoder")

@@ -119,6 +119,7 @@ def norms_decay(monkeypatch):
 WRONG = (short_window_divided_by_the_full_one, last_micro_batch_dropped, norms_decay)
 
 
+@pytest.mark.rows("*-short_window*")
 @pytest.mark.slow_rows(*parity.SIBLINGS)
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("technique", CHOICES)

@@ -85,6 +85,7 @@ IDLE = {
 }
 
 
+@pytest.mark.rows("precision=16-master", "loss=chunked", "optim=adafactor")
 @pytest.mark.slow_rows(*SIBLINGS)
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
 def test_one_that_does_nothing_is_caught(held, technique):

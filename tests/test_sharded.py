@@ -217,6 +217,7 @@ def test_an_index_that_runs_code_is_not_read(tmp_path):
 COUNT, EACH = 10, 2_000_000  # 8 MB each
 
 
+@pytest.mark.rows("True")
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process

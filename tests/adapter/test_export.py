@@ -111,6 +111,7 @@ def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokeniz
     assert SAME < off(merged, wanted, torch.bfloat16) < ROUNDED
 
 
+@pytest.mark.rows("True-*")
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_merged_beside_a_base_of_16_bits_it_is_written_in_fp32(of_base, adapter)
     assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-3)
 
 
+@pytest.mark.rows("bf16-master")
 @pytest.mark.parametrize("trained", ["32", "bf16-master"])
 def test_its_base_is_quantised_from_what_it_was_in_training(of_base, trained, monkeypatch):
     """Whatever the precision is of whoever opens it: 4 bits of rounded weights are other bits."""
@@ -170,6 +171,7 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
     assert itself.weights < 0.6 * lora.weights
 
 
+@pytest.mark.slow
 def test_what_is_merged_grows_on_the_host(config):
     cfg = resolved(config("adapter=qlora", "precision=bf16-master", *SHAPE))
     shapes = trace(cfg, on_card=True)
@@ -178,6 +180,7 @@ def test_what_is_merged_grows_on_the_host(config):
     assert merged - alone == 4 * shapes.parameters - shapes.weights
 
 
+@pytest.mark.rows("qlora")
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_generate_writes_what_the_run_last_did(of_base, config, adapter):
     lines = (f"adapter={adapter}", "sample_tokens=6", "sample_prompts=[def return]")

@@ -66,6 +66,7 @@ def whole(tokenizer, text):
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.rows("llama3", "no words", "sentencepiece")
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_in_pieces_are_those_of_the_whole(tokenizer, small_pieces, kind):
     cuts, long = pieces.Cuts(tokenizer(kind)), text(20_000, seed=1)

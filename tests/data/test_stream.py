@@ -53,6 +53,7 @@ def texts_of(windows, tokenizer):
     return " ".join(read.decode(row) for window in windows for batch in window.micro_batches for row in batch.input_ids)
 
 
+@pytest.mark.rows("joined")
 @pytest.mark.parametrize("packing", ["joined", "documents"])
 def test_it_goes_on_to_the_bit_from_any_window_twice_in_a_row(folder, tokenizer, packing):
     """Over the edges of blocks, of shards and of an epoch."""

@@ -63,6 +63,7 @@ def test_categories_add_up_and_are_the_sizes_of_the_objects(rows):
     assert int(steady["evaluation"]["gradients_bytes"]) == 0
 
 
+@pytest.mark.rows("32")
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 def test_what_is_computed_again_is_backward_and_the_step_begins_where_it_ends(fit, monkeypatch, precision):
     """Also with masters, whose gradients are still on their way to the host then."""

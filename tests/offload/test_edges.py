@@ -116,6 +116,7 @@ def tied_gradients_each_on_its_own(monkeypatch):
 WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}  # steps behind, or in backward
 
 
+@pytest.mark.rows("tied_gradients*")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):
     wrong(monkeypatch)

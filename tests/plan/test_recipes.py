@@ -375,6 +375,7 @@ def test_what_is_closest_to_the_typed_training_comes_first(ranked, room, may_cha
         assert plan.hopeless == 3 and [r.says for r in plan.recipes] == ["bf16-sr, adafactor for adamw"]
 
 
+@pytest.mark.slow
 def test_every_config_of_a_search_is_what_would_be_composed():
     lines = ("device=cpu", "gradient_checkpointing=none", "loss=chunked", "loss.rows=256", "optim=adamw")
     asked = typed(*lines, "optim.betas=[0.8,0.9]", "batch_size=8", may_change=("precision",))

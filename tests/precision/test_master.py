@@ -172,6 +172,7 @@ def summed_in_16_bits(monkeypatch):
     monkeypatch.setattr(held_on_host.Master, "add", wrong)
 
 
+@pytest.mark.rows("one_gradient*", "clipped*")
 @pytest.mark.parametrize(
     "wrong", [masters_from_rounded_weights, clipped_before_unscaling, one_gradient_dropped, summed_in_16_bits]
 )

@@ -111,6 +111,7 @@ def test_no_text_lies_on_another_or_leaves_the_picture(draw, limit, cuda):
     assert overlaps(shown.figure) == []
 
 
+@pytest.mark.rows("phase")
 @pytest.mark.parametrize(
     "spoil",
     [

@@ -143,8 +143,7 @@ def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials,
     from lowmem.settle import run_of
 
     lines = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
-    cfg = run_of([*lines, *typed])
-    cfg = cfg.resolved()
+    cfg = run_of([*lines, *typed]).resolved()
     seed_everything(cfg.seed, verbose=False)
     data = build.data(cfg)
     before = process.rss_bytes()

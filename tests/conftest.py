@@ -145,13 +145,9 @@ def command(small, tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
         """base: beside them; None: nothing at all."""
-        typed = {key(a) for a in arguments}
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
-        if "model" in typed:  # another model has other architecture keys
-            base = tuple(a for a in base if not a.startswith("model."))
-        beside = () if base is None else (*base, *folders)
-        lines = [a for a in beside if key(a) not in typed]
-        lines = sorted([*lines, *arguments], key=lambda a: not a.startswith("-"))
+        lines = beside(() if base is None else (*base, *folders), arguments)
+        lines = sorted(lines, key=lambda a: not a.startswith("-"))
         monkeypatch.setattr(sys, "argv", ["train.py", *lines])
         code, said = 0, ""
         try:

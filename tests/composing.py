@@ -1,45 +1,57 @@
 """Composes configs for tests in a fifth of the time, where only keys differ.
 
 Hydra first merges the files that the groups' choices name, and then sets the keys that were typed. Most tests choose
-the same groups and type other keys, so the merged files are kept, as long as the process lives, and copied.
+the same groups and type other keys, so the merged files are kept, as long as the process lives, and copied. `pickle`
+copies a config in a quarter of the time that `copy.deepcopy` takes.
 """
 
 import copy
+import pickle
 
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.config_repository import ConfigRepository
 
 merge_files, list_files = ConfigLoaderImpl._compose_config_from_defaults_list, config_loader_impl.create_defaults_list
-_files, _lists, _merged = {}, {}, {}
+parse_file, extend_path = ConfigRepository.load_config, ConfigLoaderImpl._process_config_searchpath
+_files, _lists, _merged, _plain = {}, {}, {}, set()
 
 
 def install() -> None:
     config_loader_impl.create_defaults_list = kept_list
     ConfigLoaderImpl._compose_config_from_defaults_list = kept_files
-    for source in (FileConfigSource, ImportlibResourcesConfigSource):
-        source.load_config = parsed_once(source.load_config)
+    ConfigLoaderImpl._process_config_searchpath = extend_path_if_asked
+    ConfigRepository.load_config = parse_file_once
 
 
-def parsed_once(load_config):
+def places(repo) -> tuple[str, ...]:
+    return tuple(source.path for source in repo.get_sources())
+
+
+def parse_file_once(self, config_path):
     """Keeps what a yaml file holds: parsing one takes as long as merging it."""
+    key = (*places(self), config_path)
+    if key not in _files:
+        _files[key] = pickle.dumps(parse_file(self, config_path))
+    return pickle.loads(_files[key])
 
-    def load(self, config_path):
-        key = (self.path, config_path)
-        if key not in _files:
-            _files[key] = load_config(self, config_path)
-        return copy.deepcopy(_files[key])
 
-    return load
+def extend_path_if_asked(self, config_name, parsed_overrides, repo):
+    """Hydra parses the main file once more, to see whether it names other places to look for files."""
+    key = (*places(repo), config_name)
+    typed = any(line.get_key_element() == "hydra.searchpath" for line in parsed_overrides)
+    if typed or key not in _plain:
+        before = places(repo)
+        extend_path(self, config_name, parsed_overrides, repo)
+        if not typed and places(repo) == before:
+            _plain.add(key)
 
 
 def kept_list(repo, config_name, overrides_list, prepend_hydra, skip_missing):
     """Stands in for Hydra's `create_defaults_list`; only choices of groups change what it returns."""
     typed = [line for line in overrides_list if not line.is_sweep_override()]
     choices = [line for line in typed if repo.group_exists(line.key_or_group) and not isinstance(line.value(), dict)]
-    sources = [source.path for source in repo.get_sources()]
-    key = (*sources, config_name, prepend_hydra, skip_missing, *(line.input_line for line in choices))
+    key = (*places(repo), config_name, prepend_hydra, skip_missing, *(line.input_line for line in choices))
     if key not in _lists:
         _lists[key] = list_files(repo, config_name, choices, prepend_hydra, skip_missing)
     found = copy.copy(_lists[key])
@@ -58,5 +70,5 @@ class KeptList(list):
 def kept_files(self, defaults, repo):
     key = defaults.key
     if key not in _merged:
-        _merged[key] = merge_files(self, defaults, repo)
-    return copy.deepcopy(_merged[key])
+        _merged[key] = pickle.dumps(merge_files(self, defaults, repo))
+    return pickle.loads(_merged[key])

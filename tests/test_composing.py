@@ -3,6 +3,7 @@
 import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from omegaconf import OmegaConf
 
 import composing
@@ -35,6 +36,8 @@ def by_hydra(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(config_loader_impl, "create_defaults_list", composing.list_files)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composing.merge_files)
+        patch.setattr(ConfigLoaderImpl, "_process_config_searchpath", composing.extend_path)
+        patch.setattr(ConfigRepository, "load_config", composing.parse_file)
         return [outcome(lines) for lines in TYPED]
 
 

@@ -83,9 +83,10 @@ def folder(tmp_path_factory):
         thoughts = random.Random(number).choices(WORDS, k=20_000)
         (folder / "notes" / f"{number}.txt").write_text(" ".join(thoughts))
     day = "2026-01-31"
-    as_typed("python train.py max_steps=1 hydra.run.dir=outputs/2026-01-31/12-00-00", folder)
-    as_typed("python train.py max_steps=1 hydra.run.dir=outputs/2026-01-31/13-00-00", folder)
-    as_typed(f"python train.py -m max_steps=1,2 hydra.sweep.dir=multirun/{day}/12-00-00", folder)
+    quick = ("val_sequences=16", "plan=off")  # an evaluation of all takes most of a run of one step
+    as_typed(f"python train.py max_steps=1 hydra.run.dir=outputs/{day}/12-00-00", folder, *quick)
+    as_typed(f"python train.py max_steps=1 hydra.run.dir=outputs/{day}/13-00-00", folder, *quick)
+    as_typed(f"python train.py -m max_steps=1,2 hydra.sweep.dir=multirun/{day}/12-00-00", folder, *quick)
     return folder
 
 

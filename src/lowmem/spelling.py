@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -190,8 +191,9 @@ def _groups() -> list[str]:
     return [folder.name for folder in CONF.iterdir() if is_group(folder.name)]
 
 
+@cache  # it is asked once for each typed line
 def _needed() -> set[str]:
-    """Groups that have a default."""
+    """Returns the groups that have a default."""
     defaults = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").defaults)
     return {group for one in defaults if isinstance(one, dict) for group, choice in one.items() if choice is not None}
 

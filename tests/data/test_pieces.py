@@ -215,7 +215,7 @@ def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_a_file_of_192_mb_takes_no_more_memory_than_one_of_64(peaks, kind):
-    first, second = peaks(kind, (64, 192), False, False)
+def test_a_file_of_96_mb_takes_no_more_memory_than_one_of_32(peaks, kind):
+    first, second = peaks(kind, (32, 96), False, False)
     print(f"\n{first:.0f} MB, {second:.0f} MB")
     assert second < 200 and second - first < 20

@@ -21,7 +21,7 @@ from lowmem.adapter.export import export, is_adapted
 from lowmem.asked import Asked, asked, summary_of, with_model
 from lowmem.check import check, targets
 from lowmem.errors import Refused
-from lowmem.export import Gathered
+from lowmem.export import ModelFolder, Weights
 from lowmem.generation import end_tokens
 from lowmem.memory.advice import out_of_memory
 from lowmem.overrides import as_lines, as_mapping, in_shell, replaced
@@ -35,7 +35,7 @@ from lowmem.report.model_card import card
 from lowmem.runs import folders
 from lowmem.settle import Run, settled
 from lowmem.strategy.group import joined
-from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.one_device import ALONE, OneDevice
 from lowmem.terminal import folded
 from lowmem.together import together
 from lowmem.trained import parameters, shape
@@ -270,11 +270,10 @@ def _write_model(training: Training, run: Run, folder: Path, summary: Mapping[st
     network, tokenizer = training.module.model, training.tokens.tokenizer
     network.generation_config.eos_token_id = end_tokens(tokenizer, network)
     ranks = training.module.ranks
-    gathered = Gathered(network, ranks if ranks.divides else OneDevice(), training.part)
-    with gathered.together() as writes:
+    weights = Weights(network, training.part, ranks if ranks.divides else ALONE)
+    with weights.together() as writes:
         if writes:
-            what = (network, tokenizer, folder, run.export_dtype, run.merge, base, card(summary))
-            export(*what, gathered.whole, gathered.dtype_of if ranks.divides else None)
+            export(network, ModelFolder(folder, tokenizer, run.export_dtype, card(summary)), run.merge, base, weights)
 
 
 def _without_its_checkpoint(

@@ -171,3 +171,6 @@ class OneDevice:
 
     def barrier(self) -> None:
         """Until all are here."""
+
+
+ALONE = OneDevice()  # for what only asks; a module that trains has one of its own, which `ready` ties to it

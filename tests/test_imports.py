@@ -82,7 +82,7 @@ STOREYS = (
         "strategy.group",
     ),
     ("faults", "module", "checkpoint", "report", "runs"),
-    ("build", "training", "asked", "generate", "plan", "launch"),
+    ("build", "watchers", "training", "asked", "generate", "plan", "launch"),
     ("batch_size",),
     ("fit",),
     ("cli",),

@@ -94,14 +94,14 @@ def _fitted(run: Run, output_dir: Path, choices: Mapping[str, str], overrides: S
             if wanted.work == "export":
                 summary |= summary_of(wanted.saved)
             if wanted.work == "train" and prediction:
-                summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.metrics)
+                summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.watchers.metrics)
             if training.saves.ended_by:
                 raise _without_its_checkpoint(training, run, output_dir, summary, choices)
             if ranks.rank == 0:
                 if wanted.work == "train":
                     _picture(training, run, output_dir, summary, choices)
                 _report(training, output_dir, summary)
-            training.stop.waits_no_longer(summary["interrupted"])
+            training.watchers.stop.waits_no_longer(summary["interrupted"])
             takes_part = ranks.divides or ranks.rank == 0
             if wanted.exports and takes_part and not summary["interrupted"]:  # then its checkpoint is what goes on
                 _export(training, run, output_dir, summary)
@@ -166,7 +166,7 @@ def _named(output_dir: Path) -> Iterator[None]:
 
 
 def _summary(training: Training, run: Run) -> dict:
-    meter, metrics, module = training.meter, training.metrics, training.module
+    meter, metrics, module = training.watchers.meter, training.watchers.metrics, training.module
     return {
         "steps": training.trainer.global_step,
         "skipped_steps": module.skipped_steps,
@@ -180,7 +180,7 @@ def _summary(training: Training, run: Run) -> dict:
         "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
         "validation": metrics.evaluated,  # each set
         "validation_sequences": [one.count for one in training.trainer.val_dataloaders or ()],  # of each set
-        "metric": dict(metrics.own()),
+        "metric": dict(metrics.own),
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
@@ -189,8 +189,8 @@ def _summary(training: Training, run: Run) -> dict:
         "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": parameters(module.model),
         "trained_parameters": sum(shape(p).numel() for _, p in trained_of(module.model)),
-        "interrupted": training.stop.interrupted,
-        "signal": training.stop.signal.name if training.stop.signal else None,
+        "interrupted": training.watchers.stop.interrupted,
+        "signal": training.watchers.stop.signal.name if training.watchers.stop.signal else None,
         "stopped_early": training.stopped_early,
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
         "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
@@ -220,8 +220,8 @@ def _report(training: Training, output_dir: Path, summary: Mapping[str, object])
         logger.log_metrics(report.plan_ratios(summary), step=summary["steps"])
     report.write(output_dir / "summary.json", summary)
     print(f"\n{report.table(summary)}\n")
-    if training.samples.text:
-        print(folded(f"A sample:\n{training.samples.text}\n"))
+    if training.watchers.samples.text:
+        print(folded(f"A sample:\n{training.watchers.samples.text}\n"))
 
 
 def _picture(
@@ -233,7 +233,7 @@ def _picture(
     title = " ".join(ran.chosen(choices)) or run.model.name
     typed = " ".join(ran.besides(choices, summary["overrides"]))
     card = torch.cuda.get_device_properties().total_memory if run.device == "cuda" else None
-    meter, room = training.meter, run.limit or card
+    meter, room = training.watchers.meter, run.limit or card
     picture.memory_picture(output_dir / "memory.png", meter.rows(), meter.timeline, title, typed, room)
     step.write(output_dir / "memory_step.csv", meter.timeline)
     picture.send(output_dir / "memory.png", training.loggers, summary["steps"])
@@ -283,7 +283,7 @@ def _without_its_checkpoint(
 
     Returns: the error that ends the run: what could be written, and what can be done with it.
     """
-    training.stop.waits_no_longer(summary["interrupted"])
+    training.watchers.stop.waits_no_longer(summary["interrupted"])
     folder, ranks = output_dir / "model", training.module.ranks
     alone = summary["adapter_alone"]
     start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
 from lowmem import curves
+from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.process import seconds_since_start
 from lowmem.units import GIB, duration
 
@@ -42,22 +43,21 @@ SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the outpu
 
 class Metrics(Callback):
     """Args:
-    peak_gib: read for the progress bar.
     sets: name of each validation set, and of it nats per token -> bits per byte.
+    meter: its peak stands in the progress bar.
     kept: the step until which `file` keeps what it has.
-    own: a user's metric, as it was last measured.
     """
 
     def __init__(
         self,
         file: Path,
         log_every: int,
-        peak_gib: Callable[[], float],
         sets: Mapping[str, Callable[[float], float]],
+        meter: MemoryMeter,
         kept: int = 0,
-        own: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.log_every, self.peak_gib, self.sets, self.own = log_every, peak_gib, sets, own
+        self.log_every, self.sets, self.meter = log_every, sets, meter
+        self.own: Mapping[str, float] = {}  # a user's metric, as it was last measured
         self.evaluated: list[dict[str, object]] = []  # of each set, at the last evaluation
         self.first_step_seconds: float | None = None
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
@@ -128,8 +128,9 @@ class Metrics(Callback):
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
+        peak = peak_gib(self.meter.peak_bytes)
         self._bar.set_postfix_str(
-            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {self.peak_gib():.2f} GiB"
+            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak:.2f} GiB"
         )
 
     def on_train_end(self, *_) -> None:
@@ -159,7 +160,7 @@ class Metrics(Callback):
         losses = zip(self.sets.items(), module.val_losses, strict=True)
         self.evaluated = [evaluation(name, loss, bits(loss)) for (name, bits), loss in losses]
         metrics = dict(pair for number, one in enumerate(self.evaluated) for pair in _columns(one, number > 0))
-        self._write(trainer, module, "val", metrics | dict(self.own()))
+        self._write(trainer, module, "val", metrics | self.own)
         said = "; ".join(map(_said, self.evaluated))
         if self._bar:  # it trains
             said = f"loss {self.train_loss:.3f}, {said}, {self.tokens_per_second():,.0f} tokens/s"

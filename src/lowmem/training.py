@@ -32,7 +32,7 @@ from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
 from lowmem.settle import Run
 from lowmem.strategy.group import compare
-from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.one_device import ALONE, OneDevice
 from lowmem.watchers import Watchers
 
 log = logging.getLogger(__name__)
@@ -80,17 +80,17 @@ class Training:
 
 @contextmanager
 def trained(
-    run: Run, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice | None = None
+    run: Run, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice = ALONE
 ) -> Iterator[Training]:
     """Args: run: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where
-    it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together; None: one alone.
+    it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together.
 
     Raises:
         DidNotFit: also from what is done inside the `with`.
         Refused: what only the data, the weights or a checkpoint can tell.
     """
     training = network = None
-    saved, ranks = asked.saved, ranks or OneDevice()
+    saved = asked.saved
     try:
         with ranks.in_turn("read the data"):  # what the first has written the others read
             data = build.data(run, saved, ranks)

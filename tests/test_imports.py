@@ -83,7 +83,7 @@ STOREYS = (
     ),
     ("faults", "module", "checkpoint", "report", "runs"),
     ("build", "watchers", "training", "asked", "generate", "plan", "launch"),
-    ("batch_size",),
+    ("batch_size", "results", "model_folder"),
     ("fit",),
     ("cli",),
 )

@@ -60,27 +60,18 @@ class Weights:
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        part: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
-        ranks: OneDevice = ALONE,
+        self, network: nn.Module, part: Callable[[nn.Parameter], Tensor] = lambda p: p.data, ranks: OneDevice = ALONE
     ) -> None:
         self.part, self.ranks = part, ranks
         network.state_dict()  # what an engine has put together for a forward pass, it takes apart for this
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
-        self._computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
-
-    def compute(self, p: nn.Parameter, weight: Callable[[], Tensor]) -> None:
-        """From now on a parameter that was made here, and has no numbers, is read by calling `weight`."""
-        self._computed[p] = weight
+        self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # of parameters that replace some of the model's
 
     def whole(self, p: nn.Parameter) -> Tensor:
         """By the first process. A parameter that is not of the model was made here, and is whole."""
-        if p in self._computed:
-            return self._computed[p]()
         if p not in self._names:
-            return p.data
+            return self.computed[p]() if p in self.computed else p.data
         return self._gathered(self._said(self._names[p]))
 
     def dtype_of(self, p: nn.Parameter) -> torch.dtype:

@@ -108,7 +108,7 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
     for name in _names(network):
         part = network.get_submodule(name)
         layer = _without_numbers(part)
-        weights.compute(layer.weight, partial(gathered, part))
+        weights.computed[layer.weight] = partial(gathered, part)
         network.set_submodule(name, layer)
     del network.peft_config
 

@@ -49,12 +49,7 @@ class Metrics(Callback):
     """
 
     def __init__(
-        self,
-        file: Path,
-        log_every: int,
-        sets: Mapping[str, Callable[[float], float]],
-        meter: MemoryMeter,
-        kept: int = 0,
+        self, file: Path, log_every: int, sets: Mapping[str, Callable[[float], float]], meter: MemoryMeter, kept: int
     ) -> None:
         self.log_every, self.sets, self.meter = log_every, sets, meter
         self.own: Mapping[str, float] = {}  # a user's metric, as it was last measured
@@ -128,7 +123,7 @@ class Metrics(Callback):
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
-        peak = peak_gib(self.meter.peak_bytes)
+        peak = (self.meter.peak_bytes["device"] or self.meter.peak_bytes["host_rss"]) / GIB  # None: not measured
         self._bar.set_postfix_str(
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak:.2f} GiB"
         )
@@ -215,8 +210,3 @@ def _columns(of: dict[str, object], other: bool) -> Iterator[tuple[str, object]]
 def _said(of: dict[str, object]) -> str:
     name = f" of {of['name']}" if of["name"] else ""
     return f"validation{name} {of['loss']:.3f}, {of['bits_per_byte']:.3f} bits per byte"
-
-
-def peak_gib(peak_bytes: dict[str, int | None]) -> float:
-    """What the progress bar shows: the device's peak, or the process's where none was measured yet."""
-    return (peak_bytes["device"] or peak_bytes["host_rss"]) / GIB

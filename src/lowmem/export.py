@@ -104,15 +104,12 @@ class Weights:
 
 
 class ModelFolder(NamedTuple):
-    """A folder to be written, and what goes into it beside the weights.
-
-    dtype: of the written weights, such as bfloat16; None: as they are. card: README.md.
-    """
+    """A folder to be written, and what goes into it beside the weights."""
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
-    dtype: str | None = None
-    card: str = ""
+    dtype: str | None = None  # of the written weights, such as bfloat16; None: as they are
+    card: str = ""  # README.md
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
@@ -125,8 +122,10 @@ class ModelFolder(NamedTuple):
 
 
 def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | None = None) -> None:
-    """Writes weights (safetensors), configuration and tokenizer, whole or not at all. Args: weights: the model's own
-    reader; None: its parameters are at full precision."""
+    """Writes weights (safetensors), configuration and tokenizer, whole or not at all.
+
+    Args: weights: the model's own reader; None: its parameters are at full precision.
+    """
     weights, dtype = weights or Weights(network), folder.dtype
     with folder.draft() as draft, folded(network, weights.whole):
         held = network.state_dict() | _laters(network, dtype, weights)

@@ -70,12 +70,14 @@ def fit(
         task = asked(command.run, output_dir, ranks)  # before anything is planned for it
         if task.work == "nothing":
             return summary_of(task.saved)
-        works = {"train": _train, "evaluate": _evaluate, "export": _export, "show": _show}
+        if task.work == "show":
+            return _show(command)
+        works = {"train": _train, "evaluate": _evaluate, "export": _export}
         return works[task.work](command, task, ranks)
 
 
 def _counted(command: Command, ranks: OneDevice) -> Command:
-    """epochs= as the steps that they take, which only the data tells."""
+    """Puts the steps that epochs= takes in its place; only the data tells how many."""
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
         return command
@@ -120,7 +122,7 @@ def _export(command: Command, task: Asked, ranks: OneDevice) -> dict:
         return _ended(training, command, task, results.summary(training, command) | summary_of(task.saved))
 
 
-def _show(command: Command, *_) -> dict:
+def _show(command: Command) -> dict:
     """Shows the data, before a model is built."""
     data = build.data(_unplanned(command).run)
     print(show.page(data.train, data.tokens.tokenizer, command.run.show, sys.stdout.isatty()))
@@ -128,7 +130,7 @@ def _show(command: Command, *_) -> dict:
 
 
 def _unplanned(command: Command) -> Command:
-    """A plan is one of training."""
+    """Makes a run ready that does not train, and so has no plan."""
     run = command.run.knowing(batch_size=1) if command.run.batch_size == "auto" else command.run
     model.check_architecture(run)
     return replace(command, run=run.resolved())

@@ -78,7 +78,7 @@ class TextGenerator:
 
     @torch.no_grad()
     def continuation(self, ids: Tensor, tokens: int, temperature: float = 0.0) -> str:
-        """The text that the model writes behind `ids`; it ends at an end token.
+        """Returns the text that the model writes behind `ids`; it ends at an end token.
 
         Args:
             ids: (1, T), on the host.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def leave(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes it, on every rank that holds a part, and uploads it.
+    """Writes the model, on every rank that holds a part of it, and uploads it.
 
     Raises:
         Refused: what is missing and how to get it, where the folder cannot be written.

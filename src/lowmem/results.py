@@ -18,7 +18,7 @@ from lowmem.training import Training
 
 
 def summary(training: Training, command: Command, prediction: Prediction | None = None) -> dict:
-    """What summary.json holds. Every rank asks for it."""
+    """Collects what summary.json holds. All ranks call it together: each has peaks of its own."""
     predicted = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
     typed = {"overrides": list(command.typed), "predicted": predicted}
     return _numbers(training, command.run) | _recipe(training, command) | typed

@@ -71,7 +71,8 @@ class Training:
         return self.trainer.precision_plugin.whole(self.module.ranks.local(p))
 
     def close(self) -> None:
-        self.watchers.close()
+        self.watchers.meter.close()
+        self.watchers.metrics.close()
         for logger in self.loggers:
             logger.finalize("success" if self.trainer.state.finished else "failed")
             if isinstance(logger, WandbLogger):
@@ -197,8 +198,8 @@ def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: P
 def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Asked, keeps: bool) -> Training:
     folder = module.ranks.folder(output_dir)
     watchers = Watchers.of(run, data, folder, asked.saved.steps if asked.resumes else 0, keeps)
-    paused = watchers.meter.saving, watchers.metrics.paused
-    saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, *paused)
+    saving, paused = watchers.meter.saving, watchers.metrics.paused
+    saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, saving, paused)
     plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]
     callbacks = _callbacks(run, watchers, saves if keeps else None)
     loggers = _loggers(run, asked, module.ranks)
@@ -227,7 +228,7 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, a
 
 
 def _callbacks(run: Run, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
-    """In the order in which Lightning calls them."""
+    """Lists them in the order in which Lightning calls them."""
     callbacks = [watchers.stop, watchers.meter, watchers.metrics, *map(instantiate, run.callbacks.values())]
     callbacks.append(Verified(with_positions(run.data.arguments)))
     if run.early_stop.patience is not None:

@@ -37,7 +37,3 @@ class Watchers(NamedTuple):
         samples = Samples(data.prompts, run.sample_tokens, run.seq_len, folder / "samples.jsonl", at_end)
         own = OwnMetric(run.metric, get_object(run.metric), metrics, at_end) if run.metric is not None else None
         return cls(stop, meter, metrics, samples, own)
-
-    def close(self) -> None:
-        self.meter.close()
-        self.metrics.close()

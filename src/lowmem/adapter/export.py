@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def export(
     network: PreTrainedModel, folder: ModelFolder, merged: bool, base: str | None, weights: Weights | None = None
 ) -> None:
-    """Whole or not at all. A model whose adapter is merged is a plain one from then on.
+    """Writes the adapter alone or the model with it inside, whole or not at all. What is merged is a plain model then.
 
     Args:
         folder: without a dtype, what is merged is written in fp32, as the adapter is held: rounded to a base's 16 bits

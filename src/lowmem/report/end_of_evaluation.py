@@ -18,12 +18,12 @@ class EndOfEvaluation:
         self.tokenizer, self.seed, self.stop, self.meter = tokenizer, seed, stop, meter
 
     def stopped(self) -> bool:
-        """Whether the run is to end, so that nothing more is computed."""
+        """Tells that the run is to end, so that nothing more is computed."""
         return self.stop.interrupted
 
     @contextmanager
     def computing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Around forward passes: they are metered, and random states are put back behind them."""
+        """Meters the forward passes within it, and puts random states back behind them."""
         cards = [module.device] if module.device.type == "cuda" else []
         metered = nullcontext() if trainer.sanity_checking else self.meter.evaluating()
         with metered, torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():

@@ -172,4 +172,4 @@ class OneDevice:
         """Until all are here."""
 
 
-ALONE = OneDevice()  # it has no state
+ALONE = OneDevice()  # without state, so that many may share it

@@ -75,13 +75,13 @@ def settled(device: str) -> Callable[[], object]:
 
 def lowmem(recipe: str, model: str, typed: Sequence[str] = ON_CPU, metered: bool = True) -> dict:
     """train.py as shipped: meter, metrics, W&B (offline), plan, checkpoint."""
-    from lowmem import training
+    from lowmem import watchers
 
     if not metered:
-        training.MemoryMeter = silent_meter()
+        watchers.MemoryMeter = silent_meter()
     turns, losses = Turns(settled(device_of(typed))), []
 
-    class InTurn(training.Stop):
+    class InTurn(watchers.Stop):
         def on_train_batch_start(self, *_) -> None:
             turns.next()
 
@@ -89,7 +89,7 @@ def lowmem(recipe: str, model: str, typed: Sequence[str] = ON_CPU, metered: bool
             losses.append(outputs["loss"])
             super().on_train_batch_end(trainer, module)
 
-    training.Stop = InTurn
+    watchers.Stop = InTurn
     summary = trained([*shape(model), *RECIPES[recipe], *typed])
     phases = summary["peak_bytes_by_phase"]
     return {

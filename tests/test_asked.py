@@ -14,12 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem import cli, export, fit
+from lowmem import cli, export, fit, model_folder, results
 from lowmem.checkpoint import AtomicCheckpointIO, complete, going_on
 from lowmem.errors import Refused
 from lowmem.module import CausalLM
 from lowmem.report import hints
-from lowmem.report import summary as report
 from lowmem.report.metrics import Metrics
 from lowmem.settle import run_of
 from lowmem.training import _evaluated
@@ -425,7 +424,7 @@ def test_without_room_for_the_last_checkpoint_the_weights_are_written_alone(comm
 
 def test_without_room_for_the_weights_either_it_says_what_is_left(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {2, 3})
-    full(fit, "_write_model", {1})
+    full(model_folder, "_write", {1})
     code, said = command("save_every=2")
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and f"Nor can {run}/model: File too large" in said
@@ -454,9 +453,9 @@ def test_a_curve_without_room_is_a_sentence(command, tmp_path, monkeypatch):
 
 
 def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, full, tmp_path, monkeypatch):
-    write = report.write
-    monkeypatch.setattr(report, "write", lambda file, summary: write(file, {**summary, "long": "x" * 3000}))
-    full(report, "write", {1})
+    write = results.write
+    monkeypatch.setattr(results, "write", lambda file, summary: write(file, {**summary, "long": "x" * 3000}))
+    full(results, "write", {1})
     code, said = command()
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and f"{run}/summary.json: File too large" in said

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lowmem import export as exporting
-from lowmem.export import export
+from lowmem.export import ModelFolder, Weights, export
 from lowmem.model import _of_type
 from new_process import in_a_new_process
 from test_checkpoint import Highest, linux
@@ -46,7 +46,8 @@ def test_the_folder_is_what_transformers_writes_to_the_byte(tmp_path, monkeypatc
     wide = made(name)
     held = made(name, torch.bfloat16)
     masters = dict(zip(held.parameters(), wide.parameters(), strict=True))
-    export(held, Nothing(), tmp_path / "ours", dtype, whole=lambda p: masters[p].data)
+    weights = Weights(held, lambda p: masters[p].data)
+    export(held, ModelFolder(tmp_path / "ours", Nothing(), dtype), weights)
     wide.to(getattr(torch, dtype or "float32")).save_pretrained(tmp_path / "theirs", max_shard_size=shard)
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
     assert ours == theirs and (len(ours) > 4) == (shard == "4KB")
@@ -58,7 +59,7 @@ def test_the_folder_is_what_transformers_writes_to_the_byte(tmp_path, monkeypatc
 def test_a_loaded_model_goes_out_as_it_came_in(tmp_path):
     """transformers keeps how it has renamed and joined what it read."""
     made("llama untied").save_pretrained(tmp_path / "in")
-    export(AutoModelForCausalLM.from_pretrained(tmp_path / "in"), Nothing(), tmp_path / "out")
+    export(AutoModelForCausalLM.from_pretrained(tmp_path / "in"), ModelFolder(tmp_path / "out", Nothing()))
     assert contents(tmp_path / "out") == contents(tmp_path / "in")
 
 
@@ -75,6 +76,6 @@ def test_an_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
     weights = 4 * sum(p.numel() for p in network.parameters())
     monkeypatch.setattr(exporting, "SHARD", "50GB" if wrong else "17MB")  # the embedding has 16.4
     with Highest() as highest:
-        export(network, Nothing(), tmp_path / "model", "float32")
+        export(network, ModelFolder(tmp_path / "model", Nothing(), "float32"))
     assert (highest.rise < 17e6 + 0.1 * weights) != wrong
     assert (tmp_path / "model" / "model.safetensors").exists() == wrong

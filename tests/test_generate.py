@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from lowmem import cli
 from lowmem.errors import Refused
 from lowmem.generate import generate
-from lowmem.generation import continuation, printable, prompt_ids
+from lowmem.generation import TextGenerator, printable, prompt_ids
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -51,7 +51,7 @@ def test_a_run_and_its_model_write_what_transformers_does_and_leave_no_folder(co
 def test_a_model_that_ends_at_once_is_said_to_beside_the_text(config, run, monkeypatch, caplog):
     for written, warned in (("", True), (" \n\n", True), (" word\n", False)):
         caplog.clear()
-        monkeypatch.setattr("lowmem.generate.continuation", lambda *_, written=written: written)
+        monkeypatch.setattr(TextGenerator, "continuation", lambda *_, written=written: written)
         assert generate(config(f"generate={run}", "prompt=def")) == written
         assert ("the model writes nothing that can be seen" in caplog.text) == warned
 
@@ -125,14 +125,15 @@ def test_it_stops_at_an_end_token_at_the_last_position_and_when_told():
         def decode(self, ids, skip_special_tokens):
             return "".join(f"{int(i)} " for i in ids)
 
-    ids = torch.tensor([[3, 4, 5]])
-    free = continuation(model, Numbers(), ids, 100).split()
+    writer, ids = TextGenerator(model, Numbers()), torch.tensor([[3, 4, 5]])
+    free = writer.continuation(ids, 100).split()
     assert len(free) == 9  # 12 positions
     asked = iter([False, False, True])
-    assert continuation(model, Numbers(), ids, 100, stopped=lambda: next(asked)).split() == free[:3]
+    stopping = TextGenerator(model, Numbers(), stopped=lambda: next(asked))
+    assert stopping.continuation(ids, 100).split() == free[:3]
     model.generation_config.eos_token_id = int(free[1])
-    assert continuation(model, Numbers(), ids, 100).split() == free[: free.index(free[1]) + 1]
-    assert continuation(model, Numbers(), torch.ones(1, 12, dtype=torch.long), 100) == ""
+    assert writer.continuation(ids, 100).split() == free[: free.index(free[1]) + 1]
+    assert writer.continuation(torch.ones(1, 12, dtype=torch.long), 100) == ""
 
 
 def test_the_prompt_is_taken_as_it_was_typed():

@@ -82,8 +82,8 @@ STOREYS = (
         "strategy.group",
     ),
     ("faults", "module", "checkpoint", "report", "runs"),
-    ("build", "training", "asked", "generate", "plan", "launch"),
-    ("batch_size",),
+    ("build", "watchers", "training", "asked", "generate", "plan", "launch"),
+    ("batch_size", "results", "model_folder"),
     ("fit",),
     ("cli",),
 )

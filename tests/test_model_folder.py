@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lowmem import model
 from lowmem.errors import Refused
-from lowmem.export import export
+from lowmem.export import ModelFolder, export
 from lowmem.generation import end_of_turn, end_tokens
 
 
@@ -34,7 +34,7 @@ def test_a_folder_of_several_files_comes_in_and_goes_out_whole(tmp_path, tied):
     assert torch.equal(loaded.eval()(ids).logits, whole(ids).logits)
     with torch.no_grad():
         loaded.model.embed_tokens.weight.add_(0.1)  # as training does: of a tied head too
-    export(loaded, Nothing(), tmp_path / "out")
+    export(loaded, ModelFolder(tmp_path / "out", Nothing()))
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(opened(ids).logits, loaded(ids).logits)
     assert torch.equal(opened.lm_head.weight, opened.model.embed_tokens.weight) == tied
@@ -70,7 +70,7 @@ def test_an_exported_chat_model_stops_where_its_turn_ends(tmp_path, ends):
         network.lm_head.weight[ids["<|im_end|>"]] = hidden
     if ends:
         network.generation_config.eos_token_id = end_tokens(tokenizer, network)
-    export(network, tokenizer, tmp_path / "out")
+    export(network, ModelFolder(tmp_path / "out", tokenizer))
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
     written = opened.generate(torch.tensor([[4, 5]]), do_sample=False, max_new_tokens=6)[0, 2:].tolist()

@@ -14,6 +14,35 @@ from lowmem.settle import run_of, settled
 OF_HYDRA = {"cli", "help", "overrides", "spelling", "claim", "sweep", "lowmem_search"}
 SETTLES = {"settle", "schema", "fit", "job"}  # `fit` and `plan` are also called with a composed config, by notebooks
 
+PARAMETERS = 6  # of a function at most, `self` included
+# Functions that have more, each group for one reason.
+KEYS_OF_YAML = {  # their parameters are keys of conf/, which people type
+    "data.corpus.text",
+    "data.hub.hub",
+    "data.tables.table_csv",
+    "optim.muon.Muon.__init__",
+    "report.wandb.logger",
+}
+CALLED_BY_TORCH = {  # with these arguments
+    "loss._ChunkedCrossEntropy.forward",
+    "plan.attend.Attend.__call__",
+    "tiled_loss._TiledCrossEntropy.forward",
+}
+TO_DO = {
+    "data.loader.ValidationLoader.__init__",
+    "data.loader.WindowLoader.__init__",
+    "data.records.Records.__init__",
+    "data.records.records",
+    "model.build",
+    "module.CausalLM.__init__",
+    "optim.adafactor.Adafactor.step_narrow",
+    "optim.adamw8bit.HostAdamW8bit.step_from",
+    "optim.adamw8bit._block_step",
+    "optim.adamw8bit._native_step",
+    "plan.recipes._Search.__init__",
+    "plan.stand_in.OnePassStandIn.step_from",
+}
+
 
 def test_a_run_does_not_change():
     run = run_of([])
@@ -65,3 +94,39 @@ def test_few_files_know_what_a_config_is():
 def test_one_that_does_is_seen(tmp_path):
     (tmp_path / "late.py").write_text("def late(cfg: DictConfig) -> None: ...\n")
     assert knowing(tmp_path) == {"late": ["late"]}
+
+
+def with_many_parameters(source) -> set[str]:
+    """<module>.<class>.<function> of each that has more than PARAMETERS."""
+    found = set()
+
+    def look(node: ast.AST, name: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = node.args
+            every = [*own.posonlyargs, *own.args, *own.kwonlyargs, *filter(None, (own.vararg, own.kwarg))]
+            found.update({name} if len(every) > PARAMETERS else ())
+        for child in ast.iter_child_nodes(node):
+            look(child, f"{name}.{child.name}" if hasattr(child, "name") else name)
+
+    for file in source.rglob("*.py"):
+        look(ast.parse(file.read_text(encoding="utf-8")), ".".join(file.relative_to(source).with_suffix("").parts))
+    return found
+
+
+def test_no_function_has_more_than_six_parameters():
+    assert with_many_parameters(ROOT / "src" / "lowmem") == KEYS_OF_YAML | CALLED_BY_TORCH | TO_DO
+
+
+def test_parameters_that_are_said_to_be_keys_of_a_yaml_are():
+    said = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "conf").rglob("*.yaml"))
+    targets = {f"_target_: lowmem.{name.removesuffix('.__init__')}\n" for name in KEYS_OF_YAML}
+    assert {target for target in targets if target not in said} == set()
+
+
+def test_a_function_with_seven_is_seen_wherever_it_stands(tmp_path):
+    (tmp_path / "deep.py").write_text(
+        "class A:\n    def six(self, b, c, *, d, e=1, f=2): ...\n"
+        "    def seven(self, b, /, c, *d, e, f=1, **g):\n        async def inner(a, b, c, d, e, f, g): ...\n"
+        "if True:\n    def late(a, b, c, d, e, f, g): ...\n"
+    )
+    assert with_many_parameters(tmp_path) == {"deep.A.seven", "deep.A.seven.inner", "deep.late"}

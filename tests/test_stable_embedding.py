@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem.errors import Refused
-from lowmem.export import export
+from lowmem.export import ModelFolder, export
 from lowmem.stable_embedding import StableEmbedding, folded, stabilise
 from same import last
 from test_loss import network
@@ -62,7 +62,7 @@ def test_folding_leaves_the_model_as_it_was(tmp_path):
     assert isinstance(model.get_input_embeddings(), StableEmbedding) and model.config.tie_word_embeddings
     assert torch.equal(model(input_ids=torch.arange(8)[None]).logits, before)
     tokenizer = type("None", (), {"save_pretrained": lambda self, folder: None})()
-    export(model, tokenizer, tmp_path / "model")
+    export(model, ModelFolder(tmp_path / "model", tokenizer))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(again(input_ids=torch.arange(8)[None]).logits, before)
 

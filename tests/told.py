@@ -73,9 +73,9 @@ def _ask_slowly(samples: type, wait) -> None:
     draw = samples.on_validation_epoch_end
 
     def slow(self, trainer, module) -> None:
-        stopped = self.stopped
+        stopped = self.at_end.stopped
         if trainer.global_step == trainer.max_steps:
-            self.stopped = lambda: wait(0.2) or stopped()
+            self.at_end.stopped = lambda: wait(0.2) or stopped()
         draw(self, trainer, module)
 
     samples.on_validation_epoch_end = slow

@@ -91,10 +91,10 @@ def run(here: Here, way: str, typed: list[str]) -> dict:
         predicted = prediction.based_on(training.rss_before_model).as_dict()
         found = {
             "predicted": {key: predicted[f"{key}_bytes"] for key in ("device_peak", "reserved_peak")},
-            "allocated": training.meter.peak_bytes["device"],
-            "host": training.meter.peak_bytes["host_rss"],
-            "tokens_per_second": training.metrics.tokens_per_second(),
-            "train_loss": training.metrics.train_loss,
+            "allocated": training.watchers.meter.peak_bytes["device"],
+            "host": training.watchers.meter.peak_bytes["host_rss"],
+            "tokens_per_second": training.watchers.metrics.tokens_per_second(),
+            "train_loss": training.watchers.metrics.train_loss,
             "copied_seconds": lanes.seconds(lane.copied),
             "waited_seconds": lanes.seconds(lane.waited),
         }

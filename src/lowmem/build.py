@@ -27,7 +27,7 @@ from lowmem.optim.build import MakeOptimizer
 from lowmem.report import sample
 from lowmem.schema import Node
 from lowmem.settle import Run
-from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.one_device import ALONE, OneDevice
 from lowmem.tiled_tokens import Tiles
 from lowmem.trained import digest_of_base
 
@@ -47,9 +47,8 @@ class Data(NamedTuple):
     config: PretrainedConfig
 
 
-def data(run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice | None = None) -> Data:
-    """The light part, in which whatever refuses a run does so. Args: ranks: that share the rows; None: one has all."""
-    ranks = ranks or OneDevice()
+def data(run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ALONE) -> Data:
+    """The light part, in which whatever refuses a run does so. Args: ranks: that share the rows."""
     windows = run.windows
     spec = run.model.model_dump()
     config = model.architecture(**spec)
@@ -100,7 +99,7 @@ def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
     return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in given]
 
 
-def steps(run: Run, ranks: OneDevice | None = None) -> int:
+def steps(run: Run, ranks: OneDevice = ALONE) -> int:
     """That `epochs` passes over the data take. How many sequences a micro-batch has does not matter to it where that is
     not known yet: a window then has as many as accumulation=effective_batch says."""
     batch_size = 1 if run.batch_size == "auto" else run.batch_size
@@ -122,7 +121,7 @@ def _unsaid() -> Iterator[None]:
             one.setLevel(level)
 
 
-def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice | None = None) -> CausalLM:
+def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ALONE) -> CausalLM:
     """The heavy part."""
     whole = saved is not None and saved.base is None  # the checkpoint brings all weights
     made = causal_lm(run, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal, ranks)
@@ -158,11 +157,11 @@ def causal_lm(
     spec: dict,
     config: PretrainedConfig,
     check: Callable[[PreTrainedModel], None] = lambda _: None,
-    ranks: OneDevice | None = None,
+    ranks: OneDevice = ALONE,
 ) -> CausalLM:
     """Args: spec: run.model as a plain dict; config: its architecture; check: called with the model as it was loaded,
     where it holds numbers."""
-    held, ranks = getattr(torch, run.loaded_in), ranks or OneDevice()
+    held = getattr(torch, run.loaded_in)
     spec = spec if ranks.builds else spec | {"pretrained": False}
     with ranks.building():
         network = model.build(config, base_dtype(run.adapter.arguments.get("path")) or held, **spec)

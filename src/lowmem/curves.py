@@ -1,6 +1,7 @@
-"""A run's curves: csv files with a column `step`. A run that goes on in its own folder keeps what it had."""
+"""A run's curves: files with a `step` in each row. A run that goes on in its own folder keeps what it had."""
 
 import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -22,3 +23,10 @@ def opened(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.
     writer.writeheader()
     writer.writerows(kept)
     return out, writer, kept
+
+
+def cut(file: Path, until: int) -> None:
+    """Drops the rows of later steps from a file with a row of JSON in each line."""
+    if file.exists():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if json.loads(line)["step"] <= until), encoding="utf-8")

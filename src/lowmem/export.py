@@ -4,12 +4,13 @@ transformers writes it, from tensors that are made when their shard is written. 
 where something is computed with one, as with the experts of a mixture, which files hold apart, it is made at once.
 So the peak over the model is one shard, and of a mixture its experts.
 
-Of a divided model the first process writes, and asks the others for one weight after the other (`Gathered`).
+Of a divided model the first process writes, and asks the others for one weight after the other (`Weights`).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lowmem.aside import aside
 from lowmem.internals import tree_map_only
 from lowmem.stable_embedding import folded
-from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.one_device import ALONE, OneDevice
 from lowmem.together import together
 from lowmem.trained import shape
 
@@ -49,22 +50,28 @@ class Later(Tensor):
         return func(*args, **kwargs)
 
 
-class Gathered:
-    """The weights of a divided model: asked for by the first process, which writes them, and answered by the others.
+class Weights:
+    """Reads a model's weights at full precision, for whoever writes them. Of a divided model the first process reads
+    whole weights, into host memory, and the others answer it within `together`.
 
-    Args: part: what a process has of a parameter at full precision; of one that it has nothing of, something.
+    Args:
+        part: what a process has of a parameter, at full precision; of one that it has nothing of, something.
+        ranks: between which the model is divided.
     """
 
-    def __init__(self, network: nn.Module, ranks: OneDevice, part: Callable[[nn.Parameter], Tensor]) -> None:
-        self.ranks, self.part = ranks, part
+    def __init__(
+        self, network: nn.Module, part: Callable[[nn.Parameter], Tensor] = lambda p: p.data, ranks: OneDevice = ALONE
+    ) -> None:
+        self.part, self.ranks = part, ranks
         network.state_dict()  # what an engine has put together for a forward pass, it takes apart for this
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
+        self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # of parameters that replace some of the model's
 
     def whole(self, p: nn.Parameter) -> Tensor:
         """By the first process. A parameter that is not of the model was made here, and is whole."""
         if p not in self._names:
-            return p.data
+            return self.computed[p]() if p in self.computed else p.data
         return self._gathered(self._said(self._names[p]))
 
     def dtype_of(self, p: nn.Parameter) -> torch.dtype:
@@ -96,45 +103,44 @@ class Gathered:
         return self.ranks.whole(p, self.part(p))
 
 
-def export(
-    network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: str | None = None,
-    card: str = "",
-    whole: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
-    dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
-) -> None:
-    """Weights (safetensors), configuration and tokenizer. Whole or not at all.
+class ModelFolder(NamedTuple):
+    """A folder to be written, and what goes into it beside the weights."""
 
-    Args:
-        dtype: of the written weights, such as bfloat16; None: as they are.
-        card: README.md.
-        whole: what a parameter is at full precision.
-        dtype_of: of that; None: it is looked at.
+    path: Path
+    tokenizer: PreTrainedTokenizerBase
+    dtype: str | None = None  # of the written weights, such as bfloat16; None: as they are
+    card: str = ""  # README.md
+
+    @contextmanager
+    def draft(self) -> Iterator[Path]:
+        """Yields a folder for the weights; it becomes `path` once everything is in it."""
+        with aside(self.path) as draft:
+            draft.mkdir(exist_ok=True)
+            yield draft
+            self.tokenizer.save_pretrained(draft)
+            (draft / CARD).write_text(self.card, encoding="utf-8")
+
+
+def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | None = None) -> None:
+    """Writes weights (safetensors), configuration and tokenizer, whole or not at all.
+
+    Args: weights: the model's own reader; None: its parameters are at full precision.
     """
-    dtype_of = dtype_of or (lambda p: whole(p).dtype)
-    with aside(folder) as draft, folded(network, whole):
-        held = network.state_dict() | _laters(network, dtype, whole, dtype_of)
+    weights, dtype = weights or Weights(network), folder.dtype
+    with folder.draft() as draft, folded(network, weights.whole):
+        held = network.state_dict() | _laters(network, dtype, weights)
         network.save_pretrained(draft, state_dict=_once(network, held), max_shard_size=SHARD)
         # transformers says the dtype of the parameters as they are
-        network.config.dtype = dtype or str(dtype_of(next(network.parameters()))).removeprefix("torch.")
+        network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        (draft / CARD).write_text(card, encoding="utf-8")
 
 
-def _laters(
-    network: nn.Module,
-    dtype: str | None,
-    whole: Callable[[nn.Parameter], Tensor],
-    dtype_of: Callable[[nn.Parameter], torch.dtype],
-) -> dict[str, Later]:
-    """Of every parameter, under each of its names."""
+def _laters(network: nn.Module, dtype: str | None, weights: Weights) -> dict[str, Later]:
+    """Maps each name of every parameter to a tensor that is read when its shard is written."""
 
     def later(p: nn.Parameter) -> Later:
-        kind = getattr(torch, dtype) if dtype else dtype_of(p)
-        return Later.of(lambda: whole(p).to("cpu", kind), shape(p), kind)
+        kind = getattr(torch, dtype) if dtype else weights.dtype_of(p)
+        return Later.of(lambda: weights.whole(p).to("cpu", kind), shape(p), kind)
 
     return {name: later(p) for name, p in network.named_parameters(remove_duplicate=False)}
 

@@ -10,36 +10,26 @@ summary = fit(cfg, Path("outputs/notebook"))
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
-from lowmem import batch_size, build, checkpoint, model
-from lowmem.adapter.export import export, is_adapted
+from lowmem import batch_size, build, model, model_folder, results
 from lowmem.asked import Asked, asked, summary_of, with_model
-from lowmem.check import check, targets
+from lowmem.check import check
 from lowmem.errors import Refused
-from lowmem.export import Gathered
-from lowmem.generation import end_tokens
 from lowmem.memory.advice import out_of_memory
-from lowmem.overrides import as_lines, as_mapping, in_shell, replaced
+from lowmem.overrides import replaced
 from lowmem.plan import at_start
 from lowmem.plan.prediction import Prediction
 from lowmem.quiet import quiet
-from lowmem.report import hints, ran, show, step
-from lowmem.report import summary as report
-from lowmem.report.hub import push
-from lowmem.report.model_card import card
+from lowmem.report import hints, show
 from lowmem.runs import folders
-from lowmem.settle import Run, settled
+from lowmem.settle import Command, Run, settled
 from lowmem.strategy.group import joined
 from lowmem.strategy.one_device import OneDevice
-from lowmem.terminal import folded
-from lowmem.together import together
-from lowmem.trained import parameters, shape
-from lowmem.trained import trained as trained_of
 from lowmem.training import DidNotFit, Training, trained
 
 log = logging.getLogger(__name__)
@@ -70,237 +60,117 @@ def fit(
     choices, run = choices or {}, settled(cfg)
     check(run, choices)
     quiet()
-    run = _placed(run, output_dir)
+    run = run.knowing(output_dir=str(output_dir), device=run.runs_on)
+    command = Command(run, output_dir, choices, overrides, overrides)
     with joined(run) as ranks:
-        return _fitted(run, output_dir, choices, overrides, ranks)
+        if ranks.rank == 0:
+            hints.tell_folders(run, output_dir)
+        with ranks.in_turn("count the rows"):  # what the first has written the others read
+            command = _counted(command, ranks)
+        task = asked(command.run, output_dir, ranks)  # before anything is planned for it
+        if task.work == "nothing":
+            return summary_of(task.saved)
+        if task.work == "show":
+            return _show(command)
+        works = {"train": _train, "evaluate": _evaluate, "export": _export}
+        return works[task.work](command, task, ranks)
 
 
-def _fitted(run: Run, output_dir: Path, choices: Mapping[str, str], overrides: Sequence[str], ranks: OneDevice) -> dict:
-    if ranks.rank == 0:
-        hints.tell_folders(run, output_dir)
-    with ranks.in_turn("count the rows"):  # what the first has written the others read
-        run, typed = _counted(run, overrides, ranks)
-    wanted = asked(run, output_dir, ranks)  # before anything is planned for it
-    if wanted.work == "nothing":
-        return summary_of(wanted.saved)
-    run, prediction = _planned(run, typed, wanted, first=ranks.rank == 0)
-    if wanted.work == "show":
-        _show(run)
-        return {}
-    try:
-        with _named(output_dir), trained(run, output_dir, wanted, ranks=ranks) as training:
-            summary = _summary(training, run) | _what(training, run, choices) | {"overrides": list(overrides)}
-            summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
-            if wanted.work == "export":
-                summary |= summary_of(wanted.saved)
-            if wanted.work == "train" and prediction:
-                summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.metrics)
-            if training.saves.ended_by:
-                raise _without_its_checkpoint(training, run, output_dir, summary, choices)
-            if ranks.rank == 0:
-                if wanted.work == "train":
-                    _picture(training, run, output_dir, summary, choices)
-                _report(training, output_dir, summary)
-            training.stop.waits_no_longer(summary["interrupted"])
-            takes_part = ranks.divides or ranks.rank == 0
-            if wanted.exports and takes_part and not summary["interrupted"]:  # then its checkpoint is what goes on
-                _export(training, run, output_dir, summary)
-            if ranks.rank == 0:
-                (output_dir / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
-                hints.tell_files(output_dir)
-                hints.tell_commands(output_dir, wanted.work, summary, run.max_steps)
-            return summary
-    except DidNotFit as error:
-        planned = at_start.smaller_recipe(run, typed, prediction)
-        raise OutOfMemory(out_of_memory(error.held, choices, run.batch_size, run.seq_len, planned)) from error
-
-
-def _placed(run: Run, output_dir: Path) -> Run:
-    """A copy with its folder, and with the device that `auto` means."""
-    return run.knowing(output_dir=str(output_dir), device=run.runs_on)
-
-
-def _counted(run: Run, typed: Sequence[str], ranks: OneDevice) -> tuple[Run, Sequence[str]]:
-    """epochs= as the steps that they take, which only the data tells; in the lines too, which recipes are made of."""
+def _counted(command: Command, ranks: OneDevice) -> Command:
+    """Puts the steps that epochs= takes in its place; only the data tells how many."""
+    run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
-        return run, typed
+        return command
     run = run.knowing(max_steps=build.steps(run, ranks))
     log.info(f"epochs={run.epochs}: {run.max_steps} optimizer steps.")
-    return run, replaced(typed, {"epochs": None, "max_steps": str(run.max_steps)})
+    lines = replaced(command.typed, {"epochs": None, "max_steps": str(run.max_steps)})
+    return replace(command, run=run, lines=lines)
 
 
-def _planned(run: Run, overrides: Sequence[str], wanted: Asked, first: bool = True) -> tuple[Run, Prediction | None]:
-    """With the recipe and the batch size that were asked for, as plain values; and what they are predicted to need.
-
-    Args: first: of several ranks, whose word holds for all.
-    """
-    if wanted.work != "train":  # a plan is one of training
-        run = with_model(run, run.evaluate) if wanted.work == "evaluate" and not wanted.saved else run
-        run = run.knowing(batch_size=1) if run.batch_size == "auto" else run
-        model.check_architecture(run)
-        return run.resolved(), None
-    model.check_architecture(run)
-    run = at_start.with_recipe(run, overrides)
+def _train(command: Command, task: Asked, ranks: OneDevice) -> dict:
+    """Trains with the recipe and the batch size that were asked for."""
+    model.check_architecture(command.run)
+    run = at_start.with_recipe(command.run, command.lines)
     run = batch_size.resolve(run).resolved()
-    prediction = at_start.checked(run, overrides) if first else None
+    command = replace(command, run=run)
+    prediction = at_start.checked(run, command.lines) if ranks.rank == 0 else None  # whose word holds for all
     if prediction:
-        at_start.tell_duration(run, prediction, run.max_steps - (wanted.saved.steps if wanted.saved else 0))
-    return run, prediction
+        at_start.tell_duration(run, prediction, run.max_steps - (task.saved.steps if task.saved else 0))
+    with _training(command, task, ranks, prediction) as training:
+        summary = results.summary(training, command, prediction)
+        if prediction:
+            summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.watchers.metrics)
+        if training.saves.ended_by:
+            raise model_folder.without_checkpoint(training, command, summary)
+        if ranks.rank == 0:
+            results.draw(training, command, summary)
+        return _ended(training, command, task, summary)
 
 
-def _show(run: Run) -> None:
-    """Before a model is built."""
-    data = build.data(run)
-    print(show.page(data.train, data.tokens.tokenizer, run.show, sys.stdout.isatty()))
+def _evaluate(command: Command, task: Asked, ranks: OneDevice) -> dict:
+    """Evaluates a run, an exported model or an adapter."""
+    run = command.run if task.saved else with_model(command.run, command.run.evaluate)
+    command = _unplanned(replace(command, run=run))
+    with _training(command, task, ranks) as training:
+        return _ended(training, command, task, results.summary(training, command))
+
+
+def _export(command: Command, task: Asked, ranks: OneDevice) -> dict:
+    """Exports a run whose last evaluation is done; its summary stays true."""
+    command = _unplanned(command)
+    with _training(command, task, ranks) as training:
+        return _ended(training, command, task, results.summary(training, command) | summary_of(task.saved))
+
+
+def _show(command: Command) -> dict:
+    """Shows the data, before a model is built."""
+    data = build.data(_unplanned(command).run)
+    print(show.page(data.train, data.tokens.tokenizer, command.run.show, sys.stdout.isatty()))
+    return {}
+
+
+def _unplanned(command: Command) -> Command:
+    """Makes a run ready that does not train, and so has no plan."""
+    run = command.run.knowing(batch_size=1) if command.run.batch_size == "auto" else command.run
+    model.check_architecture(run)
+    return replace(command, run=run.resolved())
 
 
 @contextmanager
-def _named(output_dir: Path) -> Iterator[None]:
-    """A full disk does not say whose file it is that it has no room for: it is one of the run's."""
+def _training(
+    command: Command, task: Asked, ranks: OneDevice, prediction: Prediction | None = None
+) -> Iterator[Training]:
+    """Does the work, and holds what was built for it, for as long as anything is written of it.
+
+    Raises:
+        OutOfMemory: with what to try, also from what is done inside the `with`.
+        OSError: with a file's name.
+    """
+    run = command.run
     try:
-        yield
+        with trained(run, command.folder, task, ranks=ranks) as training:
+            yield training
     except OSError as error:
         if error.filename or not error.errno:
             raise
-        raise OSError(error.errno, error.strerror, str(output_dir)) from error
+        # a full disk does not say whose file it is that it has no room for: it is one of the run's
+        raise OSError(error.errno, error.strerror, str(command.folder)) from error
+    except DidNotFit as error:
+        smaller = at_start.smaller_recipe(run, command.lines, prediction)
+        advice = out_of_memory(error.held, command.choices, run.batch_size, run.seq_len, smaller)
+        raise OutOfMemory(advice) from error
 
 
-def _summary(training: Training, run: Run) -> dict:
-    meter, metrics, module = training.meter, training.metrics, training.module
-    return {
-        "steps": training.trainer.global_step,
-        "skipped_steps": module.skipped_steps,
-        "tokens": module.tokens,
-        "tokens_per_second": metrics.tokens_per_second(),
-        "seconds_per_step": metrics.seconds_per_step(),
-        "first_step_seconds": metrics.first_step_seconds,
-        "train_loss": metrics.train_loss,
-        "auxiliary_loss": metrics.auxiliary_loss,
-        "val_loss": metrics.val_loss,
-        "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
-        "validation": metrics.evaluated,  # each set
-        "validation_sequences": [one.count for one in training.trainer.val_dataloaders or ()],  # of each set
-        "metric": dict(metrics.own()),
-        "peak_bytes": meter.peak_bytes,
-        "peak_bytes_by_category": meter.by_category(),
-        "peak_bytes_by_phase": meter.by_phase(),
-        "rss_before_model_bytes": training.rss_before_model,
-        "batch_size": run.batch_size,
-        "optimizer": report.stepped_by(next(iter(training.trainer.optimizers), None)),
-        "parameters": parameters(module.model),
-        "trained_parameters": sum(shape(p).numel() for _, p in trained_of(module.model)),
-        "interrupted": training.stop.interrupted,
-        "signal": training.stop.signal.name if training.stop.signal else None,
-        "stopped_early": training.stopped_early,
-        "resumed_from": str(training.resumed_from) if training.resumed_from else None,
-        "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
-        "versions": report.versions(),
-        "weights_bytes": sum(shape(p).numel() * p.element_size() for p in module.model.parameters()),  # of all ranks
-        "ranks": module.ranks.every(meter.peak_bytes | meter.held()),
-    }
-
-
-def _what(training: Training, run: Run, choices: Mapping[str, str]) -> dict:
-    """Was trained on what and how, without a place of this machine."""
-    of_hub = run.model.pretrained and not Path(run.model.name).expanduser().is_dir()
-    places = [node["path"] for _, node in targets(run.data.plain()) if node.get("path") is not None]
-    return {
-        "base_model": run.model.name if of_hub else None,
-        "pretrained": run.model.pretrained,
-        "architecture": training.module.model.config.model_type,
-        "adapter_alone": is_adapted(training.module.model) and run.model.pretrained and not run.merge,
-        "recipe": as_mapping(ran.chosen(choices)),
-        "data": [Path(place).name for place in places] or as_lines({"data": choices.get("data", "")}),
-    }
-
-
-def _report(training: Training, output_dir: Path, summary: Mapping[str, object]) -> None:
-    """The run in numbers: to the loggers, into its folder and on the terminal."""
-    for logger in training.loggers:
-        logger.log_metrics(report.plan_ratios(summary), step=summary["steps"])
-    report.write(output_dir / "summary.json", summary)
-    print(f"\n{report.table(summary)}\n")
-    if training.samples.text:
-        print(folded(f"A sample:\n{training.samples.text}\n"))
-
-
-def _picture(
-    training: Training, run: Run, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
-) -> None:
-    """Where the bytes were, drawn and as a table."""
-    from lowmem.report import picture  # matplotlib takes half a second
-
-    title = " ".join(ran.chosen(choices)) or run.model.name
-    typed = " ".join(ran.besides(choices, summary["overrides"]))
-    card = torch.cuda.get_device_properties().total_memory if run.device == "cuda" else None
-    meter, room = training.meter, run.limit or card
-    picture.memory_picture(output_dir / "memory.png", meter.rows(), meter.timeline, title, typed, room)
-    step.write(output_dir / "memory_step.csv", meter.timeline)
-    picture.send(output_dir / "memory.png", training.loggers, summary["steps"])
-
-
-def _export(training: Training, run: Run, output_dir: Path, summary: Mapping[str, object]) -> None:
-    """Last of all: it needs the most room, and what it may lack cannot take anything else along.
-
-    Raises:
-        Refused: what is missing and how to get it, where the folder cannot be written.
-    """
-    try:
-        _write_model(training, run, output_dir / "model", summary)
-    except OSError as error:
-        raise Refused(
-            f"{output_dir / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
-            f"Make room, and type {in_shell('export', training.resumed_from if run.export else output_dir)}."
-        ) from error
-    if run.push is None or training.module.ranks.rank:
-        return
-    trained_in = training.resumed_from if run.export else output_dir
-    if summary["adapter_alone"] and summary["base_model"] is None:
-        log.warning(
-            f"push={run.push}: not uploaded, since this adapter stands on a folder that only this machine has. Type "
-            f"{in_shell('export', trained_in)} merge=true push={run.push}."
-        )
-    else:
-        push(output_dir / "model", run.push, trained_in)
-
-
-def _write_model(training: Training, run: Run, folder: Path, summary: Mapping[str, object]) -> None:
-    """Raises: OSError: on every rank, where the folder cannot be written."""
-    base = run.model.name if run.model.pretrained else None
-    network, tokenizer = training.module.model, training.tokens.tokenizer
-    network.generation_config.eos_token_id = end_tokens(tokenizer, network)
-    ranks = training.module.ranks
-    gathered = Gathered(network, ranks if ranks.divides else OneDevice(), training.part)
-    with gathered.together() as writes:
-        if writes:
-            what = (network, tokenizer, folder, run.export_dtype, run.merge, base, card(summary))
-            export(*what, gathered.whole, gathered.dtype_of if ranks.divides else None)
-
-
-def _without_its_checkpoint(
-    training: Training, run: Run, output_dir: Path, summary: Mapping[str, object], choices: Mapping[str, str]
-) -> Refused:
-    """Writes the weights alone, which need less room than a checkpoint, and then what else fits.
-
-    Returns: the error that ends the run: what could be written, and what can be done with it.
-    """
-    training.stop.waits_no_longer(summary["interrupted"])
-    folder, ranks = output_dir / "model", training.module.ranks
-    alone = summary["adapter_alone"]
-    start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
-    try:
-        with together(ranks):
-            if ranks.divides or ranks.rank == 0:
-                _write_model(training, run, folder, summary)
-        left = (
-            f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
-            f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "
-            "optimizer's state resume= cannot go on from them."
-        )
-    except OSError as error:
-        left = f"Nor can {folder}: {error.strerror}. Make room."
-    if ranks.rank == 0:
-        with suppress(OSError):  # the weights are what matters
-            _report(training, output_dir, summary)
-            _picture(training, run, output_dir, summary, choices)
-    return Refused(f"{training.saves.ended_by} {left} {checkpoint.going_on(training.saves.folder)}")
+def _ended(training: Training, command: Command, task: Asked, summary: dict) -> dict:
+    """Shows the results, writes the model last of all, and tells what to type next."""
+    first = training.module.ranks.rank == 0
+    if first:
+        results.report(training, command, summary)
+    training.watchers.stop.waits_no_longer(summary["interrupted"])
+    if task.exports and not summary["interrupted"]:  # then its checkpoint is what goes on
+        model_folder.leave(training, command, summary)
+    if first:
+        (command.folder / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
+        hints.tell_files(command.folder)
+        hints.tell_commands(command.folder, task.work, summary, command.run.max_steps)
+    return summary

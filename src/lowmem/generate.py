@@ -10,7 +10,7 @@ from lowmem import model
 from lowmem.adapter.lora import base_dtype, load
 from lowmem.asked import is_model, with_model
 from lowmem.errors import Refused
-from lowmem.generation import continuation, printable, prompt_ids
+from lowmem.generation import TextGenerator, printable, prompt_ids
 from lowmem.instantiate import instantiate
 from lowmem.overrides import in_shell
 from lowmem.quiet import quiet
@@ -31,7 +31,7 @@ def generate(run: Run) -> str:
     ids = prompt_ids(tokenizer, run.prompt, chat=tokenizer.chat_template is not None)
     set_seed(run.seed)
     network.to(run.runs_on).eval()
-    text = printable(continuation(network, tokenizer, ids, run.max_new_tokens, run.temperature))
+    text = printable(TextGenerator(network, tokenizer).continuation(ids, run.max_new_tokens, run.temperature))
     if not text.strip():
         log.warning(
             f"generate={run.generate}: behind this prompt the model writes nothing that can be seen: it ends at once, "

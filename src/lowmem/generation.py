@@ -5,6 +5,7 @@ keeps of one sequence of that length.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jinja2 import TemplateError
@@ -59,50 +60,55 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
 
 
-@torch.no_grad()
-def continuation(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: Tensor,
-    tokens: int,
-    temperature: float = 0.0,
-    stopped: Callable[[], bool] = lambda: False,
-    device: torch.device | None = None,
-    together: bool = False,
-) -> str:
-    """The text that the model, in evaluation mode, writes behind `ids`; it ends at an end token.
+@dataclass(frozen=True)
+class TextGenerator:
+    """Continues prompts with a model in evaluation mode.
 
     Args:
-        ids: (1, T), on the host.
-        tokens: how many at most; never more than the model has positions.
-        temperature: 0: always the likeliest token.
-        stopped: asked before each token.
         device: that computes; None: that of the weights.
         together: with other processes, each of which has a part of the model: who is at an end goes on until all are.
+        stopped: asked before each token.
     """
-    length = min(ids.shape[1] + tokens, positions(model.config) or ids.shape[1] + tokens)
-    how = GenerationConfig(
-        max_length=length,
-        do_sample=temperature > 0,
-        temperature=temperature or 1.0,
-        top_p=1.0,  # said, or those of the model's own generation_config.json are taken
-        top_k=50,
-        use_cache=True,
-        pad_token_id=tokenizer.eos_token_id,
-        eos_token_id=end_tokens(tokenizer, model) or None,
-    )
-    if ids.shape[1] >= length:
-        return ""
-    given = ids.to(device or model.device)
-    written = model.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        generation_config=how,
-        stopping_criteria=[lambda *_, **__: stopped()],
-        synced_gpus=together,
-    )
-    before, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
-    return whole.removeprefix(before)  # decoded together: a token alone may lose its space
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device | None = None
+    together: bool = False
+    stopped: Callable[[], bool] = lambda: False
+
+    @torch.no_grad()
+    def continuation(self, ids: Tensor, tokens: int, temperature: float = 0.0) -> str:
+        """Returns the text that the model writes behind `ids`; it ends at an end token.
+
+        Args:
+            ids: (1, T), on the host.
+            tokens: how many at most; never more than the model has positions.
+            temperature: 0: always the likeliest token.
+        """
+        model, tokenizer = self.model, self.tokenizer
+        length = min(ids.shape[1] + tokens, positions(model.config) or ids.shape[1] + tokens)
+        how = GenerationConfig(
+            max_length=length,
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            top_p=1.0,  # said, or those of the model's own generation_config.json are taken
+            top_k=50,
+            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=end_tokens(tokenizer, model) or None,
+        )
+        if ids.shape[1] >= length:
+            return ""
+        given = ids.to(self.device or model.device)
+        written = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            generation_config=how,
+            stopping_criteria=[lambda *_, **__: self.stopped()],
+            synced_gpus=self.together,
+        )
+        before, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
+        return whole.removeprefix(before)  # decoded together: a token alone may lose its space
 
 
 def printable(text: str) -> str:

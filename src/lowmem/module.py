@@ -23,7 +23,7 @@ from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
 from lowmem.sharded import Stored
-from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.one_device import ALONE, OneDevice
 from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
@@ -55,13 +55,13 @@ class CausalLM(LightningModule):
         skips_faults: bool = False,
         weights: Resident | None = None,
         tiles: Tiles | None = None,
-        ranks: OneDevice | None = None,
+        ranks: OneDevice = ALONE,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model, self.weights = model, weights or Resident()
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
-        self.tiles, self.ranks = tiles, ranks or OneDevice()
+        self.tiles, self.ranks = tiles, ranks
         self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.clip, self.clip_value = clip, clip_value
@@ -132,7 +132,7 @@ class CausalLM(LightningModule):
             self.last_micro_batch = number == len(window.micro_batches)
             with ranks.passing(self.last_micro_batch):
                 with self.trainer.precision_plugin.forward_context():
-                    loss = ranks.forward(micro_batch)
+                    loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
                 loss_sum += loss.detach()
                 if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
                     auxiliary = auxiliary * micro_batch.tokens

@@ -5,8 +5,10 @@ properties. What becomes known later (the device, the steps of epochs=, a batch 
 another `Run` of the same lines, in which every value that depends on it is worked out again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
@@ -225,3 +227,18 @@ def _missing(cfg: DictConfig) -> Iterator[str]:
     for key in cfg:  # an interpolation of what is not there is told of where it was typed, not where it is used
         OmegaConf.is_missing(cfg, key) or cfg[key]
     return (f"{key} has no value: type {key}=<value>." for key in sorted(OmegaConf.missing_keys(cfg)))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run, and what is known of how it was asked for. A notebook has typed nothing.
+
+    folder: of its results. choices: group -> chosen yaml, for messages. typed: lines, for the summary. lines: the same
+    for composing recipes, with the steps that epochs= takes.
+    """
+
+    run: Run
+    folder: Path
+    choices: Mapping[str, str]
+    typed: Sequence[str]
+    lines: Sequence[str]

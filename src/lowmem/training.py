@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hydra.utils import get_object
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -22,24 +21,19 @@ from lowmem import build, checkpoint
 from lowmem.asked import TRAIN, Asked
 from lowmem.data.loader import Rows, ValidationLoader
 from lowmem.data.packing import with_positions
-from lowmem.data.text_bytes import bits_per_byte
 from lowmem.data.tokens import Tokens
 from lowmem.errors import NotFinite, Refused
 from lowmem.instantiate import instantiate
 from lowmem.loss import Verified
 from lowmem.memory import process
 from lowmem.memory.limit import capped
-from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
-from lowmem.report.metrics import Metrics, peak_gib
-from lowmem.report.own_metric import OwnMetric
-from lowmem.report.sample import Samples
 from lowmem.settle import Run
-from lowmem.stop import Stop
 from lowmem.strategy.group import compare
-from lowmem.strategy.one_device import OneDevice
+from lowmem.strategy.one_device import ALONE, OneDevice
+from lowmem.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +54,7 @@ class Training:
     tokens: Tokens
     trainer: Trainer
     loggers: list[Logger]
-    meter: MemoryMeter
-    metrics: Metrics
-    samples: Samples
-    stop: Stop
+    watchers: Watchers
     saves: checkpoint.Checkpoints
     rss_before_model: int = 0  # bytes
     resumed_from: Path | None = None
@@ -72,7 +63,7 @@ class Training:
     def stopped_early(self) -> bool:
         """Whether a callback ended training before its last step."""
         trainer = self.trainer
-        ended = self.stop.interrupted or self.saves.ended_by
+        ended = self.watchers.stop.interrupted or self.saves.ended_by
         return trainer.should_stop and trainer.global_step < trainer.max_steps and not ended
 
     def part(self, p: nn.Parameter) -> Tensor:
@@ -80,8 +71,8 @@ class Training:
         return self.trainer.precision_plugin.whole(self.module.ranks.local(p))
 
     def close(self) -> None:
-        self.meter.close()
-        self.metrics.close()
+        self.watchers.meter.close()
+        self.watchers.metrics.close()
         for logger in self.loggers:
             logger.finalize("success" if self.trainer.state.finished else "failed")
             if isinstance(logger, WandbLogger):
@@ -90,17 +81,17 @@ class Training:
 
 @contextmanager
 def trained(
-    run: Run, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice | None = None
+    run: Run, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice = ALONE
 ) -> Iterator[Training]:
     """Args: run: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where
-    it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together; None: one alone.
+    it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together.
 
     Raises:
         DidNotFit: also from what is done inside the `with`.
         Refused: what only the data, the weights or a checkpoint can tell.
     """
     training = network = None
-    saved, ranks = asked.saved, ranks or OneDevice()
+    saved = asked.saved
     try:
         with ranks.in_turn("read the data"):  # what the first has written the others read
             data = build.data(run, saved, ranks)
@@ -117,7 +108,7 @@ def trained(
         ranks.folder(output_dir).mkdir(parents=True, exist_ok=True)
         training = _assembled(run, output_dir, data, module, asked, keeps)
         training.rss_before_model = before
-        with training.stop.listening():
+        with training.watchers.stop.listening():
             with (
                 capped(run.limit, run.device),
                 recorded(ranks.folder(output_dir), run.memory.snapshot, run.device),
@@ -136,7 +127,7 @@ def trained(
             ) from error
         if not _is_out_of_memory(error):
             raise
-        raise DidNotFit(training.meter.by_category() if training else {}) from error
+        raise DidNotFit(training.watchers.meter.by_category() if training else {}) from error
     finally:
         if training:
             training.close()
@@ -205,28 +196,12 @@ def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: P
 
 
 def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Asked, keeps: bool) -> Training:
-    limit = run.limit if run.device == "cpu" else None
-    folder, output_dir = output_dir / "checkpoints", module.ranks.folder(output_dir)
-    kept = asked.saved.steps if asked.resumes else 0
-    meter = MemoryMeter(output_dir / "memory.csv", run.log_every, limit=limit, kept=kept)
-    sets = {one.name: bits_per_byte(data.tokens, one) for one in data.val}
-    curve, peak = output_dir / "metrics.csv", lambda: peak_gib(meter.peak_bytes)
-    stop = Stop(keeps)
-    own = _own_metric(run, data, stop, meter)
-    metrics = Metrics(curve, run.log_every, peak, sets, kept, lambda: own.values if own else {})
-    samples = _samples(run, output_dir / "samples.jsonl", data, kept, stop, meter)
-    saves = checkpoint.Checkpoints(folder, run.save_every, run.checkpoint.keep, meter.saving, metrics.paused)
+    folder = module.ranks.folder(output_dir)
+    watchers = Watchers.of(run, data, folder, asked.saved.steps if asked.resumes else 0, keeps)
+    saving, paused = watchers.meter.saving, watchers.metrics.paused
+    saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, saving, paused)
     plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]
-    callbacks = [
-        stop,
-        meter,
-        metrics,
-        *map(instantiate, run.callbacks.values()),
-        Verified(with_positions(run.data.arguments)),
-    ]
-    if run.early_stop.patience is not None:
-        callbacks.append(EarlyStopping("val_loss", patience=run.early_stop.patience))
-    callbacks += filter(None, [saves if keeps else None, own, samples])
+    callbacks = _callbacks(run, watchers, saves if keeps else None)
     loggers = _loggers(run, asked, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
@@ -243,25 +218,22 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, a
         "check_val_every_n_epoch": None,
         "inference_mode": not module.ranks.several,  # fully_shard counts versions of tensors, which there have none
         "num_sanity_val_steps": 1,  # an evaluation that does not fit fails before the first step, not hours later
-        "default_root_dir": output_dir,
+        "default_root_dir": folder,
         "logger": loggers or False,
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     }
     trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | run.trainer.arguments))
     start = asked.saved.path if asked.saved else None
-    return Training(module, data.tokens, trainer, loggers, meter, metrics, samples, stop, saves, resumed_from=start)
+    return Training(module, data.tokens, trainer, loggers, watchers, saves, resumed_from=start)
 
 
-def _own_metric(run: Run, data: build.Data, stop: Stop, meter: MemoryMeter) -> OwnMetric | None:
-    if run.metric is None:
-        return None
-    what = run.metric, get_object(run.metric), data.tokens.tokenizer
-    return OwnMetric(*what, run.seed, meter.evaluating, lambda: stop.interrupted)
-
-
-def _samples(run: Run, file: Path, data: build.Data, kept: int, stop: Stop, meter: MemoryMeter) -> Samples:
-    what = (data.tokens.tokenizer, data.prompts, run.sample_tokens, run.seq_len, run.seed)
-    return Samples(*what, file, kept, lambda: stop.interrupted, meter.evaluating)
+def _callbacks(run: Run, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
+    """Lists them in the order in which Lightning calls them."""
+    callbacks = [watchers.stop, watchers.meter, watchers.metrics, *map(instantiate, run.callbacks.values())]
+    callbacks.append(Verified(with_positions(run.data.arguments)))
+    if run.early_stop.patience is not None:
+        callbacks.append(EarlyStopping("val_loss", patience=run.early_stop.patience))
+    return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
 
 
 def _loggers(run: Run, asked: Asked, ranks: OneDevice) -> list[Logger]:

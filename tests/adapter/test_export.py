@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lowmem.adapter import export, nf4
 from lowmem.adapter.nf4 import NF4Linear
+from lowmem.export import ModelFolder, Weights
+from lowmem.strategy.one_device import OneDevice
 
 IDS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
 SAME = 1e-5  # relative, in fp32: products in another order
@@ -68,7 +70,7 @@ def off(network, wanted, dtype=torch.float32):
 
 
 def exported(network, tokenizer, folder, dtype=None, merged=False, base="somebody/base"):
-    export.export(network, tokenizer, folder, dtype, merged, base)
+    export.export(network, ModelFolder(folder, tokenizer, dtype), merged, base)
     return folder
 
 
@@ -111,6 +113,12 @@ def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokeniz
     assert SAME < off(merged, wanted, torch.bfloat16) < ROUNDED
 
 
+class Divided(OneDevice):
+    """Of which this process has all parts."""
+
+    divides = True
+
+
 @pytest.mark.rows("True-*")
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,8 +129,8 @@ def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quanti
     """One layer at a time, as it is asked for: also one in 4 bits without an adapter beside it."""
     whole, divided = (adapted(family, quantised, target, dora) for _ in range(2))
     folder = exported(whole, tokenizer, tmp_path / "whole", merged=True)
-    asked = (tmp_path / "divided", None, True, None, "", lambda p: p.data, lambda p: p.dtype)
-    export.export(divided, tokenizer, *asked)
+    weights = Weights(divided, ranks=Divided())
+    export.export(divided, ModelFolder(tmp_path / "divided", tokenizer), True, None, weights)
     one, other = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "divided"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

@@ -89,7 +89,7 @@ def test_the_meter_sees_them(fit):
 
     plain = peak()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sample, "continuation", hoards)
+        patched.setattr(sample.TextGenerator, "continuation", hoards)
         assert peak("sample_tokens=2") >= 2 * held[0].nbytes > 2 * plain
 
 

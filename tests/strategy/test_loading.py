@@ -11,7 +11,10 @@ from torch.distributed.tensor import DTensor
 from as_rank import as_rank
 from lowmem import build, model
 from lowmem.errors import Refused
+from lowmem.memory.meter import MemoryMeter
+from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.report.sample import Samples
+from lowmem.stop import Stop
 from lowmem.strategy.divided import Group
 from lowmem.strategy.fsdp import FullyShard
 from lowmem.strategy.tensor_parallel import TensorParallel
@@ -218,5 +221,6 @@ def test_ranks_that_hold_parts_write_a_sample_together(config, alone, monkeypatc
     right = made.model.generate
     monkeypatch.setattr(made.model, "generate", lambda *args, **kwargs: (how.append(kwargs), right(*args, **kwargs))[1])
     ids = torch.tensor([[1, 2]])
-    Samples(data.tokens.tokenizer, [ids], 3, 16, 0, tmp_path / "samples.jsonl")._row(made, ids, 1)
+    at_end = EndOfEvaluation(data.tokens.tokenizer, 0, Stop(), MemoryMeter(tmp_path / "memory.csv"))
+    Samples([ids], 3, 16, tmp_path / "samples.jsonl", at_end)._row(made, ids, 1)
     assert [one["synced_gpus"] for one in how] == [True, True]

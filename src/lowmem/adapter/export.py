@@ -7,20 +7,20 @@ from it. So it is merged into what 4 bits have left, one layer after the other, 
 
 import json
 import logging
-from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem import export as plain
 from lowmem.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
-from lowmem.aside import aside
+from lowmem.export import ModelFolder, Weights
 from lowmem.overrides import CONF
 from lowmem.trained import shape, trained
 
@@ -28,48 +28,36 @@ log = logging.getLogger(__name__)
 
 
 def export(
-    network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: str | None,
-    merged: bool,
-    base: str | None,
-    card: str = "",
-    whole: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
-    dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
+    network: PreTrainedModel, folder: ModelFolder, merged: bool, base: str | None, weights: Weights | None = None
 ) -> None:
-    """Whole or not at all. A model whose adapter is merged is a plain one from then on.
+    """Writes the adapter alone or the model with it inside, whole or not at all. What is merged is a plain model then.
 
     Args:
-        dtype: of the written weights, such as bfloat16; None: as they are, and what is merged in fp32, as the adapter
-            is held: rounded to a base's 16 bits it would compute something else than was trained.
+        folder: without a dtype, what is merged is written in fp32, as the adapter is held: rounded to a base's 16 bits
+            it would compute something else than was trained.
         base: the published model, or its folder, that the network was loaded from; None: it started at random.
-        card: README.md.
-        whole: what a parameter is at full precision.
-        dtype_of: of that, where the model is divided and `whole` makes it; None: it is.
+        weights: the model's own reader; None: its parameters are at full precision.
     """
+    weights = weights or Weights(network)
     if not is_adapted(network):
         if merged:
             log.info("merge=true: no adapter is here, so there is nothing to merge: this is the model itself.")
-        plain.export(network, tokenizer, folder, dtype, card, whole, dtype_of)
+        plain.export(network, folder, weights)
         return
     if merged or base is None:
         if not merged:
             log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
-        if dtype_of is not None:
-            dtype = dtype or "float32"
-            plain.export(network, tokenizer, folder, dtype, card, _merged_later(network, whole), dtype_of)
+        if weights.ranks.divides:
+            _merge_later(network, weights)
+            plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)
             return
         for _, p in trained(network):
-            p.data = whole(p)
-        merge(network, getattr(torch, dtype or "float32"))
-        plain.export(network, tokenizer, folder, None, card)
+            p.data = weights.whole(p)
+        merge(network, getattr(torch, folder.dtype or "float32"))
+        plain.export(network, folder._replace(dtype=None))
     else:
-        with aside(folder) as draft:
-            draft.mkdir(exist_ok=True)
-            _write(network, draft, dtype, base, whole)
-            tokenizer.save_pretrained(draft)
-            (draft / plain.CARD).write_text(card, encoding="utf-8")
+        with folder.draft() as draft:
+            _write(network, draft, folder.dtype, base, weights)
 
 
 def is_adapted(network: nn.Module) -> bool:
@@ -110,24 +98,19 @@ def _merged(part: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
 
 
 @torch.no_grad()
-def _merged_later(
-    network: PreTrainedModel, whole: Callable[[nn.Parameter], Tensor]
-) -> Callable[[nn.Parameter], Tensor]:
-    """Of a divided model: its layers get plain ones in their place, whose weights are gathered and merged when they are
-    asked for. Returns: what is asked."""
-    made: dict[nn.Parameter, Callable[[], Tensor]] = {}
+def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
+    """Puts plain layers in the place of a divided model's. Their weights are gathered and merged when they are read."""
 
-    def gathered(part: nn.Module) -> nn.Module:
-        held = {id(p): nn.Parameter(whole(p).clone(), False) for p in part.parameters()}
-        return _merged(deepcopy(part, held).cpu(), torch.float32)  # where what is gathered is
+    def gathered(part: nn.Module) -> Tensor:
+        held = {id(p): nn.Parameter(weights.whole(p).clone(), False) for p in part.parameters()}
+        return _merged(deepcopy(part, held).cpu(), torch.float32).weight.data  # where what is gathered is
 
     for name in _names(network):
         part = network.get_submodule(name)
         layer = _without_numbers(part)
-        made[layer.weight] = lambda part=part: gathered(part).weight.data
+        weights.computed[layer.weight] = partial(gathered, part)
         network.set_submodule(name, layer)
     del network.peft_config
-    return lambda p: made[p]() if p in made else whole(p)
 
 
 def _without_numbers(part: nn.Module) -> nn.Linear | Conv1D:
@@ -152,12 +135,10 @@ def _in_4_bits(part: nn.Module) -> bool:
 # --- alone -----------------------------------------------------------------------------------------------------------
 
 
-def _write(
-    network: PreTrainedModel, folder: Path, dtype: str | None, base: str, whole: Callable[[nn.Parameter], Tensor]
-) -> None:
+def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
     from peft import get_peft_model_state_dict
 
-    state = network.state_dict() | {name: whole(p) for name, p in trained(network)}
+    state = network.state_dict() | {name: weights.whole(p) for name, p in trained(network)}
     # "auto" would ask the hub for the base's configuration
     held = get_peft_model_state_dict(network, state, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}

@@ -35,18 +35,17 @@ COLUMNS = (
 
 
 class MemoryMeter(Callback):
-    """Args: every: the live-tensor break-down is taken on steps 1 to `first` and on every `every`-th step.
-    limit: bytes of live device tensors that end the run, counted at every step where the device is the CPU.
+    """Args: limit: bytes of live device tensors that end the run, counted at every step where the device is the CPU.
     kept: the step until which `file` keeps what it has.
     """
 
     tracker = StorageTracker
+    first, every = 3, 20  # live tensors are broken down on steps 1 to `first` and on every `every`-th step
 
-    def __init__(
-        self, file: Path, log_every: int = 10, first: int = 3, every: int = 20, limit: int | None = None, kept: int = 0
-    ) -> None:
-        self.log_every, self.first, self.every = log_every, first, 1 if limit else every
-        self.limit = limit
+    def __init__(self, file: Path, log_every: int = 10, limit: int | None = None, kept: int = 0) -> None:
+        self.log_every, self.limit = log_every, limit
+        if limit:
+            self.every = 1
         self.ledger = Ledger()
         # device: None where compiled code allocates unseen on a CPU
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}

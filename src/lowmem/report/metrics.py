@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
 from lowmem import curves
+from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.process import seconds_since_start
 from lowmem.units import GIB, duration
 
@@ -42,22 +43,16 @@ SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the outpu
 
 class Metrics(Callback):
     """Args:
-    peak_gib: read for the progress bar.
     sets: name of each validation set, and of it nats per token -> bits per byte.
+    meter: its peak stands in the progress bar.
     kept: the step until which `file` keeps what it has.
-    own: a user's metric, as it was last measured.
     """
 
     def __init__(
-        self,
-        file: Path,
-        log_every: int,
-        peak_gib: Callable[[], float],
-        sets: Mapping[str, Callable[[float], float]],
-        kept: int = 0,
-        own: Callable[[], Mapping[str, float]] = dict,
+        self, file: Path, log_every: int, sets: Mapping[str, Callable[[float], float]], meter: MemoryMeter, kept: int
     ) -> None:
-        self.log_every, self.peak_gib, self.sets, self.own = log_every, peak_gib, sets, own
+        self.log_every, self.sets, self.meter = log_every, sets, meter
+        self.own: Mapping[str, float] = {}  # a user's metric, as it was last measured
         self.evaluated: list[dict[str, object]] = []  # of each set, at the last evaluation
         self.first_step_seconds: float | None = None
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
@@ -128,8 +123,9 @@ class Metrics(Callback):
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
+        peak = (self.meter.peak_bytes["device"] or self.meter.peak_bytes["host_rss"]) / GIB  # None: not measured
         self._bar.set_postfix_str(
-            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {self.peak_gib():.2f} GiB"
+            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak:.2f} GiB"
         )
 
     def on_train_end(self, *_) -> None:
@@ -159,7 +155,7 @@ class Metrics(Callback):
         losses = zip(self.sets.items(), module.val_losses, strict=True)
         self.evaluated = [evaluation(name, loss, bits(loss)) for (name, bits), loss in losses]
         metrics = dict(pair for number, one in enumerate(self.evaluated) for pair in _columns(one, number > 0))
-        self._write(trainer, module, "val", metrics | dict(self.own()))
+        self._write(trainer, module, "val", metrics | self.own)
         said = "; ".join(map(_said, self.evaluated))
         if self._bar:  # it trains
             said = f"loss {self.train_loss:.3f}, {said}, {self.tokens_per_second():,.0f} tokens/s"
@@ -214,8 +210,3 @@ def _columns(of: dict[str, object], other: bool) -> Iterator[tuple[str, object]]
 def _said(of: dict[str, object]) -> str:
     name = f" of {of['name']}" if of["name"] else ""
     return f"validation{name} {of['loss']:.3f}, {of['bits_per_byte']:.3f} bits per byte"
-
-
-def peak_gib(peak_bytes: dict[str, int | None]) -> float:
-    """What the progress bar shows: the device's peak, or the process's where none was measured yet."""
-    return (peak_bytes["device"] or peak_bytes["host_rss"]) / GIB

@@ -4,7 +4,6 @@ It is called once before the first step as well, where an error costs no trainin
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 
 import torch
@@ -12,43 +11,31 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.errors import Refused
-from lowmem.report.metrics import COLUMNS
+from lowmem.report.end_of_evaluation import EndOfEvaluation
+from lowmem.report.metrics import COLUMNS, Metrics
 
 Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float]]
 
 
 class OwnMetric(Callback):
-    """Args: name: of the function, for messages; seed: of what it draws; metered: the meter's context; stopped: whether
-    the run is to end."""
+    """Args: name: of the function, for messages; metrics: gets its values."""
 
-    def __init__(
-        self,
-        name: str,
-        function: Metric,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        metered: Callable[[], AbstractContextManager] = nullcontext,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.name, self.function, self.tokenizer, self.seed = name, function, tokenizer, seed
-        self.metered, self.stopped = metered, stopped
-        self.values: dict[str, float] = {}  # of the last evaluation
+    def __init__(self, name: str, function: Metric, metrics: Metrics, at_end: EndOfEvaluation) -> None:
+        self.name, self.function, self.metrics, self.at_end = name, function, metrics, at_end
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.stopped():
+        if self.at_end.stopped():
             return
-        cards = [module.device] if module.device.type == "cuda" else []
-        metered = nullcontext if trainer.sanity_checking else self.metered
-        with metered(), torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():
-            torch.manual_seed(self.seed)  # all ranks make the same forward passes
+        with self.at_end.computing(trainer, module):
+            torch.manual_seed(self.at_end.seed)  # all ranks make the same forward passes
             values = self._called(module.model)
         if not trainer.sanity_checking:
-            self.values = values
+            self.metrics.own = values
 
     def _called(self, model: torch.nn.Module) -> dict[str, float]:
         trained = {p: p.requires_grad for p in model.parameters()}
         try:
-            given = self.function(model, self.tokenizer)
+            given = self.function(model, self.at_end.tokenizer)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:

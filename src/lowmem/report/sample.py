@@ -5,20 +5,19 @@ than a sequence of training, so that an evaluation needs no memory that training
 """
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.corpus import RECORDS
 from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.errors import Refused
-from lowmem.generation import Prompt, continuation, printable
+from lowmem.generation import Prompt, TextGenerator, printable
+from lowmem.report.end_of_evaluation import EndOfEvaluation
 
 TEMPERATURE = 0.8
 BEGINNING = 8  # tokens of a text that nothing else divides into what is given and what is learnt
@@ -31,42 +30,22 @@ class Samples(Callback):
     tokens: of each continuation; 0: none.
     length: of a prompt and its continuation together: more tokens than half of it are not written, and a prompt that
         leaves them no room loses its beginning.
-    file: a line of JSON for each prompt and evaluation; kept: the step until which it keeps what it has.
-    stopped: asked before each token; then there is no sample.
-    metered: the meter's context around them.
+    file: gets a line of JSON for each prompt and evaluation.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[Tensor],
-        tokens: int,
-        length: int,
-        seed: int,
-        file: Path,
-        kept: int = 0,
-        stopped: Callable[[], bool] = lambda: False,
-        metered: Callable[[], AbstractContextManager] = nullcontext,
+        self, prompts: Sequence[Tensor], tokens: int, length: int, file: Path, at_end: EndOfEvaluation
     ) -> None:
-        self.tokenizer, self.tokens, self.seed = tokenizer, min(tokens, length // 2), seed
+        self.tokens, self.file, self.at_end = min(tokens, length // 2), file, at_end
         self.prompts = [ids[:, -(length - self.tokens) :] for ids in prompts]
-        self.file, self.stopped, self.metered = file, stopped, metered
         self.text: str | None = None  # the first prompt with what was drawn behind it last
-        if file.exists():
-            lines = [
-                line
-                for line in file.read_text(encoding="utf-8").splitlines(keepends=True)
-                if json.loads(line)["step"] <= kept
-            ]
-            file.write_text("".join(lines), encoding="utf-8")
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.sanity_checking or not self.tokens or self.stopped():
+        if trainer.sanity_checking or not self.tokens or self.at_end.stopped():
             return
-        cards = [module.device] if module.device.type == "cuda" else []
-        with self.metered(), torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():
+        with self.at_end.computing(trainer, module):
             rows = [self._row(module, ids, trainer.global_step) for ids in self.prompts]
-        if self.stopped():
+        if self.at_end.stopped():
             return
         self.text = rows[0]["prompt"] + rows[0]["sampled"]
         with self.file.open("a", encoding="utf-8") as out:
@@ -74,10 +53,11 @@ class Samples(Callback):
         send(rows, trainer.loggers, trainer.global_step)
 
     def _row(self, module: LightningModule, ids: Tensor, step: int) -> dict[str, object]:
-        torch.manual_seed(self.seed)  # for each: what a prompt gets does not depend on the others
-        what, where = (module.model, self.tokenizer, ids, self.tokens), (module.device, module.ranks.divides)
-        texts = [self.tokenizer.decode(ids[0], skip_special_tokens=True)]
-        texts += [continuation(*what, temperature, self.stopped, *where) for temperature in (0.0, TEMPERATURE)]
+        at_end = self.at_end
+        torch.manual_seed(at_end.seed)  # for each: what a prompt gets does not depend on the others
+        writer = TextGenerator(module.model, at_end.tokenizer, module.device, module.ranks.divides, at_end.stopped)
+        texts = [at_end.tokenizer.decode(ids[0], skip_special_tokens=True)]
+        texts += [writer.continuation(ids, self.tokens, temperature) for temperature in (0.0, TEMPERATURE)]
         return dict(zip(COLUMNS, (step, *map(printable, texts)), strict=True))
 
 

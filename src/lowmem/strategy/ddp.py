@@ -44,11 +44,10 @@ class DataParallel(Several):
             self._watching.append(p.register_post_accumulate_grad_hook(lambda _, name=name: self._idle.discard(name)))
 
     def release(self) -> ref | None:
-        wrapper = getattr(self, "forward", None)
-        if not isinstance(wrapper, DistributedDataParallel):  # the run has ended before it was made
+        if self.forward is None:  # the run has ended before it was made
             return None
-        reducer = ref(wrapper.reducer)
-        del self.forward, wrapper
+        reducer = ref(self.forward.reducer)
+        self.forward = None
         self._watch_no_more()
         gc.collect()  # the wrapper is part of a cycle
         return reducer

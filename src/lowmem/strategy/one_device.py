@@ -84,7 +84,6 @@ class OneDevice:
 
     def ready(self, module: LightningModule) -> None:
         """Everything is restored and on its device."""
-        self.forward = module
 
     def release(self) -> ref | None:
         """Frees what refers to the process group from C++, which is about to be left.
@@ -99,7 +98,7 @@ class OneDevice:
         """Forward and backward of all micro-batches. Returns: sums of their losses and auxiliary ones, of all data."""
         return module.passes(window)
 
-    forward: Callable[[MicroBatch], Tensor]  # the loss of a micro-batch that is trained on
+    forward: Callable[[MicroBatch], Tensor] | None = None  # an engine's, of what is trained on; None: the module's own
 
     def passing(self, last: bool) -> AbstractContextManager:
         """Around the forward and backward pass of one micro-batch. Args: last: of its window."""
@@ -171,3 +170,6 @@ class OneDevice:
 
     def barrier(self) -> None:
         """Until all are here."""
+
+
+ALONE = OneDevice()  # without state, so that many may share it

@@ -1,0 +1,96 @@
+"""model/ of a run: the trained model or its adapter, with its card; uploaded where push= says so.
+
+Written last of all: it needs the most room, and what it may lack cannot take anything else along.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+
+from lowmem import checkpoint, results
+from lowmem.adapter.export import export
+from lowmem.errors import Refused
+from lowmem.export import ModelFolder, Weights
+from lowmem.generation import end_tokens
+from lowmem.overrides import in_shell
+from lowmem.report.hub import push
+from lowmem.report.model_card import card
+from lowmem.settle import Command
+from lowmem.strategy.one_device import ALONE
+from lowmem.together import together
+from lowmem.training import Training
+
+log = logging.getLogger(__name__)
+
+
+def leave(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Writes the model, on every rank that holds a part of it, and uploads it.
+
+    Raises:
+        Refused: what is missing and how to get it, where the folder cannot be written.
+    """
+    run, folder = command.run, command.folder / "model"
+    trained_in = training.resumed_from if run.export else command.folder
+    try:
+        _write(training, command, summary)
+    except OSError as error:
+        raise Refused(
+            f"{folder} cannot be written: {error.strerror}. Everything else of this run is in place. "
+            f"Make room, and type {in_shell('export', trained_in)}."
+        ) from error
+    if run.push is None or training.module.ranks.rank:
+        return
+    if summary["adapter_alone"] and summary["base_model"] is None:
+        log.warning(
+            f"push={run.push}: not uploaded, since this adapter stands on a folder that only this machine has. Type "
+            f"{in_shell('export', trained_in)} merge=true push={run.push}."
+        )
+    else:
+        push(folder, run.push, trained_in)
+
+
+def _write(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Raises: OSError: on every rank that holds a part, where the folder cannot be written."""
+    run, ranks = command.run, training.module.ranks
+    if not ranks.divides and ranks.rank:
+        return
+    base = run.model.name if run.model.pretrained else None
+    network, tokenizer = training.module.model, training.tokens.tokenizer
+    network.generation_config.eos_token_id = end_tokens(tokenizer, network)
+    weights = Weights(network, training.part, ranks if ranks.divides else ALONE)
+    folder = ModelFolder(command.folder / "model", tokenizer, run.export_dtype, card(summary))
+    with weights.together() as writes:
+        if writes:
+            export(network, folder, run.merge, base, weights)
+
+
+def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
+    """Writes the weights alone, which need less room than a checkpoint, and then what else fits.
+
+    Returns: the error that ends the run: what could be written, and what can be done with it.
+    """
+    training.watchers.stop.waits_no_longer(summary["interrupted"])
+    ranks = training.module.ranks
+    left = _left(training, command, summary)
+    if ranks.rank == 0:
+        with suppress(OSError):  # the weights are what matters
+            results.report(training, command, summary)
+            results.draw(training, command, summary)
+    return Refused(f"{training.saves.ended_by} {left} {checkpoint.going_on(training.saves.folder)}")
+
+
+def _left(training: Training, command: Command, summary: Mapping[str, object]) -> str:
+    """Writes the weights, and says what can be done with them."""
+    folder = command.folder / "model"
+    alone = summary["adapter_alone"]
+    start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
+    try:
+        with together(training.module.ranks):
+            _write(training, command, summary)
+    except OSError as error:
+        return f"Nor can {folder}: {error.strerror}. Make room."
+    return (
+        f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
+        f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "
+        "optimizer's state resume= cannot go on from them."
+    )

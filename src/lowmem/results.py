@@ -1,0 +1,98 @@
+"""A run in numbers, as they are known when its work is done: summary.json, the table on the terminal, memory.png."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from lowmem.adapter.export import is_adapted
+from lowmem.check import targets
+from lowmem.overrides import as_lines, as_mapping
+from lowmem.plan.prediction import Prediction
+from lowmem.report import ran, step
+from lowmem.report.summary import plan_ratios, stepped_by, table, versions, write
+from lowmem.settle import Command, Run
+from lowmem.terminal import folded
+from lowmem.trained import parameters, shape, trained
+from lowmem.training import Training
+
+
+def summary(training: Training, command: Command, prediction: Prediction | None = None) -> dict:
+    """Collects what summary.json holds. All ranks call it together: each has peaks of its own."""
+    predicted = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
+    typed = {"overrides": list(command.typed), "predicted": predicted}
+    return _numbers(training, command.run) | _recipe(training, command) | typed
+
+
+def _numbers(training: Training, run: Run) -> dict:
+    module, watchers = training.module, training.watchers
+    stop, meter, metrics = watchers.stop, watchers.meter, watchers.metrics
+    return {
+        "steps": training.trainer.global_step,
+        "skipped_steps": module.skipped_steps,
+        "tokens": module.tokens,
+        "tokens_per_second": metrics.tokens_per_second(),
+        "seconds_per_step": metrics.seconds_per_step(),
+        "first_step_seconds": metrics.first_step_seconds,
+        "train_loss": metrics.train_loss,
+        "auxiliary_loss": metrics.auxiliary_loss,
+        "val_loss": metrics.val_loss,
+        "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
+        "validation": metrics.evaluated,  # each set
+        "validation_sequences": [one.count for one in training.trainer.val_dataloaders or ()],  # of each set
+        "metric": dict(metrics.own),
+        "peak_bytes": meter.peak_bytes,
+        "peak_bytes_by_category": meter.by_category(),
+        "peak_bytes_by_phase": meter.by_phase(),
+        "rss_before_model_bytes": training.rss_before_model,
+        "batch_size": run.batch_size,
+        "optimizer": stepped_by(next(iter(training.trainer.optimizers), None)),
+        "parameters": parameters(module.model),
+        "trained_parameters": sum(shape(p).numel() for _, p in trained(module.model)),
+        "interrupted": stop.interrupted,
+        "signal": stop.signal.name if stop.signal else None,
+        "stopped_early": training.stopped_early,
+        "resumed_from": str(training.resumed_from) if training.resumed_from else None,
+        "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
+        "versions": versions(),
+        "weights_bytes": sum(shape(p).numel() * p.element_size() for p in module.model.parameters()),  # of all ranks
+        "ranks": module.ranks.every(meter.peak_bytes | meter.held()),
+    }
+
+
+def _recipe(training: Training, command: Command) -> dict:
+    """Names what was trained, on what and how, without a place of this machine."""
+    run, model = command.run, training.module.model
+    of_hub = run.model.pretrained and not Path(run.model.name).expanduser().is_dir()
+    places = [node["path"] for _, node in targets(run.data.plain()) if node.get("path") is not None]
+    return {
+        "base_model": run.model.name if of_hub else None,
+        "pretrained": run.model.pretrained,
+        "architecture": model.config.model_type,
+        "adapter_alone": is_adapted(model) and run.model.pretrained and not run.merge,
+        "recipe": as_mapping(ran.chosen(command.choices)),
+        "data": [Path(place).name for place in places] or as_lines({"data": command.choices.get("data", "")}),
+    }
+
+
+def report(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Writes the numbers to the loggers, into the run's folder and on the terminal."""
+    for logger in training.loggers:
+        logger.log_metrics(plan_ratios(summary), step=summary["steps"])
+    write(command.folder / "summary.json", summary)
+    print(f"\n{table(summary)}\n")
+    if text := training.watchers.samples.text:
+        print(folded(f"A sample:\n{text}\n"))
+
+
+def draw(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Draws where the bytes were, and writes those of one step as a table."""
+    from lowmem.report import picture  # matplotlib takes half a second
+
+    run, folder, meter = command.run, command.folder, training.watchers.meter
+    title = " ".join(ran.chosen(command.choices)) or run.model.name
+    typed = " ".join(ran.besides(command.choices, command.typed))
+    card = torch.cuda.get_device_properties().total_memory if run.device == "cuda" else None
+    picture.memory_picture(folder / "memory.png", meter.rows(), meter.timeline, title, typed, run.limit or card)
+    step.write(folder / "memory_step.csv", meter.timeline)
+    picture.send(folder / "memory.png", training.loggers, summary["steps"])

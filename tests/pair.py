@@ -232,20 +232,20 @@ def _trained(case: Case, cfg, ranks) -> dict:
 
 
 def built(case: Case, cfg, ranks):
-    spec = cfg.model.model_dump()
     with ranks.in_turn():
         data = build.data(cfg, None, ranks) if case.from_data else None
     if data:
-        config = data.config
+        described = data.described
     elif case.network:
-        config = AutoConfig.for_model(case.network, **streams.MODELS[case.network] | dict.fromkeys(DROPOUTS, 0.0))
+        shape = streams.MODELS[case.network] | dict.fromkeys(DROPOUTS, 0.0)
+        described = model.Described(cfg.model, AutoConfig.for_model(case.network, **shape))
     else:
-        config = model.architecture(**spec)
+        described = model.describe(cfg)
     torch.manual_seed(0)
-    module = build.causal_lm(cfg, data.spec if data else spec, config, ranks=ranks)
+    module = build.causal_lm(cfg, described, ranks=ranks)
     ranks.divide(module)
-    share = {"rank": ranks.data_rank, "world_size": ranks.data_size}
-    return module, data.train if data else WindowLoader(parity.Ragged(), cfg.batch_size, cfg.windows, 0, **share)
+    share = build.share_of(cfg, ranks)
+    return module, data.train if data else WindowLoader(parity.Ragged(), share, cfg.windows, 0)
 
 
 class Seen(Callback):

@@ -79,16 +79,16 @@ def _fitted(run: Run, output_dir: Path, choices: Mapping[str, str], overrides: S
     if ranks.rank == 0:
         hints.tell_folders(run, output_dir)
     with ranks.in_turn("count the rows"):  # what the first has written the others read
-        run, typed = _counted(run, overrides, ranks)
+        run, typed, texts = _counted(run, overrides, ranks)
     wanted = asked(run, output_dir, ranks)  # before anything is planned for it
     if wanted.work == "nothing":
         return summary_of(wanted.saved)
     run, prediction = _planned(run, typed, wanted, first=ranks.rank == 0)
     if wanted.work == "show":
-        _show(run)
+        _show(run, texts)
         return {}
     try:
-        with _named(output_dir), trained(run, output_dir, wanted, ranks=ranks) as training:
+        with _named(output_dir), trained(run, output_dir, wanted, ranks=ranks, texts=texts) as training:
             summary = _summary(training, run) | _what(training, run, choices) | {"overrides": list(overrides)}
             summary["predicted"] = prediction.based_on(training.rss_before_model).as_dict() if prediction else None
             if wanted.work == "export":
@@ -120,13 +120,14 @@ def _placed(run: Run, output_dir: Path) -> Run:
     return run.knowing(output_dir=str(output_dir), device=run.runs_on)
 
 
-def _counted(run: Run, typed: Sequence[str], ranks: OneDevice) -> tuple[Run, Sequence[str]]:
-    """epochs= as the steps that they take, which only the data tells; in the lines too, which recipes are made of."""
+def _counted(run: Run, typed: Sequence[str], ranks: OneDevice) -> tuple[Run, Sequence[str], build.Texts | None]:
+    """epochs= as the steps that they take, in the lines too, which recipes are made of; only open data tells them."""
     if run.epochs is None or run.evaluate is not None or run.export is not None:
-        return run, typed
-    run = run.knowing(max_steps=build.steps(run, ranks))
+        return run, typed, None
+    texts = build.open_texts(run)
+    run = run.knowing(max_steps=texts.steps_in(run, ranks))
     log.info(f"epochs={run.epochs}: {run.max_steps} optimizer steps.")
-    return run, replaced(typed, {"epochs": None, "max_steps": str(run.max_steps)})
+    return run, replaced(typed, {"epochs": None, "max_steps": str(run.max_steps)}), texts
 
 
 def _planned(run: Run, overrides: Sequence[str], wanted: Asked, first: bool = True) -> tuple[Run, Prediction | None]:
@@ -148,9 +149,9 @@ def _planned(run: Run, overrides: Sequence[str], wanted: Asked, first: bool = Tr
     return run, prediction
 
 
-def _show(run: Run) -> None:
+def _show(run: Run, texts: build.Texts | None) -> None:
     """Before a model is built."""
-    data = build.data(run)
+    data = build.data(run, texts=texts)
     print(show.page(data.train, data.tokens.tokenizer, run.show, sys.stdout.isatty()))
 
 

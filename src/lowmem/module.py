@@ -7,6 +7,7 @@ every checkpoint stand between windows by construction.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -28,44 +29,65 @@ from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
 
+@dataclass(frozen=True)
+class Update:
+    """How gradients become a step.
+
+    Args:
+        optimizer: model -> optimizer.
+        scheduler: optimizer -> schedule, stepped once per optimizer step.
+        clip: largest global gradient norm; None: off.
+        clip_value: largest absolute gradient element, applied before the norm; None: off.
+        skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
+    """
+
+    optimizer: MakeOptimizer
+    scheduler: Callable[[Optimizer], LRScheduler]
+    clip: float | None = None
+    clip_value: float | None = None
+    skips_faults: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model is computed.
+
+    Args:
+        weights: where they are while no block needs them.
+        tiles: the parts of the model that are computed in slices; None: none is.
+        ranks: which part of it is this process's, and the words with the others.
+    """
+
+    weights: Resident = field(default_factory=Resident)
+    tiles: Tiles | None = None
+    ranks: OneDevice = field(default_factory=OneDevice)
+
+
 class CausalLM(LightningModule):
     """A causal language model with its loss, optimizer and schedule.
 
     Args:
         model: a Hugging Face causal language model.
         loss: (model, micro-batch) -> summed fp32 loss.
-        optimizer: model -> optimizer.
-        scheduler: optimizer -> schedule, stepped once per optimizer step.
-        clip: largest global gradient norm; None: off.
-        clip_value: largest absolute gradient element, applied before the norm; None: off.
-        skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
-        weights: where they are while no block needs them.
-        tiles: the parts of the model that are computed in slices; None: none is.
-        ranks: which part of it is this process's, and the words with the others; None: there are no others.
+        placement: None: all of the model is on one device.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: Callable[[nn.Module, MicroBatch], Tensor],
-        optimizer: MakeOptimizer,
-        scheduler: Callable[[Optimizer], LRScheduler],
-        clip: float | None = None,
-        clip_value: float | None = None,
-        skips_faults: bool = False,
-        weights: Resident | None = None,
-        tiles: Tiles | None = None,
-        ranks: OneDevice | None = None,
+        update: Update,
+        placement: Placement | None = None,
     ) -> None:
         super().__init__()
+        placement = placement or Placement()
         self.automatic_optimization = False
-        self.model, self.weights = model, weights or Resident()
+        self.model, self.loss, self.update = model, loss, update
+        self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
-        self.tiles, self.ranks = tiles, ranks or OneDevice()
-        self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
-        self.make_optimizer, self.make_scheduler = optimizer, scheduler
-        self.clip, self.clip_value = clip, clip_value
-        self.faults = Faults(skips_faults)
+        self.auxiliary_loss = AuxiliaryLoss(model)
+        self.make_optimizer = update.optimizer
+        self.faults = Faults(update.skips_faults)
         self.position = Position()  # after the last completed window
         self.tokens = 0  # seen, those of skipped steps included
         self.skipped_steps = 0
@@ -177,7 +199,7 @@ class CausalLM(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip, after every callback has seen the gradients at their true size."""
         precision = self.trainer.precision_plugin
-        self.gradient_norm = precision.clip(self.parts, self.clip_value, self.clip, self.gradient_norm)
+        self.gradient_norm = precision.clip(self.parts, self.update.clip_value, self.update.clip, self.gradient_norm)
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin
@@ -185,7 +207,7 @@ class CausalLM(LightningModule):
         optimizer = precision.prepare_optimizer(made)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
+            "lr_scheduler": {"scheduler": self.update.scheduler(optimizer), "interval": "step"},
         }
 
     # --- evaluation ----------------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
 Lightning's automatic optimization counts a step that the loss scaler skipped, weights a short last window wrongly and
 saves checkpoints inside a window. So the step is written out here: one Lightning batch is one whole window, which makes
 every checkpoint stand between windows by construction.
+
+`training_step` reads downwards: forward and backward of each micro-batch, gradients gathered, checked, clipped, stepped
+and cleared. The module calls its strategy (`ranks`) and the precision plugin, and two calls come back: `ranks.forward`
+is `forward` or an engine around it, and `optimizer.step` clips in `on_before_optimizer_step`, as Lightning has it.
 """
 
 import math
@@ -137,8 +141,9 @@ class CausalLM(LightningModule):
     def training_step(self, window: Window, _: int) -> dict:
         if not (tokens := window.tokens):
             return self._nothing_to_learn(torch.zeros((), device=self.device), window)
-        loss_sum, auxiliary_sum = self.ranks.passes(self, window)
-        self.ranks.collect()
+        runs = self.ranks if self.ranks.overlaps_micro_batches else self
+        loss_sum, auxiliary_sum = runs.run_window(window)
+        self.ranks.gather_gradients()
         mean = loss_sum / tokens
         stepped = self._step(mean, window)
         self.position = window.end
@@ -146,13 +151,13 @@ class CausalLM(LightningModule):
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
         return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
 
-    def passes(self, window: Window) -> tuple[Tensor, Tensor | None]:
+    def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
         """Forward and backward of its micro-batches. Returns: sums of their losses and auxiliary ones, of all data."""
         ranks, auxiliary_sum = self.ranks, None
         loss_sum = torch.zeros((), device=self.device)
         for number, micro_batch in enumerate(window.micro_batches, start=1):
             self.last_micro_batch = number == len(window.micro_batches)
-            with ranks.passing(self.last_micro_batch):
+            with ranks.micro_batch_context(self.last_micro_batch):
                 with self.trainer.precision_plugin.forward_context():
                     loss = ranks.forward(micro_batch)
                 loss_sum += loss.detach()
@@ -179,7 +184,7 @@ class CausalLM(LightningModule):
         else:
             self.skipped_steps += 1
         self.trainer.precision_plugin.drop_gradients(optimizer.optimizer)
-        self.ranks.drop()
+        self.ranks.clear_gradients()
         return stepped
 
     def _may_step(self, optimizer: Optimizer, loss: Tensor, window: Window) -> bool:

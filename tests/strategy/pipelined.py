@@ -121,5 +121,7 @@ CHANGES = {
     None: nullcontext,
     "gradients are means over micro-batches": _scaled,
     "tied gradients are not added": lambda: patch.object(pipeline.Pipeline, "_groups", lambda _: []),
-    "each holder rounds for itself": lambda: patch.object(pipeline.Pipeline, "drop", pipeline.Divided.drop),
+    "each holder rounds for itself": lambda: patch.object(
+        pipeline.Pipeline, "clear_gradients", pipeline.Divided.clear_gradients
+    ),
 }

@@ -37,17 +37,12 @@ BPE_VOCABULARY = 4096  # at most; never more than the model has
 
 
 class Texts(NamedTuple):
-    """The open data of a run. It depends neither on the batch size nor on a recipe, so that it is opened once.
+    """The open data of a run. It depends neither on the batch size nor on a recipe, so that it is opened once."""
 
-    Args:
-        described: the model whose tokens these are.
-        val: by the names of the validation sets; the first is that by which a checkpoint is the best.
-    """
-
-    described: Described
+    described: Described  # the model whose tokens these are
     tokens: Tokens
     train: Rows
-    val: dict[str, Rows]
+    val: dict[str, Rows]  # by name; the first is that by which a checkpoint is the best
 
     def steps_in(self, run: Run, ranks: OneDevice | None = None) -> int:
         """Returns how many optimizer steps run.epochs take. A batch size that is not known yet does not change them: a
@@ -76,11 +71,7 @@ def share_of(run: Run, ranks: OneDevice) -> Share:
 
 
 def open_texts(run: Run) -> Texts:
-    """Describes the model and opens all files, in its own tokens or in those of a BPE that is trained on them.
-
-    Raises:
-        Refused: whatever the files or the published model show to be impossible.
-    """
+    """Describes the model and opens all files, in its own tokens or in those of a BPE that is trained on them."""
     described = model.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
@@ -102,12 +93,8 @@ def open_texts(run: Run) -> Texts:
 def data(
     run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice | None = None, texts: Texts | None = None
 ) -> Data:
-    """The light part, in which whatever refuses a run does so.
-
-    Args:
-        ranks: that share the rows; None: one has all.
-        texts: those of the run; None: they are opened here.
-    """
+    """The light part, in which whatever refuses a run does so. Args: ranks: that share the rows; None: one has all;
+    texts: of this run, where they are open."""
     texts, ranks = texts or open_texts(run), ranks or OneDevice()
     train = texts.windows(run, ranks, saved.position if saved else START)
     share, limit = share_of(run, ranks), run.val_sequences

@@ -39,19 +39,12 @@ log = logging.getLogger(__name__)
 
 
 class Described(NamedTuple):
-    """A model before it has any weights: all that data and a plan have to know of it, and what `load` makes it of.
-
-    Args:
-        spec: run.model.
-        config: the architecture, with as many rows of the embedding as the weights have that are loaded.
-        tokenizer: the published one or the one that was typed; None: one is trained on the data, or none is needed.
-        added: the tokens that the tokenizer lacked and has by now; None: none were asked for.
-    """
+    """A model before it has any weights: all that data and a plan have to know of it, and what `load` makes it of."""
 
     spec: schema.Model
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase | None = None
-    added: vocabulary.Added | None = None
+    config: PretrainedConfig  # without rows for added tokens
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: one is trained on the data, or none is needed
+    added: vocabulary.Added | None = None  # tokens that the tokenizer lacked and has by now; None: none were asked for
 
     @property
     def grown(self) -> PretrainedConfig:
@@ -65,18 +58,14 @@ class Described(NamedTuple):
 
 
 def describe(run: Run, plans: bool = False) -> Described:
-    """Reads configuration and tokenizer, and no weight.
-
-    Args:
-        plans: nothing is loaded, so that only what the yaml does not say is looked up, on a hub maybe.
-    """
+    """Reads configuration and tokenizer, and no weight. Args: plans: nothing will be loaded, so that only what the yaml
+    does not say is looked up."""
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
     config = architecture(spec.model_copy(update={"pretrained": False}) if plans and says_all else spec)
     tokens = tokenizer_of(run) if wanted or not plans else None
-    if not wanted or tokens is None:  # a tokenizer that is trained here has room for them
-        return Described(spec, config, tokens)
-    return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size))
+    grows = wanted and tokens is not None  # a tokenizer that is trained here has room for them
+    return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size) if grows else None)
 
 
 def architecture(spec: schema.Model) -> PretrainedConfig:
@@ -86,10 +75,10 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
         Refused: an unreachable model, a folder without weights or with damaged ones, a key that the architecture does
             not have, an architecture that no causal model has.
     """
-    name, pretrained = spec.name, spec.pretrained
-    config = _configuration(spec)
+    name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
     halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
-    if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in _own_code(config)):
+    own_code = getattr(config, "auto_map", None) or {}  # in the model's repository
+    if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code):
         kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "no causal language model"
         raise Refused(
             f"model.name={name}: {config.model_type} cannot be built as a causal model: it is {kind}, and lowmem "
@@ -98,11 +87,6 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     if pretrained:
         _check_weights_files(name)
     return config
-
-
-def _own_code(config: PretrainedConfig) -> Mapping:
-    """Which classes of transformers' have one of the model's own, from its repository."""
-    return getattr(config, "auto_map", None) or {}
 
 
 def _configuration(spec: schema.Model) -> PretrainedConfig:
@@ -360,11 +344,7 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
 
 
 def check_architecture(run: Run) -> None:
-    """Checks the whole architecture, the published keys too, before anything is planned for it.
-
-    Raises:
-        Refused
-    """
+    """Raises: Refused: a seq_len for which the whole architecture, the published keys too, has no positions."""
     check_positions(run.seq_len, positions(describe(run, plans=True).config))
 
 

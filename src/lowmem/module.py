@@ -12,7 +12,7 @@ is `forward` or an engine around it, and `optimizer.step` clips in `on_before_op
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,38 +33,23 @@ from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
 
-@dataclass(frozen=True)
-class Update:
-    """How gradients become a step.
-
-    Args:
-        optimizer: model -> optimizer.
-        scheduler: optimizer -> schedule, stepped once per optimizer step.
-        clip: largest global gradient norm; None: off.
-        clip_value: largest absolute gradient element, applied before the norm; None: off.
-        skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
-    """
+class Update(NamedTuple):
+    """How gradients become a step; a bound of None is off."""
 
     optimizer: MakeOptimizer
-    scheduler: Callable[[Optimizer], LRScheduler]
-    clip: float | None = None
-    clip_value: float | None = None
-    skips_faults: bool = False
+    scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
+    clip: float | None = None  # largest global gradient norm
+    clip_value: float | None = None  # largest absolute gradient element, applied before the norm
+    skips_faults: bool = False  # a step whose loss or gradient is not finite is left out; else it is the end
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model is computed.
+    """Where a model is computed; by default on one device."""
 
-    Args:
-        weights: where they are while no block needs them.
-        tiles: the parts of the model that are computed in slices; None: none is.
-        ranks: which part of it is this process's, and the words with the others.
-    """
-
-    weights: Resident = field(default_factory=Resident)
-    tiles: Tiles | None = None
-    ranks: OneDevice = field(default_factory=OneDevice)
+    weights: Resident = field(default_factory=Resident)  # where they are while no block needs them
+    tiles: Tiles | None = None  # the parts of the model that are computed in slices
+    ranks: OneDevice = field(default_factory=OneDevice)  # which part is this process's, and the words with the others
 
 
 class CausalLM(LightningModule):
@@ -73,7 +58,6 @@ class CausalLM(LightningModule):
     Args:
         model: a Hugging Face causal language model.
         loss: (model, micro-batch) -> summed fp32 loss.
-        placement: None: all of the model is on one device.
     """
 
     def __init__(

@@ -110,20 +110,14 @@ class Rows:
 
 
 class Share(NamedTuple):
-    """A device's rows among those that all devices read at once: the rank-th `batch_size`.
+    """A device's rows among those that all devices read at once: the rank-th `batch_size`."""
 
-    Args:
-        batch_size: sequences per micro-batch and device.
-        world_size: devices that read rows of their own.
-    """
-
-    batch_size: int
+    batch_size: int  # sequences per micro-batch and device
     rank: int = 0
-    world_size: int = 1
+    world_size: int = 1  # devices that read rows of their own
 
     @property
-    def rows_per_step(self) -> int:
-        """Rows of one micro-batch of all devices."""
+    def rows_per_step(self) -> int:  # of one micro-batch of all devices
         return self.batch_size * self.world_size
 
     def of(self, read: MicroBatch) -> MicroBatch:

@@ -72,11 +72,10 @@ def merge_errors(adapter: str, small: bool) -> dict:
 
     ids = torch.randint(0, WORDS, (2, 64), generator=torch.Generator().manual_seed(0))
     cfg = run_of([*model(small), f"adapter={adapter}", f"adapter.r={RANK}"])
-    spec = cfg.model.model_dump()
 
     def built() -> nn.Module:
         torch.manual_seed(0)
-        return models.build(models.architecture(**spec), torch.float32, **spec).eval()
+        return models.load(models.describe(cfg), torch.float32).eval()
 
     @torch.no_grad()
     def logits(network: nn.Module) -> torch.Tensor:

@@ -133,8 +133,7 @@ def configured(architecture: dict, *overrides: str) -> Run:
 def made(cfg: Run):
     """(the module, its tokens)."""
     torch.manual_seed(0)
-    spec = cfg.model.model_dump()
-    module = build.causal_lm(cfg, spec, model.architecture(**spec))
+    module = build.causal_lm(cfg, model.describe(cfg))
     return module, torch.randint(4, VOCABULARY - 1, (BATCH, TOKENS + 1))
 
 

@@ -78,9 +78,9 @@ def prepare(kind: str, size: int) -> dict:
 def waited(rows) -> float:
     """Seconds that a window takes of the step that asks for it, the median of 100."""
     from lowmem.accumulation import fixed
-    from lowmem.data.loader import WindowLoader
+    from lowmem.data.loader import Share, WindowLoader
 
-    windows, seconds = iter(WindowLoader(rows, 8, fixed(1), 0)), []
+    windows, seconds = iter(WindowLoader(rows, Share(8), fixed(1), 0)), []
     for _ in range(100):
         start = time.perf_counter()
         next(windows)

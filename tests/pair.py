@@ -232,20 +232,20 @@ def _trained(case: Case, cfg, ranks) -> dict:
 
 
 def built(case: Case, cfg, ranks):
-    spec = cfg.model.model_dump()
     with ranks.in_turn():
         data = build.data(cfg, None, ranks) if case.from_data else None
     if data:
-        config = data.config
+        described = data.described
     elif case.network:
-        config = AutoConfig.for_model(case.network, **streams.MODELS[case.network] | dict.fromkeys(DROPOUTS, 0.0))
+        shape = streams.MODELS[case.network] | dict.fromkeys(DROPOUTS, 0.0)
+        described = model.Described(cfg.model, AutoConfig.for_model(case.network, **shape))
     else:
-        config = model.architecture(**spec)
+        described = model.describe(cfg)
     torch.manual_seed(0)
-    module = build.causal_lm(cfg, data.spec if data else spec, config, ranks=ranks)
+    module = build.causal_lm(cfg, described, ranks=ranks)
     ranks.divide(module)
-    share = {"rank": ranks.data_rank, "world_size": ranks.data_size}
-    return module, data.train if data else WindowLoader(parity.Ragged(), cfg.batch_size, cfg.windows, 0, **share)
+    share = build.share_of(cfg, ranks)
+    return module, data.train if data else WindowLoader(parity.Ragged(), share, cfg.windows, 0)
 
 
 class Seen(Callback):
@@ -346,15 +346,15 @@ def _overflowing(module, window: int, rank: int, where: str) -> None:
     if where == "loss":
         computes.loss = lambda *what: loss(*what) * (1e30 if is_there() else 1.0)
         return
-    collect = ranks.collect
+    gather = ranks.gather_gradients
 
     def collected():
-        collect()
+        gather()
         if is_there():
             first = next(p for p in module.parts.parameters() if p.grad is not None)
             first.grad.view(-1)[0] = float("inf")
 
-    ranks.collect = collected
+    ranks.gather_gradients = collected
 
 
 # --- mistakes, each of which must show ------------------------------------------------------------------------------
@@ -364,13 +364,13 @@ def _mean_of_means(stack):
     """Each rank divides by its own tokens."""
     from lowmem.module import CausalLM
 
-    passes = CausalLM.passes
+    run_window = CausalLM.run_window
 
     def wrong(self, window):
         own = sum(micro_batch.tokens for micro_batch in window.micro_batches)
-        return passes(self, window._replace(tokens=max(1, own)))
+        return run_window(self, window._replace(tokens=max(1, own)))
 
-    stack.enter_context(patch.object(CausalLM, "passes", wrong))
+    stack.enter_context(patch.object(CausalLM, "run_window", wrong))
 
 
 def _local_norm(stack):
@@ -397,7 +397,7 @@ def _without_factor(stack):
 def _never_synced(stack):
     from lowmem.strategy.ddp import DataParallel
 
-    stack.enter_context(patch.object(DataParallel, "passing", lambda self, last: self.forward.no_sync()))
+    stack.enter_context(patch.object(DataParallel, "micro_batch_context", lambda self, last: self.forward.no_sync()))
 
 
 def _silent(stack):

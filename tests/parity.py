@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 import oracle
 from lowmem import model
 from lowmem.build import causal_lm, optimizer
-from lowmem.data.loader import MicroBatch, Rows, WindowLoader
+from lowmem.data.loader import MicroBatch, Rows, Share, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.settle import run_of
 from lowmem.techniques import ALONE, techniques
@@ -138,11 +138,10 @@ def run(cfg, wide=False, callbacks=()):
 
     Wherever it trained: Lightning brings the module back to the host.
     """
-    spec = cfg.model.model_dump()
     torch.manual_seed(0)
-    module = causal_lm(cfg, spec, model.architecture(**spec))
+    module = causal_lm(cfg, model.describe(cfg))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
-    windows = WindowLoader(Ragged(), cfg.batch_size, instantiate(cfg.accumulation), seed=0)
+    windows = WindowLoader(Ragged(), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     training = trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), *callbacks])
     training.fit(module, windows)
@@ -188,11 +187,11 @@ def _adapter(cfg):
 
 def _network(dtype, adapter=None):
     """In fp32. With an adapter: the oracle's own, that starts with the numbers that the technique drew."""
-    spec = run_of(MODEL).model.model_dump()
+    described = model.describe(run_of(MODEL))
 
     def built():
         torch.manual_seed(0)
-        return model.build(model.architecture(**spec), getattr(torch, dtype), **spec)
+        return model.load(described, getattr(torch, dtype))
 
     network = built()
     if adapter is None:

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 import parity
 from lowmem.build import causal_lm
 from lowmem.instantiate import instantiate
+from lowmem.model import Described
 from lowmem.module import CausalLM
 from lowmem.offload.link import StagedLink
 from same import same
@@ -68,8 +69,7 @@ def lines(model, *more, precision="bf16-master", policy="every_layer", optim="ad
 
 def built(cfg, model, **changed):
     torch.manual_seed(0)
-    spec = cfg.model.model_dump()
-    return causal_lm(cfg, spec, AutoConfig.for_model(model, **(MODELS[model] | changed)))
+    return causal_lm(cfg, Described(cfg.model, AutoConfig.for_model(model, **(MODELS[model] | changed))))
 
 
 def trained(config, weights, model, arguments, lane=None, changed=(), prepare=lambda module: None) -> Trained:

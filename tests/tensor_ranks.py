@@ -137,7 +137,7 @@ def stepped(ranks, one, ours, loss, optimizer):
     )
     figures = {}
     for window in rows:
-        ranks.drop()
+        ranks.clear_gradients()
         alone.zero_grad()
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in window:
@@ -147,7 +147,7 @@ def stepped(ranks, one, ours, loss, optimizer):
                     summed = loss(model, MicroBatch(read, read.roll(-1, 1)))
                     sums[at] += summed.detach()
                     (summed * factor / window.numel()).backward()
-        ranks.collect()
+        ranks.gather_gradients()
         if not figures:
             figures = gradients(ranks, one, ours) | {"loss": (sums[0] - ranks.total(sums[1])).abs().item()}
             figures["collectives"] = said.count  # of a micro-batch
@@ -195,7 +195,7 @@ def without_sums(self, module):
 WRONG = {
     "heads": ((tensor_parallel, "FUSED", 1),),  # query, key and value are not divided each by itself
     "counted twice": ((TensorParallel, "holders", lambda *_: 1),),
-    "not summed": ((TensorParallel, "collect", Divided.collect),),  # nor compared
+    "not summed": ((TensorParallel, "gather_gradients", Divided.gather_gradients),),  # nor compared
     "no sum in the plan": ((TensorParallel, "laid_out", without_sums),),
     "own tiles": ((Share, "joined", lambda _, *of_tiles: of_tiles),),
 }

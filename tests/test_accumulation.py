@@ -15,10 +15,10 @@ import parity
 from lowmem import loss as losses
 from lowmem.accumulation import by_epoch, by_step, effective_batch, fixed
 from lowmem.build import causal_lm
-from lowmem.data.loader import MicroBatch, ValidationLoader, WindowLoader
+from lowmem.data.loader import MicroBatch, Share, ValidationLoader, WindowLoader
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
-from lowmem.model import architecture
+from lowmem.model import describe
 from lowmem.module import CausalLM
 from tolerances import FP64, SGD_FP32
 
@@ -137,7 +137,7 @@ def test_masked_tokens_count_nowhere(config, monkeypatch, wrong):
 
 
 def loader(size, batch_size=2):
-    return WindowLoader(parity.Ragged(), batch_size, size, seed=0)
+    return WindowLoader(parity.Ragged(), Share(batch_size), size, seed=0)
 
 
 def indices(batch):
@@ -219,8 +219,10 @@ def test_micro_batches_count_the_tokens_that_have_labels():
 
 def test_devices_share_a_window_and_know_the_tokens_of_all():
     """Each of its sequences is on one of them."""
-    whole = next(iter(WindowLoader(parity.Ragged(), 4, fixed(2), seed=0)))
-    shares = [next(iter(WindowLoader(parity.Ragged(), 2, fixed(2), seed=0, rank=r, world_size=2))) for r in (0, 1)]
+    whole = next(iter(WindowLoader(parity.Ragged(), Share(4), fixed(2), seed=0)))
+    shares = [
+        next(iter(WindowLoader(parity.Ragged(), Share(2, rank=r, world_size=2), fixed(2), seed=0))) for r in (0, 1)
+    ]
     assert {share.tokens for share in shares} == {whole.tokens}
     assert sum(batch.tokens for share in shares for batch in share.micro_batches) == whole.tokens
     read, shared = (
@@ -260,8 +262,7 @@ class Silent(parity.Ragged):
 def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, precision):
     """No division by zero, and none of the weight decay or momentum that a step of zero gradients would be."""
     cfg = config(*parity.overrides(f"precision={precision}"), "batch_size=1", "max_steps=2", base=())
-    spec = cfg.model.model_dump()
-    module = causal_lm(cfg, spec, architecture(**spec))
+    module = causal_lm(cfg, describe(cfg))
     read = []
 
     class Watch(Callback):
@@ -271,7 +272,7 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
 
     callbacks = [*map(instantiate, cfg.callbacks.values()), Watch()]
     training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), callbacks)
-    training.fit(module, WindowLoader(Silent(), 1, fixed(1), seed=0))
+    training.fit(module, WindowLoader(Silent(), Share(1), fixed(1), seed=0))
     assert [stepped for stepped, *_ in read] == [tokens > 0 for _, _, tokens, _ in read]
     assert module.skipped_steps == len(read) - 2 and module.position.window == len(read)
     for (_, _, _, before), (stepped, loss, _, after) in pairwise(read):
@@ -281,9 +282,8 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
 
 def test_an_evaluation_of_nothing_has_no_loss(config):
     cfg = config(*parity.overrides(), base=())
-    spec = cfg.model.model_dump()
-    module = causal_lm(cfg, spec, architecture(**spec))
+    module = causal_lm(cfg, describe(cfg))
     for telling in (0, None):
         training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), [])
-        training.validate(module, ValidationLoader(Silent(telling), 2, 4), verbose=False)
+        training.validate(module, ValidationLoader(Silent(telling), Share(2), 4), verbose=False)
         assert (module.val_loss is None) == (telling is None)

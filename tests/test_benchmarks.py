@@ -13,7 +13,7 @@ from benchmarks.runner import RESULTS
 from benchmarks.side_by_side import LOOPS
 from transformers import AutoModelForCausalLM
 
-from lowmem.model import architecture_of
+from lowmem.model import describe
 from lowmem.settle import run_of
 
 # A loop of as many steps as it is told. It writes down when each of its steps begins and ends.
@@ -163,5 +163,5 @@ def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
     (one,) = (one for one in published.ALL if name in one.name)
     cfg = run_of(one.overrides)
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(architecture_of(cfg))
+        theirs = AutoModelForCausalLM.from_config(describe(cfg, plans=True).grown)
     assert sum(p.numel() for p in theirs.parameters()) == COUNTED[name]

@@ -148,10 +148,11 @@ def test_an_architecture_has_the_parameters_of_the_published_model(model, millio
     import torch
 
     from lowmem import model as models
+    from lowmem.schema import Model
 
-    spec = OmegaConf.to_container(composed("model", model).model) | {"pretrained": False}
+    spec = Model.model_construct(**OmegaConf.to_container(composed("model", model).model) | {"pretrained": False})
     with torch.device("meta"):
-        network = models.build(models.architecture(**spec), torch.float32, **spec)
+        network = models.load(models.Described(spec, models.architecture(spec)), torch.float32)
     assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)
 
 

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from lowmem import build, cli
+from lowmem.data.opened import opened as open_source
 from lowmem.data.tokens import tokenize
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
@@ -16,7 +17,8 @@ RUN = ("accumulation=fixed", "accumulation.batches=7", "lr=1e-2", "scheduler.war
 
 @pytest.fixture
 def per_epoch(config):
-    return build.steps(config(*RUN, "epochs=1"))
+    cfg = config(*RUN, "epochs=1")
+    return build.open_texts(cfg).steps_in(cfg)
 
 
 def curve(folder):
@@ -44,20 +46,27 @@ def test_a_resume_of_epochs_goes_on_to_the_same_end(fit, per_epoch):
 
 def test_an_epoch_has_as_many_steps_whatever_batch_size_auto_finds(config):
     of_size = ["accumulation=effective_batch", "accumulation.size=24", "epochs=3"]
-    counts = {build.steps(config(*of_size, f"batch_size={size}")) for size in ("auto", 1, 8, 24)}
-    assert len(counts) == 1
+    runs = [config(*of_size, f"batch_size={size}") for size in ("auto", 1, 8, 24)]
+    assert len({build.open_texts(run).steps_in(run) for run in runs}) == 1
 
 
-def test_what_is_said_of_data_is_not_said_for_the_count_of_steps(config, caplog):
-    cfg = config(*RUN, "epochs=1", "data.packing=documents", "val_sequences=2")
-    said = []
-    for read in (build.steps, build.data, build.steps):
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            read(cfg)
-        said.append(caplog.text)
-    assert not said[0] and not said[2] and "data.packing=documents" in said[1]
-    assert "val_sequences=2: an evaluation reads so many of" in said[1] and "depends on data.packing" in said[1]
+@pytest.mark.parametrize("more", [(), pytest.param(("plan=auto",), marks=pytest.mark.slow), ("show=1",)])
+def test_a_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
+    """Epochs are counted on the rows that are trained on: files are read and tokens are made for the run alone."""
+    opened = []
+    monkeypatch.setattr(build, "opened", lambda source, wanted: opened.append(source) or open_source(source, wanted))
+    base = tuple(line for line in small if not line.startswith(("max_steps=", "scheduler.")))
+    code, said = command(*RUN, "epochs=1", *more, base=base)
+    assert code == 0, said
+    assert len(opened) == 1
+
+
+def test_what_is_said_of_data_is_said_once_in_a_run_of_epochs(fit, caplog):
+    with caplog.at_level("INFO"):
+        fit(*RUN, "epochs=1", "data.packing=documents", "val_sequences=2")
+    assert caplog.text.count("data.packing=documents, train") == caplog.text.count("data.packing=documents, val") == 1
+    assert caplog.text.count("val_sequences=2: an evaluation reads so many of") == 1
+    assert caplog.text.count("depends on data.packing") == 1
 
 
 @pytest.mark.parametrize("typed", ["epochs=3", "max_steps=7", "scheduler.warmup=0.1", "scheduler.warmup_steps=3"])

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lowmem import model
 from lowmem.errors import Refused
+from lowmem.schema import Model
 from new_process import in_a_new_process
 from test_checkpoint import Highest, linux
 from test_loss import network
@@ -30,17 +31,12 @@ def folder(request, tmp_path, small, config):
 
 
 def spec(folder, **changes):
-    return {
-        "name": str(folder),
-        "pretrained": True,
-        "trust_remote_code": False,
-        "attention": "sdpa",
-        "architecture": None,
-    } | changes
+    how = {"name": str(folder), "pretrained": True, "trust_remote_code": False, "attention": "sdpa"}
+    return Model.model_construct(**how | {"architecture": None, "stable_embedding": False} | changes)
 
 
 def built(how, dtype=torch.float32):
-    return model.build(model.architecture(**how), dtype, **how)
+    return model.load(model.Described(how, model.architecture(how)), dtype)
 
 
 def test_weights_come_in_the_dtype_that_was_asked_for_and_in_training_mode(folder):
@@ -71,13 +67,13 @@ def test_without_weights_it_starts_at_random(folder):
 
 
 def test_the_yaml_changes_what_it_names(folder):
-    key = "resid_pdrop" if model.architecture(**spec(folder)).model_type == "gpt2" else "attention_dropout"
-    changed = model.architecture(**spec(folder, architecture={"model_type": "any", key: 0.25}))
+    key = "resid_pdrop" if model.architecture(spec(folder)).model_type == "gpt2" else "attention_dropout"
+    changed = model.architecture(spec(folder, architecture={"model_type": "any", key: 0.25}))
     assert getattr(changed, key) == 0.25
 
 
 def test_weights_that_are_missing_are_refused_not_drawn(folder):
-    more = model.architecture(**spec(folder))
+    more = model.architecture(spec(folder))
     layers = "n_layer" if more.model_type == "gpt2" else "num_hidden_layers"
     with pytest.raises(Refused, match="lack the weights"):
         built(spec(folder, architecture={"model_type": "any", layers: 3}))
@@ -92,18 +88,19 @@ import sys, torch, threading, time
 from pathlib import Path
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from lowmem import model
+from lowmem import model, schema
 how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
+spec = schema.Model.model_construct(**how, stable_embedding=False)
 def anonymous():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
-config = model.architecture(**how)
+described = model.Described(spec, model.architecture(spec))
 before, peak, done = anonymous(), 0, False
 def watch():
     global peak
     while not done:
         peak = max(peak, anonymous()); time.sleep(0.0005)
 thread = threading.Thread(target=watch); thread.start()
-network = model.build(config, torch.float32, **how)
+network = model.load(described, torch.float32)
 done = True; thread.join()
 weights = sum(p.nbytes for p in network.parameters())
 print((max(peak, anonymous()) - before) / weights)
@@ -156,7 +153,7 @@ def test_what_is_loaded_from_shards_adds_its_weights_to_memory_and_at_most_one_t
 )
 def test_an_architecture_that_is_none_is_a_sentence(architecture, said):
     with pytest.raises(Refused, match=said):
-        model.architecture("x", False, False, architecture)
+        model.architecture(spec("x", pretrained=False, architecture=architecture))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +245,7 @@ def test_an_encoder_decoder_is_called_that(tmp_path, name, pretrained):
     if name == "bart" and not pretrained:  # its decoder alone is a causal model
         return
     with pytest.raises(Refused, match=f"{name} cannot be built as a causal model: it is an encoder-decoder"):
-        model.architecture(**spec(tmp_path, pretrained=pretrained))
+        model.architecture(spec(tmp_path, pretrained=pretrained))
 
 
 # --- folders -------------------------------------------------------------------------------------------------------
@@ -258,16 +255,16 @@ def test_an_encoder_decoder_is_called_that(tmp_path, name, pretrained):
 def test_a_folder_that_is_not_there_is_called_that(name):
     for pretrained in (True, False):
         with pytest.raises(Refused, match="there is no such folder"):
-            model.architecture(**spec(name, pretrained=pretrained))
+            model.architecture(spec(name, pretrained=pretrained))
     with pytest.raises(Refused, match="there is no such folder"):
         model.tokenizer(name, False)
 
 
 def test_a_file_a_hub_id_and_a_home_are_told_apart(folder, monkeypatch):
     with pytest.raises(Refused, match=f"this is a file.*model.name={folder}"):
-        model.architecture(**spec(folder / "model.safetensors"))
+        model.architecture(spec(folder / "model.safetensors"))
     with pytest.raises(Refused, match="hub id that this machine reaches"):
-        model.architecture(**spec("somebody/something"))
+        model.architecture(spec("somebody/something"))
     monkeypatch.setenv("HOME", str(folder.parent))
     assert built(spec("~/model")).training and len(model.tokenizer("~/model", False))
 
@@ -278,7 +275,7 @@ def test_a_folder_that_may_not_be_read_is_called_that(folder, monkeypatch):
 
     monkeypatch.setattr(model.os, "listdir", denied)  # an administrator may read every folder
     with pytest.raises(Refused, match=r"permission denied\. Give a folder"):
-        model.architecture(**spec(folder))
+        model.architecture(spec(folder))
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
@@ -287,7 +284,7 @@ def test_weights_that_were_cut_short_are_a_sentence(folder, kept):
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * kept)])
     with pytest.raises(Refused, match=r"model\.safetensors has .* bytes, .*It is a local file: copy it here again"):
-        model.architecture(**spec(folder))  # before the data is tokenized
+        model.architecture(spec(folder))  # before the data is tokenized
     (folder.parent / "checkpoints").mkdir()
     with pytest.raises(Refused, match=f"write it again: export={folder.parent}"):
-        model.architecture(**spec(folder))
+        model.architecture(spec(folder))

@@ -9,6 +9,7 @@ from lowmem import model
 from lowmem.errors import Refused
 from lowmem.export import ModelFolder, export
 from lowmem.generation import end_of_turn, end_tokens
+from lowmem.schema import Model
 
 
 def llama(**keys):
@@ -20,8 +21,9 @@ def llama(**keys):
 
 
 def built(folder):
-    spec = {"name": str(folder), "pretrained": True, "trust_remote_code": False}
-    return model.build(model.architecture(**spec), torch.float32, attention="sdpa", **spec)
+    how = {"name": str(folder), "pretrained": True, "trust_remote_code": False, "architecture": None}
+    spec = Model.model_construct(**how, attention="sdpa", stable_embedding=False)
+    return model.load(model.Described(spec, model.architecture(spec)), torch.float32)
 
 
 @pytest.mark.parametrize("tied", [True, False])

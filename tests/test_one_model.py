@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem.checkpoint import AtomicCheckpointIO
 from lowmem.model import _of_type
-from lowmem.module import CausalLM
+from lowmem.module import CausalLM, Placement, Update
 from lowmem.precision.held_on_host import Halves
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.master_callback import MasterWeights
@@ -30,7 +30,9 @@ def module():
     network.to_empty(device="cpu")
     for p in network.parameters():
         p.data.fill_(0.1)
-    return CausalLM(network, None, None, None, weights=Streamed(network)), sum(p.nbytes for p in network.parameters())
+    return CausalLM(network, None, Update(None, None), Placement(Streamed(network))), sum(
+        p.nbytes for p in network.parameters()
+    )
 
 
 def highest(work):
@@ -80,15 +82,16 @@ def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path
 LOADS = """
 import sys, threading, time, torch
 from pathlib import Path
-from lowmem import model
+from lowmem import model, schema
 from lowmem.precision.master import BFloat16Master
 from lowmem.precision.on_host import BFloat16Stochastic
 from lowmem.streamed import Streamed
 how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
+spec = schema.Model.model_construct(**how, stable_embedding=False)
 kind, dtype = (BFloat16Master, torch.float32) if sys.argv[2] == "halves" else (BFloat16Stochastic, torch.bfloat16)
 def anonymous():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
-config = model.architecture(**how)
+described = model.Described(spec, model.architecture(spec))
 plugin, peak, done = kind(), 0, False
 before = anonymous()
 def watch():
@@ -96,7 +99,7 @@ def watch():
     while not done:
         peak = max(peak, anonymous()); time.sleep(0.0005)
 thread = threading.Thread(target=watch); thread.start()
-network = model.build(config, dtype, **how)
+network = model.load(described, dtype)
 held = [p.data.clone() for p in network.parameters()] if sys.argv[3] == "wrong" else []
 plugin.weights = Streamed(network)
 plugin.convert_module(network)

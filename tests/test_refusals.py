@@ -15,7 +15,7 @@ import streams
 import zero
 from lowmem import batch_size, build, check, launched, model, refusals, sharded
 from lowmem.build import optimizer
-from lowmem.data.loader import WindowLoader
+from lowmem.data.loader import Share, WindowLoader
 from lowmem.errors import NotFinite, Refused
 from lowmem.instantiate import instantiate
 from lowmem.optim.build import pageable
@@ -214,8 +214,8 @@ def test_proof_one_device_leaves_the_others_idle(fit, monkeypatch):
 
 def moved_in(config, *lines):
     """A module whose weights are where they wait."""
-    spec = (cfg := config(*lines, base=())).model.model_dump()
-    module = build.causal_lm(cfg, spec, model.architecture(**spec))
+    cfg = config(*lines, base=())
+    module = build.causal_lm(cfg, model.describe(cfg))
     plugin = instantiate(cfg.trainer.plugins.precision)
     plugin.weights = module.weights
     plugin.convert_module(module)
@@ -322,7 +322,7 @@ def test_proof_a_batch_size_that_each_rank_finds_for_itself(config, monkeypatch)
     for room in (8, 4):
         monkeypatch.setattr(batch_size, "fits", lambda cfg, size, room=room: size <= room)
         found = batch_size.resolve(cfg).batch_size
-        loader = WindowLoader(parity.Ragged(), found, instantiate(cfg.knowing(batch_size=found).accumulation), 0)
+        loader = WindowLoader(parity.Ragged(), Share(found), instantiate(cfg.knowing(batch_size=found).accumulation), 0)
         numbers.append(len(next(iter(loader)).micro_batches))
     assert numbers == [1, 2]
 

@@ -107,7 +107,7 @@ def test_the_plan_counts_the_rows_that_the_run_has(config, published, kind):
 def test_a_tokenizer_that_is_trained_here_has_room_for_them(config, fit):
     tokenizer = build.data(config(TYPED)).tokens.tokenizer
     assert len(tokenizer) <= 300 and len(tokenizer("<|im_start|>").input_ids) == 1
-    assert model.architecture_of(config(TYPED)).vocab_size == 300
+    assert model.describe(config(TYPED), plans=True).grown.vocab_size == 300
     assert fit(TYPED)[0]["val_loss"] > 0
 
 

@@ -6,7 +6,7 @@ import torch
 import parity
 from lowmem import model
 from lowmem.build import causal_lm, optimizer
-from lowmem.data.loader import WindowLoader
+from lowmem.data.loader import Share, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.offload.link import StagedLink
 from lowmem.precision.widened import widened
@@ -32,13 +32,12 @@ def configured(config, precision, optim, clip, accumulation, scheduler, *more):
 
 
 def build(cfg):
-    spec = cfg.model.model_dump()
     torch.manual_seed(0)
-    return causal_lm(cfg, spec, model.architecture(**spec))
+    return causal_lm(cfg, model.describe(cfg))
 
 
 def windows(cfg):
-    return WindowLoader(parity.Ragged(), cfg.batch_size, instantiate(cfg.accumulation), seed=0)
+    return WindowLoader(parity.Ragged(), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
 
 
 def naive(cfg):

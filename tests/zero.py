@@ -170,7 +170,7 @@ def trained(case: Case, ranks: deepspeed.ZeRO2 | None) -> tuple[Module, dict[str
         for micro_batch in window:
             backward(case, ranks, module, micro_batch, tokens, micro_batch is window[-1])
         if ranks:
-            ranks.collect()
+            ranks.gather_gradients()
         for p in stepped:
             p.grad.mul_(1 / case.scale)
         if case.value:
@@ -183,7 +183,7 @@ def trained(case: Case, ranks: deepspeed.ZeRO2 | None) -> tuple[Module, dict[str
             optimizer.step()
         optimizer.zero_grad()
         if ranks:
-            ranks.drop()
+            ranks.clear_gradients()
     return module, seen | {"weights": whole(lambda p: p.data)}
 
 
@@ -193,7 +193,7 @@ def backward(case: Case, ranks, module: Module, micro_batch: MicroBatch, tokens:
             loss = module(micro_batch)
         (loss * case.scale / tokens).backward()
         return
-    with ranks.passing(last), case.context():
+    with ranks.micro_batch_context(last), case.context():
         loss = ranks.forward(share(micro_batch, ranks.rank))
         (loss * case.scale * (1.0 if case.wrong else ranks.factor) / tokens).backward()
 

@@ -1,28 +1,28 @@
 """Builds what a run trains: the data first, the weights last."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lowmem import attention, checkpoint, model, vocabulary
 from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import base_dtype, load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
-from lowmem.data.loader import START, ValidationLoader, WindowLoader
-from lowmem.data.opened import Opened, Wanted, opened
+from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, WindowLoader
+from lowmem.data.opened import Wanted, opened
 from lowmem.data.packing import Joined, rows, with_positions
 from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, held_out, rows_of
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate
-from lowmem.module import CausalLM
+from lowmem.model import Described
+from lowmem.module import CausalLM, Placement, Update
 from lowmem.optim.build import MakeOptimizer
 from lowmem.report import sample
 from lowmem.schema import Node
@@ -36,37 +36,70 @@ log = logging.getLogger(__name__)
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
 
-class Data(NamedTuple):
-    """What is trained on, and the architecture that fits it."""
+class Texts(NamedTuple):
+    """The open data of a run. It depends neither on the batch size nor on a recipe, so that it is opened once."""
 
+    described: Described  # the model whose tokens these are
+    tokens: Tokens
+    train: Rows
+    val: dict[str, Rows]  # by name; the first is that by which a checkpoint is the best
+
+    def steps_in(self, run: Run, ranks: OneDevice = ALONE) -> int:
+        """Returns how many optimizer steps run.epochs take. A batch size that is not known yet does not change them: a
+        window has as many sequences as accumulation=effective_batch says."""
+        known = run.knowing(batch_size=1) if run.batch_size == "auto" else run
+        return self.windows(known, ranks).windows_in(run.epochs)
+
+    def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:
+        """Returns what reads this rank's share of the training rows; a stream has its own loader."""
+        make = getattr(self.train, "loader", partial(WindowLoader, self.train))
+        return make(share_of(run, ranks), run.windows, run.seed, start)
+
+
+class Data(NamedTuple):
+    """This rank's share of what is trained on, in micro-batches, and the model that takes it."""
+
+    described: Described
     tokens: Tokens
     train: WindowLoader
-    val: list[ValidationLoader]  # the first is that by which a checkpoint is the best
+    val: list[ValidationLoader]
     prompts: list[Tensor]  # of the samples, (1, T) each
-    spec: dict  # run.model
-    config: PretrainedConfig
 
 
-def data(run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ALONE) -> Data:
-    """The light part, in which whatever refuses a run does so. Args: ranks: that share the rows."""
-    windows = run.windows
-    spec = run.model.model_dump()
-    config = model.architecture(**spec)
-    sources = _sources(run.data)
-    (name, source), *others = sources.items()
-    of = _opened(run, spec, config, source)
-    start = saved.position if saved else START
-    loader = getattr(of.train, "loader", partial(WindowLoader, of.train))  # a stream has its own
-    share = ranks.data_rank, ranks.data_size
-    train = loader(run.batch_size, windows, run.seed, start, *share)
-    sets = {name: of.val[""]} if others else of.val
+def share_of(run: Run, ranks: OneDevice) -> Share:
+    return Share(run.batch_size, ranks.data_rank, ranks.data_size)
+
+
+def open_texts(run: Run) -> Texts:
+    """Describes the model and opens all files, in its own tokens or in those of a BPE that is trained on them."""
+    described = model.describe(run)
+    config, tokenizer, added = described.config, described.tokenizer, described.added
+    (name, source), *others = _sources(run.data).items()
+    bpe_size = min(BPE_VOCABULARY, config.vocab_size)
+    wanted = Wanted(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, vocabulary.wanted(run))
+    tokens, train, val = opened(source, wanted)
+    if added is None:
+        check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
+    if not run.model.pretrained and run.model.architecture is not None:
+        # the export must name the end token of the tokenizer it is saved with
+        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
+    sets = {name: val[""]} if others else val
     for name, other in others:
-        split = held_out(other, Path(run.cache_dir), of.tokens.tokenizer)
+        split = held_out(other, wanted.cache_dir, tokens.tokenizer)
         sets[name] = rows(split, run.seq_len, other.packing, other.too_long, "val")
-    val = [ValidationLoader(rows, run.batch_size, run.val_sequences, name, *share) for name, rows in sets.items()]
+    return Texts(described, tokens, train, sets)
+
+
+def data(run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ALONE, texts: Texts | None = None) -> Data:
+    """The light part, in which whatever refuses a run does so. Args: ranks: that share the rows;
+    texts: of this run, where they are open."""
+    texts = texts or open_texts(run)
+    train = texts.windows(run, ranks, saved.position if saved else START)
+    share, limit = share_of(run, ranks), run.val_sequences
+    val = [ValidationLoader(rows, share, limit, name) for name, rows in texts.val.items()]
     for one in val:
         _tell_cut(one)
-    return Data(of.tokens, train, val, _prompts(run, of.tokens, val[0]), spec, config)
+    return Data(texts.described, texts.tokens, train, val, _prompts(run, texts.tokens, val[0]))
 
 
 def _tell_cut(val: ValidationLoader) -> None:
@@ -99,32 +132,10 @@ def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
     return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in given]
 
 
-def steps(run: Run, ranks: OneDevice = ALONE) -> int:
-    """That `epochs` passes over the data take. How many sequences a micro-batch has does not matter to it where that is
-    not known yet: a window then has as many as accumulation=effective_batch says."""
-    batch_size = 1 if run.batch_size == "auto" else run.batch_size
-    with _unsaid():
-        return data(run.knowing(batch_size=batch_size), ranks=ranks).train.windows_in(run.epochs)
-
-
-@contextmanager
-def _unsaid() -> Iterator[None]:
-    """What there is to say of data is said where it is trained on: here it would be said a second time."""
-    loggers = [log, logging.getLogger("lowmem.data")]
-    before = [one.level for one in loggers]
-    try:
-        for one in loggers:
-            one.setLevel(logging.WARNING)
-        yield
-    finally:
-        for one, level in zip(loggers, before, strict=True):
-            one.setLevel(level)
-
-
 def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ALONE) -> CausalLM:
     """The heavy part."""
     whole = saved is not None and saved.base is None  # the checkpoint brings all weights
-    made = causal_lm(run, of.spec | ({"pretrained": False} if whole else {}), of.config, model.check_causal, ranks)
+    made = causal_lm(run, of.described.at_random if whole else of.described, model.check_causal, ranks)
     if made.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(made.model, path)
     if (base := made.ranks.first(digest_of_base(made) if made.ranks.builds else None)) is not None:
@@ -137,34 +148,17 @@ def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: One
     return made
 
 
-def _opened(run: Run, spec: dict, config: PretrainedConfig, source: Source) -> Opened:
-    """The source in a published model's own tokens, or in those of a BPE trained on it."""
-    tokenizer, added = model.tokenizer_of(run), vocabulary.wanted(run)
-    if tokenizer and added:
-        spec["added"] = vocabulary.add(tokenizer, added, config.vocab_size)
-    bpe_size = min(BPE_VOCABULARY, config.vocab_size)
-    of = opened(source, Wanted(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, added))
-    if "added" not in spec:
-        check_vocabulary(config.vocab_size, rows_of(of.tokens.tokenizer))
-    if not spec["pretrained"] and spec["architecture"] is not None:
-        # the export must name the end token of the tokenizer it is saved with
-        config.bos_token_id = config.eos_token_id = of.tokens.tokenizer.eos_token_id
-    return of
-
-
 def causal_lm(
     run: Run,
-    spec: dict,
-    config: PretrainedConfig,
+    described: Described,
     check: Callable[[PreTrainedModel], None] = lambda _: None,
     ranks: OneDevice = ALONE,
 ) -> CausalLM:
-    """Args: spec: run.model as a plain dict; config: its architecture; check: called with the model as it was loaded,
-    where it holds numbers."""
+    """Args: check: called with the model as it was loaded, where it holds numbers."""
     held = getattr(torch, run.loaded_in)
-    spec = spec if ranks.builds else spec | {"pretrained": False}
+    described = described if ranks.builds else described.at_random
     with ranks.building():
-        network = model.build(config, base_dtype(run.adapter.arguments.get("path")) or held, **spec)
+        network = model.load(described, base_dtype(run.adapter.arguments.get("path")) or held)
         if ranks.builds:
             check(network)
         if with_positions(run.data.arguments):
@@ -172,14 +166,14 @@ def causal_lm(
         choose_trained(run, network)
         for p in network.parameters():
             p.data = p.data if p.requires_grad else p.data.to(held)
-    if "added" in spec:
-        vocabulary.check_trained(network, spec["added"])
+    if described.added is not None:
+        vocabulary.check_trained(network, described.added)
     instantiate(run.gradient_checkpointing)(network)
     tiles = Tiles(network, run.tile.tokens) if run.tile.tokens else None
     weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"))
-    schedule, skips = instantiate(run.scheduler), run.on_nonfinite == "skip"
-    loss = instantiate(run.loss)
-    return CausalLM(network, loss, optimizer(run), schedule, run.clip, run.clip_value, skips, weights, tiles, ranks)
+    skips = run.on_nonfinite == "skip"
+    update = Update(optimizer(run), instantiate(run.scheduler), run.clip, run.clip_value, skips_faults=skips)
+    return CausalLM(network, instantiate(run.loss), update, Placement(weights, tiles, ranks))
 
 
 def choose_trained(run: Run, network: PreTrainedModel) -> None:

@@ -51,7 +51,8 @@ def check_values(run: Run) -> None:
         )
     _check_data(run)
     architecture = run.model.architecture or {}
-    check_positions(run, next((architecture[key] for key in POSITIONS if _is_count(architecture.get(key))), None))
+    typed = (architecture[key] for key in POSITIONS if _is_count(architecture.get(key)))
+    check_positions(run.seq_len, next(typed, None))
 
 
 def _check_data(run: Run) -> None:
@@ -230,10 +231,10 @@ def _device(device: str, snapshot: bool) -> None:
         )
 
 
-def check_positions(run: Run, positions: int | None) -> None:
+def check_positions(seq_len: int, positions: int | None) -> None:
     """Args: positions: of the model; None: as many as one likes."""
-    if positions is not None and run.seq_len > positions:
-        raise Refused(f"seq_len={run.seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
+    if positions is not None and seq_len > positions:
+        raise Refused(f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
 
 
 def check_vocabulary(vocab_size: int, tokens: int) -> None:

@@ -66,28 +66,30 @@ def fit(
         if ranks.rank == 0:
             hints.tell_folders(run, output_dir)
         with ranks.in_turn("count the rows"):  # what the first has written the others read
-            command = _counted(command, ranks)
+            command, texts = _counted(command, ranks)
         task = asked(command.run, output_dir, ranks)  # before anything is planned for it
         if task.work == "nothing":
             return summary_of(task.saved)
         if task.work == "show":
-            return _show(command)
-        works = {"train": _train, "evaluate": _evaluate, "export": _export}
-        return works[task.work](command, task, ranks)
+            return _show(command, texts)
+        if task.work == "train":
+            return _train(command, task, ranks, texts)
+        return (_evaluate if task.work == "evaluate" else _export)(command, task, ranks)
 
 
-def _counted(command: Command, ranks: OneDevice) -> Command:
-    """Puts the steps that epochs= takes in its place; only the data tells how many."""
+def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
+    """Puts the steps that epochs= takes in its place. Only open data tells how many, and it stays open for the work."""
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
-        return command
-    run = run.knowing(max_steps=build.steps(run, ranks))
+        return command, None
+    texts = build.open_texts(run)
+    run = run.knowing(max_steps=texts.steps_in(run, ranks))
     log.info(f"epochs={run.epochs}: {run.max_steps} optimizer steps.")
     lines = replaced(command.typed, {"epochs": None, "max_steps": str(run.max_steps)})
-    return replace(command, run=run, lines=lines)
+    return replace(command, run=run, lines=lines), texts
 
 
-def _train(command: Command, task: Asked, ranks: OneDevice) -> dict:
+def _train(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Trains with the recipe and the batch size that were asked for."""
     model.check_architecture(command.run)
     run = at_start.with_recipe(command.run, command.lines)
@@ -96,7 +98,7 @@ def _train(command: Command, task: Asked, ranks: OneDevice) -> dict:
     prediction = at_start.checked(run, command.lines) if ranks.rank == 0 else None  # whose word holds for all
     if prediction:
         at_start.tell_duration(run, prediction, run.max_steps - (task.saved.steps if task.saved else 0))
-    with _training(command, task, ranks, prediction) as training:
+    with _training(command, task, ranks, texts, prediction) as training:
         summary = results.summary(training, command, prediction)
         if prediction:
             summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.watchers.metrics)
@@ -122,9 +124,9 @@ def _export(command: Command, task: Asked, ranks: OneDevice) -> dict:
         return _ended(training, command, task, results.summary(training, command) | summary_of(task.saved))
 
 
-def _show(command: Command) -> dict:
+def _show(command: Command, texts: build.Texts | None) -> dict:
     """Shows the data, before a model is built."""
-    data = build.data(_unplanned(command).run)
+    data = build.data(_unplanned(command).run, texts=texts)
     print(show.page(data.train, data.tokens.tokenizer, command.run.show, sys.stdout.isatty()))
     return {}
 
@@ -138,7 +140,11 @@ def _unplanned(command: Command) -> Command:
 
 @contextmanager
 def _training(
-    command: Command, task: Asked, ranks: OneDevice, prediction: Prediction | None = None
+    command: Command,
+    task: Asked,
+    ranks: OneDevice,
+    texts: build.Texts | None = None,
+    prediction: Prediction | None = None,
 ) -> Iterator[Training]:
     """Does the work, and holds what was built for it, for as long as anything is written of it.
 
@@ -148,7 +154,7 @@ def _training(
     """
     run = command.run
     try:
-        with trained(run, command.folder, task, ranks=ranks) as training:
+        with trained(run, command.folder, task, ranks=ranks, texts=texts) as training:
             yield training
     except OSError as error:
         if error.filename or not error.errno:

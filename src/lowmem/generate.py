@@ -53,9 +53,9 @@ def _folder(named: Path) -> Path:
 
 def _loaded(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """In the dtype of its file; an adapter beside what it was trained on, 4 bits where that had them."""
-    spec, adapter = run.model.model_dump(), run.adapter.arguments.get("path")
-    config = model.architecture(**spec)
-    network = model.build(config, base_dtype(adapter) or config.dtype or torch.float32, **spec)
+    adapter = run.adapter.arguments.get("path")
+    described = model.Described(run.model, model.architecture(run.model))
+    network = model.load(described, base_dtype(adapter) or described.config.dtype or torch.float32)
     instantiate(run.adapter)(network)
     if adapter:
         load(network, adapter)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -27,7 +28,7 @@ from transformers import (
     initialization,
 )
 
-from lowmem import vocabulary
+from lowmem import schema, vocabulary
 from lowmem.check import POSITIONS, check_hub_id, check_positions
 from lowmem.errors import Refused
 from lowmem.overrides import in_shell
@@ -37,18 +38,47 @@ from lowmem.stable_embedding import stabilise
 log = logging.getLogger(__name__)
 
 
-def architecture(
-    name: str, pretrained: bool, trust_remote_code: bool, architecture: Mapping | None = None, **_: object
-) -> PretrainedConfig:
+class Described(NamedTuple):
+    """A model before it has any weights: all that data and a plan have to know of it, and what `load` makes it of."""
+
+    spec: schema.Model
+    config: PretrainedConfig  # without rows for added tokens
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: one is trained on the data, or none is needed
+    added: vocabulary.Added | None = None  # tokens that the tokenizer lacked and has by now; None: none were asked for
+
+    @property
+    def grown(self) -> PretrainedConfig:
+        """The architecture, with the rows of added tokens."""
+        return self.config if self.added is None else vocabulary.grown(self.config, self.added.rows)
+
+    @property
+    def at_random(self) -> "Described":
+        """The same model without its published weights."""
+        return self._replace(spec=self.spec.model_copy(update={"pretrained": False}))
+
+
+def describe(run: Run, plans: bool = False) -> Described:
+    """Reads configuration and tokenizer, and no weight. Args: plans: nothing will be loaded, so that only what the yaml
+    does not say is looked up."""
+    spec, wanted = run.model, vocabulary.wanted(run)
+    says_all = "model_type" in (spec.architecture or {})
+    config = architecture(spec.model_copy(update={"pretrained": False}) if plans and says_all else spec)
+    tokens = tokenizer_of(run) if wanted or not plans else None
+    grows = wanted and tokens is not None  # a tokenizer that is trained here has room for them
+    return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size) if grows else None)
+
+
+def architecture(spec: schema.Model) -> PretrainedConfig:
     """The model's configuration: the yaml's own keys, on top of the published ones where weights are loaded.
 
     Raises:
         Refused: an unreachable model, a folder without weights or with damaged ones, a key that the architecture does
             not have, an architecture that no causal model has.
     """
-    config = _configuration(name, pretrained, trust_remote_code, architecture)
+    name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
     halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
-    if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in _own_code(config)):
+    own_code = getattr(config, "auto_map", None) or {}  # in the model's repository
+    if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code):
         kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "no causal language model"
         raise Refused(
             f"model.name={name}: {config.model_type} cannot be built as a causal model: it is {kind}, and lowmem "
@@ -59,17 +89,11 @@ def architecture(
     return config
 
 
-def _own_code(config: PretrainedConfig) -> Mapping:
-    """Which classes of transformers' have one of the model's own, from its repository."""
-    return getattr(config, "auto_map", None) or {}
-
-
-def _configuration(
-    name: str, pretrained: bool, trust_remote_code: bool, architecture: Mapping | None
-) -> PretrainedConfig:
+def _configuration(spec: schema.Model) -> PretrainedConfig:
+    architecture = spec.architecture
     changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
-    if pretrained or architecture is None:
-        config = _published(name, pretrained, trust_remote_code)
+    if spec.pretrained or architecture is None:
+        config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
         _refuse_unknown(config, changes)
         config.update(changes)
         return config
@@ -79,23 +103,13 @@ def _configuration(
     return _of_type(architecture["model_type"], **changes)
 
 
-def architecture_of(run: Run) -> PretrainedConfig:
-    """Of the model that a run would load: the published one only where the yaml does not say all there is to know."""
-    spec = run.model.model_dump()
-    says_all = "model_type" in (spec["architecture"] or {})
-    config = architecture(**spec | {"pretrained": spec["pretrained"] and not says_all})
-    wanted = vocabulary.wanted(run)
-    if not wanted or (tokens := tokenizer_of(run)) is None:  # one that is trained here has room for them
-        return config
-    return vocabulary.grown(config, vocabulary.add(tokens, wanted, config.vocab_size).rows)
-
-
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
-    """What is typed, or the published model's own; None: one is trained on the data."""
-    spec = run.model.model_dump()
+    """Returns the tokenizer that was typed, or the published model's own; None: one is trained on the data."""
+    spec = run.model
     if run.tokenizer is not None:
-        return tokenizer(run.tokenizer, spec["trust_remote_code"], key="tokenizer")
-    return tokenizer(**spec) if spec["pretrained"] or spec["architecture"] is None else None
+        return tokenizer(run.tokenizer, spec.trust_remote_code, key="tokenizer")
+    published = spec.pretrained or spec.architecture is None
+    return tokenizer(spec.name, spec.trust_remote_code) if published else None
 
 
 def period(kinds: Sequence[str]) -> int | None:
@@ -183,40 +197,29 @@ def _place(name: str, key: str = "model.name") -> str:
     return name
 
 
-def build(
-    config: PretrainedConfig,
-    weights_dtype: torch.dtype,
-    name: str,
-    pretrained: bool,
-    attention: str,
-    trust_remote_code: bool,
-    stable_embedding: bool = False,
-    added: vocabulary.Added | None = None,
-    **_: object,
-) -> PreTrainedModel:
-    """The model on the host, in training mode, with every parameter in `weights_dtype`.
+def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model on the host, in training mode, with every parameter in `weights_dtype`.
 
     Raises:
         Refused: weights that cannot be loaded or lack a tensor; an attention this machine does not have.
     """
-    how = {"dtype": weights_dtype, "trust_remote_code": trust_remote_code}
-    if added and not pretrained:
-        config = vocabulary.grown(config, added.rows)
+    spec = described.spec
+    how = {"dtype": weights_dtype, "trust_remote_code": spec.trust_remote_code}
 
     def made(attention: str) -> PreTrainedModel:
-        if pretrained:
-            return _load(name, config, how | {"attn_implementation": attention})
+        if spec.pretrained:
+            return _load(spec.name, described.config, how | {"attn_implementation": attention})
         with drawn_in_fp32():
-            return AutoModelForCausalLM.from_config(config, attn_implementation=attention, **how)
+            return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
 
-    model = _with_attention(attention, made)
-    if added and pretrained:
-        vocabulary.grow(model, added)
-    if stable_embedding:
+    model = _with_attention(spec.attention, made)
+    if described.added and spec.pretrained:
+        vocabulary.grow(model, described.added)
+    if spec.stable_embedding:
         stabilise(model)
     wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
     if wrong:
-        raise Refused(f"model.name={name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")
+        raise Refused(f"model.name={spec.name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")
     # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()
 
@@ -327,7 +330,7 @@ def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
     return model
 
 
-def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name", **_: object) -> PreTrainedTokenizerBase:
+def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> PreTrainedTokenizerBase:
     """The pretrained model's own, or another folder's or hub id's, which was typed behind `key`."""
     place = _place(name, key)
     try:
@@ -341,12 +344,8 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name", **_: 
 
 
 def check_architecture(run: Run) -> None:
-    """Of the whole architecture, the published keys too: before anything is planned for it.
-
-    Raises:
-        Refused
-    """
-    check_positions(run, positions(architecture_of(run)))
+    """Raises: Refused: a seq_len for which the whole architecture, the published keys too, has no positions."""
+    check_positions(run.seq_len, positions(describe(run, plans=True).config))
 
 
 def positions(config: PretrainedConfig) -> int | None:

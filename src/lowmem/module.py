@@ -3,11 +3,16 @@
 Lightning's automatic optimization counts a step that the loss scaler skipped, weights a short last window wrongly and
 saves checkpoints inside a window. So the step is written out here: one Lightning batch is one whole window, which makes
 every checkpoint stand between windows by construction.
+
+`training_step` reads downwards: forward and backward of each micro-batch, gradients gathered, checked, clipped, stepped
+and cleared. The module calls its strategy (`ranks`) and the precision plugin, and two calls come back: `ranks.forward`
+is an engine around `forward`, and `optimizer.step` clips in `on_before_optimizer_step`, as Lightning has it.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Self
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -28,44 +33,49 @@ from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
 
+class Update(NamedTuple):
+    """How gradients become a step; a bound of None is off."""
+
+    optimizer: MakeOptimizer
+    scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
+    clip: float | None = None  # largest global gradient norm
+    clip_value: float | None = None  # largest absolute gradient element, applied before the norm
+    skips_faults: bool = False  # a step whose loss or gradient is not finite is left out; else it is the end
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model is computed; by default on one device."""
+
+    weights: Resident = field(default_factory=Resident)  # where they are while no block needs them
+    tiles: Tiles | None = None  # the parts of the model that are computed in slices
+    ranks: OneDevice = ALONE  # which part is this process's, and the words with the others
+
+
 class CausalLM(LightningModule):
     """A causal language model with its loss, optimizer and schedule.
 
     Args:
         model: a Hugging Face causal language model.
         loss: (model, micro-batch) -> summed fp32 loss.
-        optimizer: model -> optimizer.
-        scheduler: optimizer -> schedule, stepped once per optimizer step.
-        clip: largest global gradient norm; None: off.
-        clip_value: largest absolute gradient element, applied before the norm; None: off.
-        skips_faults: whether a step whose loss or gradient is not finite is left out; else it is the end.
-        weights: where they are while no block needs them.
-        tiles: the parts of the model that are computed in slices; None: none is.
-        ranks: which part of it is this process's, and the words with the others; None: there are no others.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: Callable[[nn.Module, MicroBatch], Tensor],
-        optimizer: MakeOptimizer,
-        scheduler: Callable[[Optimizer], LRScheduler],
-        clip: float | None = None,
-        clip_value: float | None = None,
-        skips_faults: bool = False,
-        weights: Resident | None = None,
-        tiles: Tiles | None = None,
-        ranks: OneDevice = ALONE,
+        update: Update,
+        placement: Placement | None = None,
     ) -> None:
         super().__init__()
+        placement = placement or Placement()
         self.automatic_optimization = False
-        self.model, self.weights = model, weights or Resident()
+        self.model, self.loss, self.update = model, loss, update
+        self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
-        self.tiles, self.ranks = tiles, ranks
-        self.loss, self.auxiliary_loss = loss, AuxiliaryLoss(model)
-        self.make_optimizer, self.make_scheduler = optimizer, scheduler
-        self.clip, self.clip_value = clip, clip_value
-        self.faults = Faults(skips_faults)
+        self.auxiliary_loss = AuxiliaryLoss(model)
+        self.make_optimizer = update.optimizer
+        self.faults = Faults(update.skips_faults)
         self.position = Position()  # after the last completed window
         self.tokens = 0  # seen, those of skipped steps included
         self.skipped_steps = 0
@@ -115,8 +125,9 @@ class CausalLM(LightningModule):
     def training_step(self, window: Window, _: int) -> dict:
         if not (tokens := window.tokens):
             return self._nothing_to_learn(torch.zeros((), device=self.device), window)
-        loss_sum, auxiliary_sum = self.ranks.passes(self, window)
-        self.ranks.collect()
+        runs = self.ranks if self.ranks.overlaps_micro_batches else self
+        loss_sum, auxiliary_sum = runs.run_window(window)
+        self.ranks.gather_gradients()
         mean = loss_sum / tokens
         stepped = self._step(mean, window)
         self.position = window.end
@@ -124,13 +135,13 @@ class CausalLM(LightningModule):
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / tokens
         return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
 
-    def passes(self, window: Window) -> tuple[Tensor, Tensor | None]:
+    def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
         """Forward and backward of its micro-batches. Returns: sums of their losses and auxiliary ones, of all data."""
         ranks, auxiliary_sum = self.ranks, None
         loss_sum = torch.zeros((), device=self.device)
         for number, micro_batch in enumerate(window.micro_batches, start=1):
             self.last_micro_batch = number == len(window.micro_batches)
-            with ranks.passing(self.last_micro_batch):
+            with ranks.micro_batch_context(self.last_micro_batch):
                 with self.trainer.precision_plugin.forward_context():
                     loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
                 loss_sum += loss.detach()
@@ -157,7 +168,7 @@ class CausalLM(LightningModule):
         else:
             self.skipped_steps += 1
         self.trainer.precision_plugin.drop_gradients(optimizer.optimizer)
-        self.ranks.drop()
+        self.ranks.clear_gradients()
         return stepped
 
     def _may_step(self, optimizer: Optimizer, loss: Tensor, window: Window) -> bool:
@@ -177,7 +188,7 @@ class CausalLM(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip, after every callback has seen the gradients at their true size."""
         precision = self.trainer.precision_plugin
-        self.gradient_norm = precision.clip(self.parts, self.clip_value, self.clip, self.gradient_norm)
+        self.gradient_norm = precision.clip(self.parts, self.update.clip_value, self.update.clip, self.gradient_norm)
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin
@@ -185,7 +196,7 @@ class CausalLM(LightningModule):
         optimizer = precision.prepare_optimizer(made)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
+            "lr_scheduler": {"scheduler": self.update.scheduler(optimizer), "interval": "step"},
         }
 
     # --- evaluation ----------------------------------------------------------------------------------------------

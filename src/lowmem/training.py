@@ -81,10 +81,15 @@ class Training:
 
 @contextmanager
 def trained(
-    run: Run, output_dir: Path, asked: Asked = TRAIN, keeps: bool = True, ranks: OneDevice = ALONE
+    run: Run,
+    output_dir: Path,
+    asked: Asked = TRAIN,
+    keeps: bool = True,
+    ranks: OneDevice = ALONE,
+    texts: build.Texts | None = None,
 ) -> Iterator[Training]:
     """Args: run: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where
-    it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together.
+    it goes on; keeps: checkpoints, in `output_dir`; ranks: that train together; texts: that are open.
 
     Raises:
         DidNotFit: also from what is done inside the `with`.
@@ -94,7 +99,7 @@ def trained(
     saved = asked.saved
     try:
         with ranks.in_turn("read the data"):  # what the first has written the others read
-            data = build.data(run, saved, ranks)
+            data = build.data(run, saved, ranks, texts)
         if ranks.several:
             _compare(data, ranks)
         before = process.rss_bytes()

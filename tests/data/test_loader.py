@@ -8,7 +8,7 @@ import pytest
 
 from documents import split
 from lowmem.accumulation import by_epoch, by_step, fixed
-from lowmem.data.loader import Position, ValidationLoader, WindowLoader
+from lowmem.data.loader import Position, Share, ValidationLoader, WindowLoader
 from lowmem.data.packing import Joined, rows
 from lowmem.data.tokens import Split
 from lowmem.errors import Refused
@@ -26,7 +26,7 @@ def first_tokens(windows):
 
 
 def stream(sequences, batch_size, batches, count, seed=7, **where):
-    loader = WindowLoader(sequences, batch_size, fixed(batches), seed, **where)
+    loader = WindowLoader(sequences, Share(batch_size), fixed(batches), seed, **where)
     ids = []
     for window in loader:
         ids += first_tokens([window])
@@ -56,45 +56,45 @@ def test_the_order_depends_on_the_seed(sequences):
 
 
 def test_devices_share_the_same_order(sequences):
-    alone = list(islice(WindowLoader(sequences, 6, fixed(2), 7), 4))
-    shares = [list(islice(WindowLoader(sequences, 3, fixed(2), 7, rank=r, world_size=2), 4)) for r in range(2)]
+    alone = list(islice(WindowLoader(sequences, Share(6), fixed(2), 7), 4))
+    shares = [list(islice(WindowLoader(sequences, Share(3, rank=r, world_size=2), fixed(2), 7), 4)) for r in range(2)]
     for whole, *parts in zip(alone, *shares, strict=True):
         assert all(part.tokens == whole.tokens and part.end == whole.end for part in parts)
         assert sorted(first_tokens(parts)) == sorted(first_tokens([whole]))
 
 
 def test_an_epoch_ends_in_a_short_window_that_knows_its_tokens(sequences):
-    windows = list(islice(WindowLoader(sequences, 4, fixed(3), 7), 3))
+    windows = list(islice(WindowLoader(sequences, Share(4), fixed(3), 7), 3))
     assert [w.tokens // SEQ_LEN for w in windows] == [12, 11, 12]
     assert [len(b.input_ids) for b in windows[1].micro_batches] == [4, 4, 3]
     assert [w.end for w in windows] == [Position(0, 12, 1), Position(1, 0, 2), Position(1, 12, 3)]
 
 
 def test_a_window_size_may_change_between_windows(sequences):
-    windows = list(islice(WindowLoader(sequences, 1, lambda epoch, window: window + 1, 7), 4))
+    windows = list(islice(WindowLoader(sequences, Share(1), lambda epoch, window: window + 1, 7), 4))
     assert [len(w.micro_batches) for w in windows] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [fixed(1), fixed(5), by_epoch({0: 1, 1: 3}), by_step({0: 2, 4: 7})])
 @pytest.mark.parametrize("epochs", [1, 2, 4])
 def test_it_knows_how_many_windows_epochs_have_without_reading_any(sequences, size, epochs, monkeypatch):
-    read = takewhile(lambda window: window.end[:2] <= (epochs, 0), WindowLoader(sequences, 3, size, 7))
+    read = takewhile(lambda window: window.end[:2] <= (epochs, 0), WindowLoader(sequences, Share(3), size, 7))
     expected = len(list(read))
     monkeypatch.setattr(sequences, "micro_batch", None)
-    assert WindowLoader(sequences, 3, size, 7, Position(1, 2, 5)).windows_in(epochs) == expected
+    assert WindowLoader(sequences, Share(3), size, 7, Position(1, 2, 5)).windows_in(epochs) == expected
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 5])
 def test_a_loader_goes_on_where_a_window_ended(sequences, done):
-    unbroken = list(islice(WindowLoader(sequences, 4, fixed(3), 7), 7))
-    resumed = islice(WindowLoader(sequences, 4, fixed(3), 7, unbroken[done - 1].end), 7 - done)
+    unbroken = list(islice(WindowLoader(sequences, Share(4), fixed(3), 7), 7))
+    resumed = islice(WindowLoader(sequences, Share(4), fixed(3), 7, unbroken[done - 1].end), 7 - done)
     assert first_tokens(resumed) == first_tokens(unbroken[done:])
 
 
 def test_validation_reads_the_first_sequences_in_order(sequences):
-    batches = list(ValidationLoader(sequences, 4, limit=10))
+    batches = list(ValidationLoader(sequences, Share(4), limit=10))
     assert [int(row[0]) // SEQ_LEN for b in batches for row in b.input_ids] == list(range(10))
-    assert len(ValidationLoader(sequences, 4, limit=10)) == len(batches) == 3
+    assert len(ValidationLoader(sequences, Share(4), limit=10)) == len(batches) == 3
 
 
 def test_less_than_one_sequence_is_refused():
@@ -108,7 +108,7 @@ def test_a_window_costs_a_step_next_to_nothing(packing):
     model tens of them."""
     ids, ends = np.zeros(500 * 2000, np.uint16), np.arange(500, 500 * 2001, 500)
     of = Split(ids, ends, ends, None)
-    windows = iter(WindowLoader(rows(of, 1024, packing, "cut", "train"), 8, fixed(4), seed=0))
+    windows = iter(WindowLoader(rows(of, 1024, packing, "cut", "train"), Share(8), fixed(4), seed=0))
     next(windows)
     start = time.thread_time()
     for _ in range(20):

@@ -14,7 +14,7 @@ from documents import split
 from lowmem import build
 from lowmem.accumulation import fixed
 from lowmem.data.jsonl import jsonl
-from lowmem.data.loader import IGNORED, WindowLoader
+from lowmem.data.loader import IGNORED, Share, WindowLoader
 from lowmem.data.mix import Mix, Mixed
 from lowmem.data.opened import Wanted
 from lowmem.data.packing import rows, with_positions
@@ -84,7 +84,7 @@ def test_rows_of_a_micro_batch_are_those_of_their_parts_wherever_they_stand():
 
 
 def windows(mixed, count, position=None):
-    loader = WindowLoader(mixed, 3, fixed(2), 7, *([position] if position else []))
+    loader = WindowLoader(mixed, Share(3), fixed(2), 7, *([position] if position else []))
     return list(islice(loader, count))
 
 
@@ -99,7 +99,7 @@ def test_it_goes_on_where_a_window_ended(done):
 
 def test_another_weight_is_another_order():
     parts = {"large": part(0, 41), "small": part(1000, 11)}
-    orders = [WindowLoader(Mixed(parts, w), 3, fixed(2), 7).order for w in (None, {"large": 1, "small": 1})]
+    orders = [WindowLoader(Mixed(parts, w), Share(3), fixed(2), 7).order for w in (None, {"large": 1, "small": 1})]
     assert orders[0] != orders[1]
 
 

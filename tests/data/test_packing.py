@@ -9,7 +9,7 @@ import torch
 from documents import split
 from lowmem.accumulation import fixed
 from lowmem.data import packing
-from lowmem.data.loader import IGNORED, Rows, WindowLoader
+from lowmem.data.loader import IGNORED, Rows, Share, WindowLoader
 from lowmem.data.packing import Documents, Joined, Padded, packed, rows, with_positions
 from lowmem.errors import Refused
 
@@ -134,17 +134,17 @@ def read(windows):
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_loader_goes_on_where_a_window_ended(kind, size):
     """Over the end of an epoch, and from every window."""
-    unbroken = list(islice(WindowLoader(made(kind), 4, fixed(size), 7), 40))
+    unbroken = list(islice(WindowLoader(made(kind), Share(4), fixed(size), 7), 40))
     assert unbroken[-1].end.epoch > 0
     for done in range(1, 39):
-        resumed = islice(WindowLoader(made(kind), 4, fixed(size), 7, unbroken[done - 1].end), 2)
+        resumed = islice(WindowLoader(made(kind), Share(4), fixed(size), 7, unbroken[done - 1].end), 2)
         assert read(resumed) == read(unbroken[done : done + 2])
 
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 def test_every_epoch_reads_everything_once_in_an_order_of_its_own(kind):
     epochs = [[], [], []]
-    for window in WindowLoader(made(kind), 4, fixed(2), 7):
+    for window in WindowLoader(made(kind), Share(4), fixed(2), 7):
         epoch = window.end.epoch - (window.end.sequence == 0)
         if epoch == 3:
             break
@@ -155,8 +155,10 @@ def test_every_epoch_reads_everything_once_in_an_order_of_its_own(kind):
 
 
 def test_packed_rows_are_read_in_the_seeds_order_whatever_the_batch():
-    one, four = ([pair for batch in read(islice(WindowLoader(made("documents"), size, fixed(1), 7), 4 * 4 // size))
-                  for pair in batch] for size in (1, 4))  # fmt: skip
+    def loader(size):
+        return WindowLoader(made("documents"), Share(size), fixed(1), 7)
+
+    one, four = ([pair for batch in read(islice(loader(size), 4 * 4 // size)) for pair in batch] for size in (1, 4))
     assert one == four
 
 
@@ -164,7 +166,7 @@ def test_padding_is_to_the_longest_of_a_micro_batch_and_like_lengths_stand_toget
     documents = rows(split(*texts(count=3000)), 40, "padded", "cut", "train")
 
     def padded(arranged):
-        loader = WindowLoader(documents, 8, fixed(1), 7)
+        loader = WindowLoader(documents, Share(8), fixed(1), 7)
         documents.arranged = arranged
         batches = [window.micro_batches[0] for window in islice(loader, 300)]
         assert all(len(batch.labels) == 8 and batch.position_ids is None for batch in batches)
@@ -175,7 +177,7 @@ def test_padding_is_to_the_longest_of_a_micro_batch_and_like_lengths_stand_toget
 
 def test_a_position_means_nothing_in_rows_of_another_kind_text_or_batch():
     def order(rows, batch_size=4):
-        return WindowLoader(rows, batch_size, fixed(1), 7).order
+        return WindowLoader(rows, Share(batch_size), fixed(1), 7).order
 
     changed = texts()
     changed[0], changed[1] = changed[1], changed[0]

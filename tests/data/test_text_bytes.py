@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lowmem.data import corpus, tokens
-from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
+from lowmem.data.loader import IGNORED, MicroBatch, Share, ValidationLoader
 from lowmem.data.packing import Joined
 from lowmem.data.text_bytes import bits_per_byte, label_bytes
 
@@ -37,7 +37,7 @@ def batch(rows, learnt=None):
 
 
 def test_of_plain_text_they_are_what_the_store_says(made):
-    loader = ValidationLoader(Joined(made.val, 16, "val"), 4, 50)
+    loader = ValidationLoader(Joined(made.val, 16, "val"), Share(4), 50)
     known = made.val_bytes(loader.predicted + 1) - made.val_bytes(1)
     assert label_bytes(made.tokenizer, loader) == (loader.predicted, known) == (800, known)
     assert bits_per_byte(made, loader)(np.log(2)) == made.bits_per_byte(800)(np.log(2)) == 800 / known

@@ -136,18 +136,18 @@ def test_sampling_changes_no_bit(fit, monkeypatch):
 def test_compiled_code_still_compiles_and_the_break_down_says_it_is_off(fit, monkeypatch, caplog):
     from lowmem import model
 
-    compiled, build = [], model.build
+    compiled, load = [], model.load
 
     def backend(graph, inputs):
         compiled.append(graph)
         return graph.forward
 
-    def build_compiled(*arguments, **keywords):
-        network = build(*arguments, **keywords)
+    def load_compiled(*arguments, **keywords):
+        network = load(*arguments, **keywords)
         network.transformer.h[0].mlp.compile(backend=backend)
         return network
 
-    monkeypatch.setattr(model, "build", build_compiled)
+    monkeypatch.setattr(model, "load", load_compiled)
     with caplog.at_level("INFO", logger="lowmem"):
         summary, run = fit("val_every=2")
     assert compiled, "the meter turned torch.compile off"

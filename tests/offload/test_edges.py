@@ -10,7 +10,7 @@ import parity
 from lowmem.build import optimizer
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
-from lowmem.module import CausalLM
+from lowmem.module import CausalLM, Placement, Update
 from lowmem.offload import edges
 from lowmem.offload.edges import Edge, Outlet
 from lowmem.offload.home import Home
@@ -39,8 +39,8 @@ def weights_after(cfg, kind, lane=None):
     model = network(kind, **SHAPES[kind])
     instantiate(cfg.gradient_checkpointing)(model)
     held = instantiate(cfg.weights)(model, head_in_tiles=True)
-    made = instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler)
-    module = CausalLM(model, *made, cfg.clip, cfg.clip_value, weights=held)
+    update = Update(optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value)
+    module = CausalLM(model, instantiate(cfg.loss), update, Placement(held))
     (plugin,) = map(instantiate, cfg.trainer.plugins.every())
     if lane is not None:
         plugin.link.close()

@@ -10,7 +10,7 @@ from test_trace import MODELS, PHASES, SCALARS, measured, traced
 from lowmem import build
 from lowmem.errors import Refused
 from lowmem.memory.tracker import Point
-from lowmem.model import architecture_of
+from lowmem.model import describe
 from lowmem.plan.candidates import Typed, candidates, trainings
 from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import needs, outline
@@ -168,8 +168,7 @@ def test_a_base_that_an_adapter_freezes_is_never_in_fp32(config):
     """Nobody needs what 16 bits leave out: half of the host memory that masters of all weights take to load."""
     lines = ("adapter=lora", "precision=bf16-master", "adapter.r=1")
     cfg, all_weights = (config(*some) for some in (lines, lines[1:2]))
-    spec = cfg.model.model_dump()
-    loaded = build.causal_lm(cfg, spec, architecture_of(cfg)).model
+    loaded = build.causal_lm(cfg, describe(cfg, plans=True)).model
     assert {p.dtype for p in loaded.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for _, p in trained(loaded)} == {torch.float32}
     adapter, every = (needs(trace(one, False), one, False, 0) for one in (cfg, all_weights))

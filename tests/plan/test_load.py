@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from lowmem.model import architecture_of, build
+from lowmem.model import describe, load
 from lowmem.plan.prediction import predict
 
 
 @pytest.mark.parametrize(("saved", "counted"), [("bfloat16", True), ("float32", False)])
 def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, saved, counted):
     cfg = config("precision=32").resolved()
-    network = build(architecture_of(cfg), getattr(torch, saved), **cfg.model.model_dump())
+    network = load(describe(cfg), getattr(torch, saved))
     network.save_pretrained(tmp_path / "model")
     file = (tmp_path / "model" / "model.safetensors").stat().st_size
     drawn = predict(cfg, on_card=False)

@@ -9,11 +9,11 @@ from lowmem import loss as losses
 from lowmem import model
 from lowmem.accumulation import fixed
 from lowmem.build import optimizer
-from lowmem.data.loader import WindowLoader
+from lowmem.data.loader import Share, WindowLoader
 from lowmem.data.packing import Joined
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
-from lowmem.module import CausalLM
+from lowmem.module import CausalLM, Update
 from lowmem.precision.plugin import Float16Autocast
 from tolerances import ADAMW_REORDERED, FP16
 
@@ -27,12 +27,11 @@ def trained(config):
     def run(*overrides, callbacks=(), steps=4, batches=1, ckpt=None):
         cfg = config(*overrides)
         torch.manual_seed(0)
-        spec = cfg.model.model_dump()
-        network = model.build(model.architecture(**spec), torch.float32, **spec)
-        make = instantiate(cfg.loss), optimizer(cfg), instantiate(cfg.scheduler)
-        module = CausalLM(network, *make, cfg.clip, cfg.clip_value)
+        network = model.load(model.describe(cfg), torch.float32)
+        update = Update(optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value)
+        module = CausalLM(network, instantiate(cfg.loss), update)
         ids = torch.randint(0, 300, (40 * 16 + 1,), generator=torch.Generator().manual_seed(1)).numpy()
-        train = WindowLoader(Joined(split(ids), 16, "train"), 4, fixed(batches), seed=0)
+        train = WindowLoader(Joined(split(ids), 16, "train"), Share(4), fixed(batches), seed=0)
         off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = Trainer(
             accelerator="cpu",

@@ -34,8 +34,7 @@ def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_t
     small = ("vocab_size=300", "hidden_size=64", "num_hidden_layers=2", "intermediate_size=64")
     architecture = [f"model.architecture.{line}" for line in small]
     cfg = config(f"model={model_type}", "model.pretrained=false", *architecture, f"precision={precision}")
-    spec = cfg.model.model_dump()
-    module = build.causal_lm(cfg, spec, models.architecture(**spec))
+    module = build.causal_lm(cfg, models.describe(cfg))
     assert {p.dtype for p in module.parameters()} == {DTYPES[precision]}
     frequencies = dict(module.named_buffers())
     assert frequencies and {b.dtype for b in frequencies.values()} == {torch.float32}

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import SMALL
 from lowmem.check import check_values
-from lowmem.data.loader import WindowLoader
+from lowmem.data.loader import Share, WindowLoader
 from lowmem.data.packing import rows
 from lowmem.data.tokens import Split
 from lowmem.errors import Refused
@@ -90,7 +90,7 @@ def test_padding_is_counted_and_not_written(letters):
 
 def test_the_page_ends_with_counts(letters):
     split = split_of(letters, *DOCUMENTS, learnt="-xxx-xx-xxxxxx")
-    loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), 1, lambda *_: 1, seed=0)
+    loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), Share(1), lambda *_: 1, seed=0)
     text = page(loader, letters, 9)
     assert text.count("════ sequence") == 2 and "6 of 7 tokens learnt" in text
     assert "Training: 3 documents; 14 tokens, 79% of them learnt; 2 sequences of 7; 100.0% filled" in text
@@ -99,7 +99,7 @@ def test_the_page_ends_with_counts(letters):
 
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
 def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_path, monkeypatch, packing):
-    monkeypatch.setattr("lowmem.model.build", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("lowmem.model.load", lambda *_, **__: pytest.fail("a model was built"))
     code, said = command("show=2", f"data.packing={packing}")
     assert code == 0 and "sequence 2 of" in said and "sequence 3" not in said
     assert "Training: 11 documents" in said and "100% of them learnt" in said and "\033" not in said

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 import parity
 from lowmem import model
 from lowmem.build import causal_lm
-from lowmem.data.loader import WindowLoader
+from lowmem.data.loader import Share, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import optimizer_state
 from lowmem.settle import run_of
@@ -45,14 +45,13 @@ class Seen(Callback):
 def trained(lines, dtype=None, ranks=None):
     """What a process saw, and its weights by name. Args: dtype: of the weights; ranks: that it is one of."""
     cfg = run_of(parity.overrides(*LINES, *lines))
-    spec = cfg.model.model_dump()
     torch.manual_seed(0)
-    module = causal_lm(cfg, spec, model.architecture(**spec), ranks=ranks)
+    module = causal_lm(cfg, model.describe(cfg), ranks=ranks)
     module.model.to(dtype and getattr(torch, dtype))
     module.ranks.divide(module)
     seen = Seen()
     trainer = parity.trainer(cfg, [*map(instantiate, cfg.trainer.plugins.every())], [seen], module.ranks.lightning())
-    trainer.fit(module, WindowLoader(parity.Ragged(), cfg.batch_size, cfg.windows, seed=0))
+    trainer.fit(module, WindowLoader(parity.Ragged(), Share(cfg.batch_size), cfg.windows, seed=0))
     weights = {name: p.detach().clone() for name, p in module.model.named_parameters() if not p.is_meta}
     with torch.no_grad():
         ids = parity.Ragged().micro_batch([0]).input_ids[:, :5]
@@ -122,5 +121,7 @@ CHANGES = {
     None: nullcontext,
     "gradients are means over micro-batches": _scaled,
     "tied gradients are not added": lambda: patch.object(pipeline.Pipeline, "_groups", lambda _: []),
-    "each holder rounds for itself": lambda: patch.object(pipeline.Pipeline, "drop", pipeline.Divided.drop),
+    "each holder rounds for itself": lambda: patch.object(
+        pipeline.Pipeline, "clear_gradients", pipeline.Divided.clear_gradients
+    ),
 }

@@ -57,7 +57,7 @@ def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_s
         ready(self, module)
 
     monkeypatch.setattr(DataParallel, "ready", with_one_more)
-    monkeypatch.setattr(DataParallel, "drop", lambda self: steps.append(self))
+    monkeypatch.setattr(DataParallel, "clear_gradients", lambda self: steps.append(self))
     with pytest.raises(Refused, match="the last micro-batch of this window has not used every weight"):
         fit("strategy=ddp", "max_steps=2", "accumulation=fixed", "accumulation.batches=2")
     assert steps == []

@@ -109,42 +109,43 @@ class Rows:
         return {}
 
 
-def share_of(together: MicroBatch, rank: int, batch_size: int) -> MicroBatch:
-    """Of what is read together, device `rank`'s: all devices have as many micro-batches, and the last ones may be
-    without a token that counts."""
-    share = together.each(lambda part: part[rank * batch_size : (rank + 1) * batch_size])
-    return share if len(share.input_ids) else together.nothing
+class Share(NamedTuple):
+    """A device's rows among those that all devices read at once: the rank-th `batch_size`."""
+
+    batch_size: int  # sequences per micro-batch and device
+    rank: int = 0
+    world_size: int = 1  # devices that read rows of their own
+
+    @property
+    def rows_per_step(self) -> int:  # of one micro-batch of all devices
+        return self.batch_size * self.world_size
+
+    def of(self, read: MicroBatch) -> MicroBatch:
+        """Returns this device's rows. All devices have as many micro-batches, and the last ones may be without a token
+        that counts."""
+        start = self.rank * self.batch_size
+        mine = read.each(lambda rows: rows[start : start + self.batch_size])
+        return mine if len(mine.input_ids) else read.nothing
 
 
 class WindowLoader:
     """Windows without end, from `position` on.
 
     Args:
-        batch_size: sequences per micro-batch and device.
         window_size: how many micro-batches a window has; the last of an epoch has what is left.
-        rank, world_size: of the `batch_size * world_size` sequences that the devices read together, device `rank`
-            takes the rank-th `batch_size`.
     """
 
     def __init__(
-        self,
-        sequences: Rows,
-        batch_size: int,
-        window_size: WindowSize,
-        seed: int,
-        position: Position = START,
-        rank: int = 0,
-        world_size: int = 1,
+        self, sequences: Rows, share: Share, window_size: WindowSize, seed: int, position: Position = START
     ) -> None:
-        self.sequences, self.batch_size, self.window_size = sequences, batch_size, window_size
+        self.sequences, self.share, self.window_size = sequences, share, window_size
         self.seed, self.position = seed, position
-        self.rank, self.world_size = rank, world_size
 
     @property
     def order(self) -> dict[str, int | str]:
         """What the order of the sequences depends on: a position means nothing in another one."""
         ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
-        return ours | self.sequences.order | self.sequences.grouping(self.batch_size * self.world_size)
+        return ours | self.sequences.order | self.sequences.grouping(self.share.rows_per_step)
 
     def __iter__(self) -> Iterator[Window]:
         position = self.position
@@ -157,7 +158,7 @@ class WindowLoader:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         drawn = np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
-        return self.sequences.arranged(drawn, self.batch_size * self.world_size)
+        return self.sequences.arranged(drawn, self.share.rows_per_step)
 
     def between(self, start: Position, end: Position) -> list[int]:
         """The sequences of the window that stands between two positions."""
@@ -165,20 +166,19 @@ class WindowLoader:
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
     def _window(self, order: np.ndarray, start: Position) -> Window:
-        per_step, end = self.batch_size * self.world_size, self._after(start)
+        per_step, end = self.share.rows_per_step, self._after(start)
         stop = end.sequence or len(order)
         micro_batches, tokens = [], 0
         for first in range(start.sequence, stop, per_step):
             together = order[first : min(first + per_step, stop)]  # of all devices
             batch = self.sequences.micro_batch(together)
             tokens += batch.tokens
-            micro_batches.append(share_of(batch, self.rank, self.batch_size))
+            micro_batches.append(self.share.of(batch))
         return Window(micro_batches, tokens, end)
 
     def _after(self, start: Position) -> Position:
         """Where the window that begins at `start` ends."""
-        together = self.batch_size * self.world_size
-        stop = start.sequence + together * self.window_size(start.epoch, start.window)
+        stop = start.sequence + self.share.rows_per_step * self.window_size(start.epoch, start.window)
         if stop < len(self.sequences):
             return Position(start.epoch, stop, start.window + 1)
         return Position(start.epoch + 1, 0, start.window + 1)
@@ -196,14 +196,10 @@ class ValidationLoader:
 
     Args:
         name: empty where there is no other set.
-        rank, world_size: as in `WindowLoader`.
     """
 
-    def __init__(
-        self, sequences: Rows, batch_size: int, limit: int, name: str = "", rank: int = 0, world_size: int = 1
-    ) -> None:
-        self.sequences, self.batch_size, self.name = sequences, batch_size, name
-        self.rank, self.together = rank, batch_size * world_size
+    def __init__(self, sequences: Rows, share: Share, limit: int, name: str = "") -> None:
+        self.sequences, self.share, self.name = sequences, share, name
         self.count = min(len(sequences), limit)
 
     @property
@@ -212,9 +208,9 @@ class ValidationLoader:
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:
-        return -(-self.count // self.together)
+        return -(-self.count // self.share.rows_per_step)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for first in range(0, self.count, self.together):
-            read = self.sequences.micro_batch(np.arange(first, min(first + self.together, self.count)))
-            yield share_of(read, self.rank, self.batch_size)
+        step = self.share.rows_per_step
+        for first in range(0, self.count, step):
+            yield self.share.of(self.sequences.micro_batch(np.arange(first, min(first + step, self.count))))

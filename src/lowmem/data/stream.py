@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader, share_of
+from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
 from lowmem.data.opened import Opened, Wanted
 from lowmem.data.packing import Documents, Joined, NothingToLearn, told
 from lowmem.data.reading import ahead
@@ -183,7 +183,7 @@ class StreamLoader(WindowLoader):
     def _windows(self, start: Position) -> Iterator[Window]:
         """Of what is left of an epoch."""
         blocks, at = ahead(self.sequences.stream.blocks(start.state)), start.sequence
-        block, number, together = next(blocks, None), start.window, self.batch_size * self.world_size
+        block, number, together = next(blocks, None), start.window, self.share.rows_per_step
         while block:
             wanted, parts = together * self.window_size(start.epoch, number), []
             while block and (missing := wanted - sum(len(indices) for _, indices in parts)):
@@ -200,7 +200,7 @@ class StreamLoader(WindowLoader):
         read = (
             whole.each(lambda part, at=at: part[at : at + together]) for at in range(0, len(whole.input_ids), together)
         )
-        return Window([share_of(one, self.rank, self.batch_size) for one in read], whole.tokens, end)
+        return Window([self.share.of(one) for one in read], whole.tokens, end)
 
 
 def _joined(parts: list[tuple[Rows, np.ndarray]]) -> MicroBatch:

@@ -12,7 +12,7 @@ from lowmem.errors import Refused
 from lowmem.gpus import COMMUNICATOR
 from lowmem.memory import process
 from lowmem.memory.tracker import Point
-from lowmem.model import architecture_of
+from lowmem.model import describe
 from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.optim.build import PAGED_FROM
 from lowmem.plan.allocator import replay, smallest_limit
@@ -191,9 +191,9 @@ def predict(
 def outline(run: Run, on_card: bool) -> Trace:
     """Of a model that cannot be traced: weights, gradients and state are counted, divided where the strategy divides
     them, and the activations of a transformer of its dimensions."""
-    config = architecture_of(run)
+    config = describe(run, plans=True).grown
     text = config.get_text_config(decoder=True)
-    network = outlined(run)
+    network = outlined(run, config)
     every, own = list(network.parameters()), [p for _, p in trained(network)]
     sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
     count, narrow = sum(sizes), HALF * sum(p.numel() for p in every)
@@ -250,10 +250,10 @@ def _communicators(shapes: Trace, run: Run) -> int:
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
 
-def outlined(run: Run) -> PreTrainedModel:
+def outlined(run: Run, config: PretrainedConfig) -> PreTrainedModel:
     """The run's model without memory or numbers, and what of it is trained."""
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(architecture_of(run), dtype=getattr(torch, run.loaded_in))
+        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, run.loaded_in))
         build.choose_trained(run, network)
     return network
 

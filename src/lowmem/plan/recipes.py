@@ -4,10 +4,12 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from transformers import PretrainedConfig
+
 from lowmem.errors import Refused
 from lowmem.gpus import Card
 from lowmem.memory import process
-from lowmem.model import architecture_of, period
+from lowmem.model import describe, period
 from lowmem.overrides import CONF, as_lines, as_mapping
 from lowmem.plan.candidates import SHARED, Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
 from lowmem.plan.changes import Change, Tier
@@ -248,7 +250,7 @@ def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 def model_depth(run: Run) -> tuple[int, int]:
     """How many blocks, and after how many their kinds begin again."""
-    config, strategy = architecture_of(run), run.technique("strategy")
+    config, strategy = describe(run, plans=True).grown, run.technique("strategy")
     if strategy.together or strategy.package:
         raise Refused(
             "strategy: recipes are derived from a few blocks of a model, which this one divides otherwise than all of "
@@ -261,7 +263,7 @@ def model_depth(run: Run) -> tuple[int, int]:
             f"model.name={run.model.name}: recipes are derived from a stack of blocks that are equal or take "
             "turns, and this model's do not. Type search=false to plan.py to predict one run at a time."
         )
-    if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, rounds):
+    if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, config, rounds):
         raise Refused(
             "freeze=, adapter.target=: recipes are derived from a stack of blocks that are equal, and these are blocks "
             "of which some are frozen or adapted otherwise. Type search=false to plan.py to predict one run at a time."
@@ -269,9 +271,9 @@ def model_depth(run: Run) -> tuple[int, int]:
     return depth, rounds
 
 
-def _trained_alike(run: Run, rounds: int) -> bool:
+def _trained_alike(run: Run, config: PretrainedConfig, rounds: int) -> bool:
     """Whether the same is trained in every block, or in every block of a kind."""
-    kinds = [{name for name, _ in trained(block)} for block in stack_of(outlined(run))]
+    kinds = [{name for name, _ in trained(block)} for block in stack_of(outlined(run, config))]
     return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
 
 

@@ -140,7 +140,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
     """
     run = _here(run)
-    config = _of_depth(model.architecture_of(run), depth)
+    config = _of_depth(model.describe(run, plans=True).grown, depth)
     with _quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(run, on_card)
         instantiate(run.adapter)  # imports its library, which must not happen where tensors have no memory
@@ -209,10 +209,10 @@ def _here(run: Run) -> Run:
 
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
     """The run's own, of tensors without memory: there are no numbers to draw, and nothing that could be moved."""
-    spec = run.model.model_dump() | {"pretrained": False}
+    described = model.Described(run.model, config).at_random
     where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft brings an adapter to its layer
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
-        module = build.causal_lm(run, spec, config, ranks=ranks)
+        module = build.causal_lm(run, described, ranks=ranks)
     module.make_optimizer = make
     module.to = module.cpu = lambda *_, **__: module
     return module

@@ -59,7 +59,7 @@ class DataParallel(Several):
         for p in reversed(parameters):  # about as a backward pass comes to them, in which order buckets are filled
             p.backward(torch.zeros_like(p))
 
-    def passing(self, last: bool) -> AbstractContextManager:
+    def micro_batch_context(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.forward.no_sync()
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
@@ -67,7 +67,7 @@ class DataParallel(Several):
         more."""
         return nn.Parameter(p.detach(), p.requires_grad)
 
-    def collect(self) -> None:
+    def gather_gradients(self) -> None:
         if self._watching:
             self._check_used()
         try:
@@ -98,7 +98,7 @@ class DataParallel(Several):
         while self._watching:
             self._watching.pop().remove()
 
-    def drop(self) -> None:
+    def clear_gradients(self) -> None:
         self._step.close()
         for p in self._locals:
             if p.grad is not None:

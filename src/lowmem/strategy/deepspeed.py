@@ -97,11 +97,11 @@ class ZeRO2(Divided):
     # --- each window ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def passing(self, last: bool) -> Iterator[None]:
+    def micro_batch_context(self, last: bool) -> Iterator[None]:
         self.engine.set_gradient_accumulation_boundary(last)
         yield
 
-    def collect(self) -> None:
+    def gather_gradients(self) -> None:
         if self.there and self.device == "cuda":
             torch.cuda.synchronize()  # they may still be on their way to the host
         for p, local in self._locals.items():
@@ -109,7 +109,7 @@ class ZeRO2(Divided):
                 made = self._runs[p].gradient()
                 local.grad = torch.zeros_like(local) if made is None else made.view(-1)
 
-    def drop(self) -> None:
+    def clear_gradients(self) -> None:
         """Weights go from the runs to where they are gathered from, and DeepSpeed forgets the gradients."""
         for local in self._locals.values():
             local.grad = None

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lowmem.data.loader import MicroBatch, Window
+from lowmem.data.loader import MicroBatch
 from lowmem.gradients import norm_of_all
 from lowmem.memory.ledger import Ledger, Side
 
@@ -31,6 +31,7 @@ class OneDevice:
     """Args: device: the type of the device that computes, cpu or cuda; devices: how many processes there are."""
 
     several = False  # whether there may be more processes than this one
+    overlaps_micro_batches = False  # whether `run_window` of the strategy takes the place of the module's
     rank, size = 0, 1  # of all processes
     data_rank, data_size = 0, 1  # of those that read data of their own
     side: Side = "device"  # where what is divided waits, and is stepped
@@ -94,17 +95,13 @@ class OneDevice:
 
     # --- each window ----------------------------------------------------------------------------------------------
 
-    def passes(self, module: LightningModule, window: Window) -> tuple[Tensor, Tensor | None]:
-        """Forward and backward of all micro-batches. Returns: sums of their losses and auxiliary ones, of all data."""
-        return module.passes(window)
+    forward: Callable[[MicroBatch], Tensor] | None = None  # an engine's around the module; None: the module's own
 
-    forward: Callable[[MicroBatch], Tensor] | None = None  # an engine's, of what is trained on; None: the module's own
-
-    def passing(self, last: bool) -> AbstractContextManager:
+    def micro_batch_context(self, last: bool) -> AbstractContextManager:
         """Around the forward and backward pass of one micro-batch. Args: last: of its window."""
         return nullcontext()
 
-    def collect(self) -> None:
+    def gather_gradients(self) -> None:
         """All gradients are made: they go to where `local` parameters have theirs."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -112,7 +109,7 @@ class OneDevice:
         ones that have a gradient."""
         return norm_of_all(parameters)
 
-    def drop(self) -> None:
+    def clear_gradients(self) -> None:
         """The step is done, or skipped, and the local parameters have no gradients any more."""
 
     # --- parameters -----------------------------------------------------------------------------------------------

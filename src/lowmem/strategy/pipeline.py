@@ -46,7 +46,7 @@ SHOWN = 16  # tokens of two rows, by which the stages show that in a row they ar
 class Pipeline(Divided):
     """Args: schedule: 1f1b or gpipe."""
 
-    in_numbers = False
+    in_numbers, overlaps_micro_batches = False, True
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, schedule: str = "1f1b") -> None:
         super().__init__(device, devices, timeout)
@@ -130,12 +130,13 @@ class Pipeline(Divided):
 
     # --- each window ----------------------------------------------------------------------------------------------
 
-    def passes(self, module: LightningModule, window: Window) -> tuple[Tensor, Tensor | None]:
+    def run_window(self, window: Window) -> tuple[Tensor, None]:
+        """Forward and backward of all micro-batches. Returns: the sum of their losses; there are no auxiliary ones."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
-        module.last_micro_batch = True  # whose backward pass ends now
+        self.module.last_micro_batch = True  # whose backward pass ends now
         work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
@@ -152,9 +153,9 @@ class Pipeline(Divided):
         schedule = self.schedule if count >= self.size else ScheduleGPipe
         return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
 
-    def drop(self) -> None:
+    def clear_gradients(self) -> None:
         """A step that rounds at random has rounded a tied weight in two ways."""
-        super().drop()
+        super().clear_gradients()
         if self.module.trainer.precision_plugin.draws:
             for p, group in self._tied:
                 dist.broadcast(p.data, self.stage.holders[p][0], group=group)

@@ -186,13 +186,13 @@ class Divided(Several):
         outside = self.size // p.device_mesh.size()
         return outside * torch.Size(sizes).numel()
 
-    def collect(self) -> None:
+    def gather_gradients(self) -> None:
         for p, local in self._locals.items():
             if local is not p and p.grad is not None:
                 local.data = p.detach().to_local()  # an engine may have laid it elsewhere since
                 local.grad = p.grad.to_local()
 
-    def drop(self) -> None:
+    def clear_gradients(self) -> None:
         for p in self._locals:
             p.grad = None
 

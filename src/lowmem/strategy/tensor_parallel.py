@@ -221,9 +221,9 @@ class TensorParallel(Divided):
         """Returns: as `divide`."""
         return divide(module.model, self.group)
 
-    def collect(self) -> None:
+    def gather_gradients(self) -> None:
         """Gradients that are summands are added over the group: once for all of them, and for a whole window."""
-        super().collect()
+        super().gather_gradients()
         held = {p: self.local(p).grad for p, layout in self._layouts.items() if layout.dim is None}
         held = {p: gradient for p, gradient in held.items() if gradient is not None}
         if gradients := [gradient for p, gradient in held.items() if self._layouts[p].summed]:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +15,8 @@ from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import base_dtype, load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, ValidationLoader, WindowLoader
-from lowmem.data.opened import Opened, Wanted, opened
+from lowmem.data.opened import Openable, Opened, Wanted
 from lowmem.data.packing import Joined, rows, with_positions
-from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, held_out, rows_of
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate
@@ -57,9 +55,8 @@ def data(run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice | Non
     (name, source), *others = sources.items()
     of = _opened(run, spec, config, source)
     start = saved.position if saved else START
-    loader = getattr(of.train, "loader", partial(WindowLoader, of.train))  # a stream has its own
     share = ranks.data_rank, ranks.data_size
-    train = loader(run.batch_size, windows, run.seed, start, *share)
+    train = of.train.loader(run.batch_size, windows, run.seed, start, *share)
     sets = {name: of.val[""]} if others else of.val
     for name, other in others:
         split = held_out(other, Path(run.cache_dir), of.tokens.tokenizer)
@@ -81,7 +78,7 @@ def _tell_cut(val: ValidationLoader) -> None:
         )
 
 
-def _sources(data: Node) -> dict[str, Source]:
+def _sources(data: Node) -> dict[str, Openable]:
     """By the name of their validation set, where it has one: they have the training text in common."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
@@ -138,13 +135,13 @@ def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: One
     return made
 
 
-def _opened(run: Run, spec: dict, config: PretrainedConfig, source: Source) -> Opened:
+def _opened(run: Run, spec: dict, config: PretrainedConfig, source: Openable) -> Opened:
     """The source in a published model's own tokens, or in those of a BPE trained on it."""
     tokenizer, added = model.tokenizer_of(run), vocabulary.wanted(run)
     if tokenizer and added:
         spec["added"] = vocabulary.add(tokenizer, added, config.vocab_size)
     bpe_size = min(BPE_VOCABULARY, config.vocab_size)
-    of = opened(source, Wanted(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, added))
+    of = source.opened(Wanted(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, added))
     if "added" not in spec:
         check_vocabulary(config.vocab_size, rows_of(of.tokens.tokenizer))
     if not spec["pretrained"] and spec["architecture"] is not None:

@@ -83,12 +83,17 @@ class Rows:
     seq_len: int
     report: Mapping = MappingProxyType({})
     without_gaps = False
+    positions = False  # micro-batches have `position_ids`
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         raise NotImplementedError
+
+    def loader(self, *how: object) -> "WindowLoader":
+        """Args: how: what `WindowLoader` takes behind the rows."""
+        return WindowLoader(self, *how)
 
     def starts(self, row: int) -> list[int]:
         """Where documents begin in a row, and what follows the last of them."""

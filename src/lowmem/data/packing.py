@@ -54,8 +54,6 @@ class Joined(Rows):
         Refused: when there is not one whole row, or nothing to learn.
     """
 
-    positions = False
-
     def __init__(self, split: Split, seq_len: int, name: str) -> None:
         self.split, self.seq_len = split, seq_len
         self.count, tokens = (len(split.ids) - 1) // seq_len, len(split.ids)
@@ -174,8 +172,6 @@ class Documents(_Apart):
 
 class Padded(_Apart):
     """One document a row."""
-
-    positions = False
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)

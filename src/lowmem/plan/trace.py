@@ -48,7 +48,7 @@ from lowmem.plan.among import one_of
 from lowmem.plan.links import EARLIER, Sent
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.shapes import Shapes, TooLong
-from lowmem.plan.stand_in import stand_in, unseen
+from lowmem.plan.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settle import Run
@@ -183,7 +183,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
         unseen=round(scratch * of_part["largest_trained"]),
         generated=run.technique("optim").generates_code,
-        paged=getattr(trainer.optimizers[0], "paged", 0),
+        paged=optimizer.paged if isinstance(optimizer := trainer.optimizers[0], StandIn) else 0,
         held=recorder.held,
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
         outside=sum(edge.weight.nbytes for edge in module.weights.edges),

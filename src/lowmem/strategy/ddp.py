@@ -25,6 +25,7 @@ class DataParallel(Several):
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
+        self.forward = None
         self._step = ExitStack()
         self._idle: set[str] = set()  # of no backward pass yet
         self._watching: list[RemovableHandle] = []
@@ -44,11 +45,11 @@ class DataParallel(Several):
             self._watching.append(p.register_post_accumulate_grad_hook(lambda _, name=name: self._idle.discard(name)))
 
     def release(self) -> ref | None:
-        wrapper = getattr(self, "forward", None)
+        wrapper = self.forward
         if not isinstance(wrapper, DistributedDataParallel):  # the run has ended before it was made
             return None
         reducer = ref(wrapper.reducer)
-        del self.forward, wrapper
+        self.forward = wrapper = None
         self._watch_no_more()
         gc.collect()  # the wrapper is part of a cycle
         return reducer

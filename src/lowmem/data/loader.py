@@ -91,6 +91,12 @@ class Rows:
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         raise NotImplementedError
 
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
+        """The planner traces this by shape: full rows of zeros, in as many tensors and as much memory as real ones."""
+        parts = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
+        return MicroBatch(*parts)
+
     def loader(self, *how: object) -> "WindowLoader":
         """Args: how: what `WindowLoader` takes behind the rows."""
         return WindowLoader(self, *how)

@@ -35,7 +35,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
-from lowmem.data.packing import with_positions
+from lowmem.data.packing import example, with_positions
 from lowmem.instantiate import instantiate
 from lowmem.internals import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.memory.ledger import parts, weights
@@ -168,7 +168,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         plugins = list(map(instantiate, run.trainer.plugins.every()))
         steady = Steady(shapes, run, before)
         trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
-        micro_batch = _micro_batch(run)
+        micro_batch = example(run.data.arguments, run.batch_size, run.seq_len)
         several = run.windows.largest if run.any("together") else 2 if ranks.several and run.accumulates else 1
         shapes.micro_batches = several
         trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
@@ -418,13 +418,3 @@ class Evaluation:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         yield self.micro_batch
-
-
-def _micro_batch(run: Run) -> MicroBatch:
-    """Full rows, and tensors as the real loader's: of joined text, inputs and labels are views of one."""
-    data = run.data.arguments
-    if data.get("packing", "joined") != "joined" or "parts" in data:
-        whole = [torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64) for _ in range(3)]
-        return MicroBatch(*(whole if with_positions(run.data.arguments) else whole[:2]))
-    rows = torch.zeros(run.batch_size, run.seq_len + 1, dtype=torch.int64)
-    return MicroBatch(rows[:, :-1], rows[:, 1:])

@@ -44,13 +44,14 @@ def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
     def make(parameters: list) -> Callable[[], None]:
         from lowmem.gradients import Reading
         from lowmem.optim.adamw8bit import HostAdamW8bit
+        from lowmem.optim.contract import Step
 
         optimizer = HostAdamW8bit(parameters, **RULE)
         each = [(p, p.grad.to(dtype), torch.empty(p.shape, dtype=dtype)) for p in parameters]
 
         def step() -> None:
             for p, gradient, rounded in each:
-                optimizer.step_from(gradient, optimizer.param_groups[0], p, Reading(2.0**-10, 1.0, 0.5), rounded)
+                optimizer.step_from(Step(gradient, optimizer.param_groups[0], p, Reading(2.0**-10, 1.0, 0.5), rounded))
 
         return step
 

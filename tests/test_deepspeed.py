@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zero
+from lowmem.loss import Full, Loss
 from lowmem.strategy import deepspeed
 
 EXACT = 1e-6  # of fp32, whose sums are added in another order
@@ -109,11 +110,12 @@ def test_the_loss_is_computed_in_the_precision_of_the_run():
 def test_an_evaluation_and_a_check_of_the_loss_are_computed_in_the_engine():
     called = []
 
-    class Checked:
+    class Checked(Loss):
+        own_logits = True
         verify = "its check"
 
     loss = deepspeed.InEngine(lambda *given: called.append(given), Checked())
     loss("the model", "rows")
     loss.verify("the model", "few")
-    assert called == [("rows",), ("few", "its check")]
-    assert not hasattr(deepspeed.InEngine(None, object()), "verify")
+    assert loss.own_logits and called == [("rows",), ("few", "its check")]
+    assert not deepspeed.InEngine(None, Full()).own_logits

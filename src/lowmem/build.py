@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +14,8 @@ from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import base_dtype, load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, WindowLoader
-from lowmem.data.opened import Wanted, opened
+from lowmem.data.opened import Openable, Wanted
 from lowmem.data.packing import Joined, rows, with_positions
-from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, held_out, rows_of
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate
@@ -51,9 +49,8 @@ class Texts(NamedTuple):
         return self.windows(known, ranks).windows_in(run.epochs)
 
     def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:
-        """Returns what reads this rank's share of the training rows; a stream has its own loader."""
-        make = getattr(self.train, "loader", partial(WindowLoader, self.train))
-        return make(share_of(run, ranks), run.windows, run.seed, start)
+        """Returns what reads this rank's share of the training rows."""
+        return self.train.loader(share_of(run, ranks), run.windows, run.seed, start)
 
 
 class Data(NamedTuple):
@@ -77,7 +74,7 @@ def open_texts(run: Run) -> Texts:
     (name, source), *others = _sources(run.data).items()
     bpe_size = min(BPE_VOCABULARY, config.vocab_size)
     wanted = Wanted(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, vocabulary.wanted(run))
-    tokens, train, val = opened(source, wanted)
+    tokens, train, val = source.opened(wanted)
     if added is None:
         check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
     if not run.model.pretrained and run.model.architecture is not None:
@@ -113,7 +110,7 @@ def _tell_cut(val: ValidationLoader) -> None:
         )
 
 
-def _sources(data: Node) -> dict[str, Source]:
+def _sources(data: Node) -> dict[str, Openable]:
     """By the name of their validation set, where it has one: they have the training text in common."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from unittest.mock import patch
 
 import torch
@@ -115,11 +115,13 @@ class LeanFakeTensorMode(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled within, and to make sure of it takes as long as an operator
 
+    @cached_property
+    def same_of_all(self) -> dict:
+        return dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
+
     def holding(self, tensor: Tensor) -> FakeTensor:
         """One with the storage of a tensor of the meta device. The class's own constructor takes as long as all the
         rest of an operator, to set what is the same for each tensor of a mode."""
-        if not hasattr(self, "same_of_all"):
-            self.same_of_all = dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
         fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self.same_of_all)

@@ -2,7 +2,7 @@
 
 A loss takes the model and a micro-batch, of whose `labels` (B, T) [b, t] is the token that follows `input_ids[b, t]`,
 or -100 where it is not to be learnt. It returns the *sum* in fp32, so that whoever knows the tokens of the whole window
-can divide by them. A loss that computes the logits itself also has a `verify`.
+can divide by them.
 
 `full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: at a vocabulary of
 150 000 they are the peak of the run. `Chunked` holds those of a few rows and computes the gradient in the forward pass,
@@ -26,13 +26,42 @@ VERIFIED = 16  # tokens of a sequence
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
 
 
+class Loss:
+    """What `CausalLM` trains with. Strategies that wrap one are one, too."""
+
+    own_logits = False  # it computes the logits itself, and `verify` compares them with the model's
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        """Returns the sum over the tokens that count, fp32, shape ()."""
+        raise NotImplementedError
+
+    def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
+        """`Verified` and a pipeline call this before the first step.
+
+        Args:
+            batch: a few real tokens of two sequences.
+
+        Raises:
+            Refused: a model whose logits are another function of what enters its head.
+        """
+
+
+class Full(Loss):
+    """The model's own logits, all at once."""
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        return full(model, batch)
+
+
 def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)  # (B x T, V)
     return F.cross_entropy(logits.float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-class Chunked:
+class Chunked(Loss):
     """The same number as `full` with the logits of at most `rows` tokens in memory at once."""
+
+    own_logits = True
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
@@ -47,11 +76,6 @@ class Chunked:
         return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, self.rows, head.finish)
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Args: batch: a few real tokens of two sequences.
-
-        Raises:
-            Refused: a model whose logits are another function of what enters its head.
-        """
         if not agrees(model, batch.inputs):
             raise Refused(
                 f"loss=chunked: computed in chunks the logits of {type(model).__name__} are not the model's own, and "
@@ -71,7 +95,7 @@ class Verified(Callback):
         self.packed = packed
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not (self.packed or hasattr(module.loss, "verify") or module.tiles):
+        if not (self.packed or module.loss.own_logits or module.tiles):
             return
         first = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
         few = first.each(lambda part: part[:, :VERIFIED])
@@ -79,7 +103,7 @@ class Verified(Callback):
         with trainer.precision_plugin.forward_context():
             if self.packed:
                 attention.verify(module.model, first.input_ids[:, : attention.LOOKED_AT])
-            if hasattr(module.loss, "verify"):
+            if module.loss.own_logits:
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
             if module.tiles:

@@ -119,7 +119,7 @@ class Run(schema.Keys):
     @property
     def loads_once(self) -> bool:
         """Whether of several processes rank 0 alone has the whole model in host memory, for a time."""
-        return not getattr(self._strategy_class, "in_numbers", True)
+        return not self._strategy_class.in_numbers
 
     @property
     def saves_parts(self) -> bool:
@@ -182,7 +182,7 @@ class Run(schema.Keys):
 
     @property
     def scales_loss(self) -> bool:
-        return getattr(self._precision_class, "scales_loss", False)
+        return self._precision_class.scales_loss
 
     @property
     def masters(self) -> bool:

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from lowmem.data.loader import MicroBatch
 from lowmem.errors import Refused
 from lowmem.head import agrees, enter, finished, multiplied_in
-from lowmem.loss import counted
+from lowmem.loss import Loss, counted
 from lowmem.offload.tiles import tiles_of
 
 
-class Tiled:
+class Tiled(Loss):
     """The same number as `lowmem.loss.full` with the logits of at most `columns` tokens of the vocabulary at once."""
+
+    own_logits = True
 
     def __init__(self, columns: int) -> None:
         if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
@@ -42,11 +44,6 @@ class Tiled:
         return _TiledCrossEntropy.apply(hidden, weight, bias, labels, tiles_of(head.linear), self.columns, head.finish)
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Args: batch: a few real tokens of two sequences.
-
-        Raises:
-            Refused: a model whose logits are another function of what enters its head.
-        """
         if not agrees(model, batch.inputs, tiled=True):
             instead = "loss=chunked" if agrees(model, batch.inputs) else "loss=full"
             raise Refused(

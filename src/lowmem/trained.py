@@ -28,9 +28,16 @@ def shape(p: nn.Parameter) -> torch.Size:
     return getattr(p, "whole_shape", p.shape)
 
 
+class Packed:
+    """A layer that holds a matrix in fewer bits than torch's parameters have."""
+
+    packed_elements: int
+    transposed: bool  # it stands in the place of a Conv1D, whose matrix is (in, out)
+
+
 def packed(model: nn.Module) -> list[int]:
     """Elements of each matrix that is no parameter of torch's."""
-    return [part.packed_elements for part in model.modules() if hasattr(part, "packed_elements")]
+    return [part.packed_elements for part in model.modules() if isinstance(part, Packed)]
 
 
 def is_whole(model: nn.Module) -> bool:

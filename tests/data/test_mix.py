@@ -17,7 +17,7 @@ from lowmem.data.jsonl import jsonl
 from lowmem.data.loader import IGNORED, Share, WindowLoader
 from lowmem.data.mix import Mix, Mixed
 from lowmem.data.opened import Wanted
-from lowmem.data.packing import rows, with_positions
+from lowmem.data.packing import example, rows, with_positions
 from lowmem.data.random import Drawn
 from lowmem.data.tokens import load_bpe, train_bpe
 from lowmem.errors import Refused
@@ -81,6 +81,15 @@ def test_rows_of_a_micro_batch_are_those_of_their_parts_wherever_they_stand():
     first = parts["joined"].micro_batch(np.array([3]))
     assert torch.equal(mixed.micro_batch(np.array([3])).labels, first.labels)
     assert torch.equal(mixed.micro_batch(np.array([3])).position_ids, torch.arange(T)[None])
+
+
+@pytest.mark.parametrize("second", ["joined", "documents"])
+def test_an_example_for_the_planner_has_the_tensors_of_a_mixture(second):
+    mixed = Mixed({"a": part(0, 20), "b": part(1000, 20, packing=second)}, None)
+    data = {"parts": {"a": {"packing": "joined"}, "b": {"packing": second}}}
+    real, found = mixed.micro_batch(np.arange(4)), example(data, 4, T)
+    assert [type(one) for one in real] == [type(one) for one in found]
+    assert found.input_ids.shape == real.input_ids.shape and found.input_ids.is_contiguous()
 
 
 def windows(mixed, count, position=None):

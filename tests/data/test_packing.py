@@ -52,6 +52,22 @@ def test_joined_rows_are_the_text_cut_anywhere():
     assert batch.position_ids is None
 
 
+def layout(batch):
+    """Of each tensor its shape, dtype, strides and bytes, and how many pieces of memory there are."""
+    tensors = [part for part in batch if part is not None]
+    parts = [(part.shape, part.dtype, part.stride(), part.untyped_storage().nbytes()) for part in tensors]
+    return parts, len({part.untyped_storage().data_ptr() for part in tensors})
+
+
+@pytest.mark.parametrize("other", [None, "joined", "documents", "padded"])
+@pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
+def test_an_example_for_the_planner_is_laid_out_as_real_rows(kind, other):
+    """Where rows are full: each document has one. The example of another kind is not."""
+    made = rows(split(*(np.arange(SEQ_LEN) for _ in range(8))), SEQ_LEN, kind, "cut", "train")
+    found = layout(packing.example({"packing": other or kind}, 4, SEQ_LEN))
+    assert (found == layout(made.micro_batch(np.arange(4)))) == (other in (None, kind))
+
+
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
 def test_what_is_not_learnt_has_no_label(kind):
     learnt = [np.arange(len(document)) % 3 == 0 for document in texts()]

@@ -12,7 +12,7 @@ from lowmem import build
 from lowmem.accumulation import fixed
 from lowmem.data.hub import hub
 from lowmem.data.loader import Position, Share
-from lowmem.data.opened import Wanted, opened
+from lowmem.data.opened import Wanted
 from lowmem.data.tokens import load_bpe, train_bpe
 from lowmem.errors import Refused
 from lowmem.fit import fit
@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory):
 
 def loader(folder, tokenizer, position=None, seed=7, **how):
     source = hub(str(folder), streaming=True, **{"block": 5, "val_rows": 3, "too_long": "cut"} | how)
-    of = opened(source, Wanted(folder, 32, 0, load_bpe(tokenizer / "tokenizer.json"), []))
+    of = source.opened(Wanted(folder, 32, 0, load_bpe(tokenizer / "tokenizer.json"), []))
     return of.train.loader(Share(2), fixed(2), seed, *([position] if position else []))
 
 

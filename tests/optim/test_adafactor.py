@@ -13,6 +13,7 @@ from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
 from lowmem.optim import adafactor
 from lowmem.optim.adafactor import Adafactor
+from lowmem.optim.contract import Step
 from lowmem.plan.shapes import OPERATORS, Shapes
 from new_process import in_a_new_process
 
@@ -29,7 +30,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(adafactor, "CHUNK", SMALL)
 
 
-def written(wide, narrow, first):
+def written(wide, narrow):
     narrow.copy_(wide)
 
 
@@ -60,7 +61,7 @@ def ours(shape, gradients, reading=AS_STORED, held=torch.float32, **rule):
     p = nn.Parameter(torch.tensor(float("nan")).expand(shape))
     optimizer, narrow = Adafactor([p], **RULE | rule), start(shape).to(held)
     for gradient in gradients:
-        optimizer.step_narrow(gradient, optimizer.param_groups[0], p, reading, narrow, written)
+        optimizer.step_narrow(Step(gradient, optimizer.param_groups[0], p, reading, narrow), written)
     return narrow, optimizer.state[p]
 
 
@@ -127,7 +128,7 @@ def test_a_checkpoint_goes_both_ways():
             p.grad = gradient.clone()
             optimizer.step()
         else:
-            optimizer.step_narrow(gradient, optimizer.param_groups[0], p, AS_STORED, p.data, written)
+            optimizer.step_narrow(Step(gradient, optimizer.param_groups[0], p, AS_STORED, p.data), written)
         saved, optimizer = copy.deepcopy(optimizer.state_dict()), Adafactor([p], **RULE)
         optimizer.load_state_dict(saved)
     assert error(p.detach(), right) < REORDERED
@@ -144,16 +145,17 @@ def test_their_own_step_is_untouched():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pieces_come_in_order_and_each_knows_its_first_element(shape):
+def test_pieces_come_in_order(shape):
     p = nn.Parameter(torch.zeros(1).expand(shape))
     optimizer, narrow, seen = Adafactor([p], **RULE), start(shape).bfloat16(), []
 
-    def noted(wide, here, first):
+    def noted(wide, here):
+        first = len(seen)
         assert wide.dtype == torch.float32 and wide.shape == here.shape and wide.dim() == 1
         assert here.data_ptr() == narrow.view(-1)[first:].data_ptr()
         seen.extend(range(first, first + len(here)))
 
-    optimizer.step_narrow(narrow.clone(), optimizer.param_groups[0], p, AS_STORED, narrow, noted)
+    optimizer.step_narrow(Step(narrow.clone(), optimizer.param_groups[0], p, AS_STORED, narrow), noted)
     assert seen == list(range(p.numel()))
 
 
@@ -162,14 +164,14 @@ def scratch(shape):
     p = nn.Parameter(torch.zeros(1).expand(shape))
     optimizer, narrow = Adafactor([p], **RULE), torch.ones(shape, dtype=torch.bfloat16)
     gradient = torch.ones_like(narrow)
-    step = (gradient, optimizer.param_groups[0], p, CLIPPED, narrow, written)
-    optimizer.step_narrow(*step)
+    step = Step(gradient, optimizer.param_groups[0], p, CLIPPED, narrow)
+    optimizer.step_narrow(step, written)
     ledger = Ledger()
     ledger.own("weights", lambda: [narrow, gradient])
     ledger.own("optimizer", lambda: [each for each in optimizer.state[p].values() if isinstance(each, torch.Tensor)])
     with StorageTracker(ledger.storages()) as tracker:
         before = tracker.now
-        optimizer.step_narrow(*step)
+        optimizer.step_narrow(step, written)
     return max(point.total for point in tracker.timeline()) - before
 
 
@@ -205,7 +207,7 @@ def test_the_process_grows_by_no_more(monkeypatch):
     process.trim()
     process.reset_peak_rss()
     before = process.rss_bytes()
-    optimizer.step_narrow(gradient, optimizer.param_groups[0], p, AS_STORED, narrow, written)
+    optimizer.step_narrow(Step(gradient, optimizer.param_groups[0], p, AS_STORED, narrow), written)
     assert process.peak_rss_bytes() - before < p.numel()  # a quarter of it in fp32
 
 
@@ -216,6 +218,6 @@ def test_it_steps_on_shapes(monkeypatch):
     with Shapes() as shapes:
         p = nn.Parameter(torch.zeros(1).expand(shape))
         optimizer, narrow = Adafactor([p], **RULE), torch.ones(shape, dtype=torch.bfloat16)
-        optimizer.step_narrow(torch.ones_like(narrow), optimizer.param_groups[0], p, CLIPPED, narrow, written)
+        optimizer.step_narrow(Step(torch.ones_like(narrow), optimizer.param_groups[0], p, CLIPPED, narrow), written)
     assert optimizer.state[p]["exp_avg_sq_row"].shape == shape[:1]
     assert shapes.operators < OPERATORS * p.numel() / 8e9

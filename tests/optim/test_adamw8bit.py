@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowmem.gradients import AS_STORED, Reading
 from lowmem.optim import adamw8bit, compiled
 from lowmem.optim.adamw8bit import BLOCK, HostAdamW8bit
+from lowmem.optim.contract import Step
 from lowmem.precision import split
 
 KINDS = ("gaussian", "heavy tails", "scales", "sparse", "sparse rows", "constant", "constant in time")
@@ -106,7 +107,8 @@ def stepped(n, dtype=torch.float32, rounded=None, reading=AS_STORED, steps=3, th
     optimizer, before = HostAdamW8bit([{"params": [p], "state_bits": bits}], lr=1e-2), torch.get_num_threads()
     torch.set_num_threads(threads)
     for _ in range(steps):
-        optimizer.step_from((torch.randn(n) * 1e-3 * scale).to(dtype), optimizer.param_groups[0], p, reading, out)
+        gradient = (torch.randn(n) * 1e-3 * scale).to(dtype)
+        optimizer.step_from(Step(gradient, optimizer.param_groups[0], p, reading, out))
     torch.set_num_threads(before)
     return p.detach(), optimizer.state[p], out
 
@@ -169,7 +171,7 @@ def test_weights_are_rounded_as_masters_are(dtype, way):
     wide = every_magnitude(dtype)
     p, out = nn.Parameter(wide.clone()), torch.empty(wide.numel(), dtype=dtype)
     optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
-    optimizer.step_from(torch.zeros(wide.numel(), dtype=dtype), optimizer.param_groups[0], p, rounded=out)
+    optimizer.step_from(Step(torch.zeros(wide.numel(), dtype=dtype), optimizer.param_groups[0], p, narrow=out))
     finite, expected = ~wide.isnan(), AS_MASTERS[dtype](wide)
     assert torch.equal(out.view(torch.int16)[finite], expected.view(torch.int16)[finite])
     assert out[~finite].isnan().all()
@@ -185,7 +187,7 @@ def test_16_bit_gradients_are_read_as_torch_reads_them(dtype):
     sixteen, wide = (nn.Parameter(torch.zeros(every.numel())) for _ in range(2))
     for p, g in ((sixteen, every), (wide, every.float())):
         optimizer = HostAdamW8bit([p], lr=1.0)
-        optimizer.step_from(g, optimizer.param_groups[0], p)
+        optimizer.step_from(Step(g, optimizer.param_groups[0], p))
     assert torch.equal(sixteen, wide)
 
 
@@ -254,7 +256,7 @@ def in_halves(n, dtype, reading=AS_STORED, bits=8, scale=1.0, between=lambda res
     optimizer = HostAdamW8bit([{"params": [p], "state_bits": bits}], lr=1e-2)
     for _ in range(3):
         gradient = (torch.randn(n) * 1e-3 * scale).to(dtype)
-        optimizer.step_from(gradient, optimizer.param_groups[0], p, reading, upper, rest)
+        optimizer.step_from(Step(gradient, optimizer.param_groups[0], p, reading, upper), rest)
         between(rest)
     assert p.isnan().all() and p.untyped_storage().nbytes() == 2
     return split.joined(upper, rest), optimizer.state[p], upper
@@ -286,7 +288,7 @@ def unmoved(wide):
     upper, rest = split.halves(wide)
     p = nn.Parameter(wide)
     optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
-    optimizer.step_from(torch.zeros(wide.shape), optimizer.param_groups[0], p, rounded=upper, rest=rest)
+    optimizer.step_from(Step(torch.zeros(wide.shape), optimizer.param_groups[0], p, narrow=upper), rest)
     return torch.equal(upper.view(torch.int16), half_up(wide).view(torch.int16)) and torch.equal(
         split.joined(upper, rest).view(torch.int32), wide.view(torch.int32)
     )
@@ -318,6 +320,6 @@ def test_a_block_of_next_to_nothing_counts_as_nothing(way, tiny):
     optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)
     gradient[::2] = tiny
     for _ in range(2):
-        optimizer.step_from(gradient, optimizer.param_groups[0], p)
+        optimizer.step_from(Step(gradient, optimizer.param_groups[0], p))
     state = optimizer.state[p]
     assert not state["m"].any() and (state["u"] == adamw8bit.LEAST).all() and p.eq(1).all()

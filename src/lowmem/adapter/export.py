@@ -22,7 +22,7 @@ from lowmem import export as plain
 from lowmem.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
 from lowmem.export import ModelFolder, Weights
 from lowmem.overrides import CONF
-from lowmem.trained import shape, trained
+from lowmem.trained import Packed, shape, trained
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _said(network: PreTrainedModel, base: str) -> dict:
 
 def _has_conv1d(network: PreTrainedModel) -> bool:
     """Whether the base's matrices lie the other way round, as GPT-2's."""
-    return any(isinstance(part, Conv1D) or getattr(part, "transposed", False) for part in network.modules())
+    return any(isinstance(part, Conv1D) or (isinstance(part, Packed) and part.transposed) for part in network.modules())
 
 
 # --- opened again ----------------------------------------------------------------------------------------------------

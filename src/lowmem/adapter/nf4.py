@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.adapter.lora import is_router
 from lowmem.errors import Refused
-from lowmem.trained import parameters
+from lowmem.trained import Packed, parameters
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ BLOCKS = 256  # scales to a scale of theirs
 PIECE = 1 << 22  # elements that are quantised at once: on a CPU it takes some 20 bytes each
 
 
-class NF4Linear(nn.Linear):
+class NF4Linear(nn.Linear, Packed):
     """x (..., in) -> (..., out), as the layer whose matrix it was made of, but for what 4 bits leave of that.
 
     Args:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.bad import Bad, checked, control, kind
 from lowmem.data.chat_template import CHATML, CHATML_TOKENS, SPLIT, TODAY, ChatTemplate, Messages, Rendered
 from lowmem.data.reading import shown
-from lowmem.data.source import Encoded
+from lowmem.data.source import Encoded, Encoder
 from lowmem.errors import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,7 +27,7 @@ WRITTEN = ("tool_calls", "reasoning_content")  # of a message, beside its conten
 FIRST = ("system", "developer")  # instructions: once, before everything else
 
 
-class Chat:
+class Chat(Encoder):
     """The encoder of conversations.
 
     Args:

@@ -83,12 +83,23 @@ class Rows:
     seq_len: int
     report: Mapping = MappingProxyType({})
     without_gaps = False
+    positions = False  # micro-batches have `position_ids`
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         raise NotImplementedError
+
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
+        """The planner traces this by shape: full rows of zeros, in as many tensors and as much memory as real ones."""
+        parts = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
+        return MicroBatch(*parts)
+
+    def loader(self, *how: object) -> "WindowLoader":
+        """Args: how: what `WindowLoader` takes behind the rows."""
+        return WindowLoader(self, *how)
 
     def starts(self, row: int) -> list[int]:
         """Where documents begin in a row, and what follows the last of them."""

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from lowmem.data.chat import Chat
 from lowmem.data.loader import MicroBatch, Rows
-from lowmem.data.opened import Opened, Wanted, opened
+from lowmem.data.opened import Openable, Opened, Wanted
 from lowmem.data.reading import checked_shares
-from lowmem.data.source import Source, SplitName
+from lowmem.data.source import ChatFormat, SplitName
 from lowmem.data.tokens import trained
 from lowmem.errors import Refused
 
@@ -26,26 +25,26 @@ LOOKED_AT = 256  # rows of a part whose tokens that count are counted
 MOST = 1 << 30  # rows of an epoch: 8 GB of numbers
 
 
-class Mix:
+class Mix(Openable):
     """Args: shares: by part; None: every row of every part once an epoch."""
 
     name = "mix"
 
-    def __init__(self, parts: Mapping[str, Source], shares: Mapping[str, float] | None = None) -> None:
+    def __init__(self, parts: Mapping[str, Openable], shares: Mapping[str, float] | None = None) -> None:
         checked_shares(parts, shares)
         for name, part in parts.items():
-            if getattr(part, "streams", False):
+            if part.streams:
                 raise Refused(
                     f"data.parts.{name}: a stream has no end, and a mixture is made of rows that are there. "
                     f"Type data.parts.{name}.streaming=false."
                 )
-            if getattr(part, "packing", None) == "padded":
+            if part.packing == "padded":
                 raise Refused(
                     f"data.parts.{name}.packing=padded: rows of a mixture are of one length. "
                     f"Type data.parts.{name}.packing=documents."
                 )
         self.parts, self.shares = dict(parts), shares
-        self.chats = {name: chat for name, part in parts.items() if (chat := getattr(part, "chat", None))}
+        self.chats = {name: chat for name, part in parts.items() if (chat := part.chat)}
         if len({chat.source for chat in self.chats.values()}) > 1:
             raise Refused(
                 f"data.parts: {' and '.join(self.chats)} have different templates, and a model has one chat template. "
@@ -53,7 +52,7 @@ class Mix:
             )
 
     @property
-    def chat(self) -> Chat | None:
+    def chat(self) -> ChatFormat | None:
         """What conversations ask of a tokenizer, where a part has some."""
         return next(iter(self.chats.values()), None)
 
@@ -72,7 +71,7 @@ class Mix:
         tokenizer = wanted.tokenizer or trained(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
         if self.chat:
             self.chat.dress(tokenizer)  # before any part is read: documents of all end in one token
-        each = {name: opened(part, wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}
+        each = {name: part.opened(wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}
         train = Mixed({name: one.train for name, one in each.items()}, self.shares)
         log.info(f"data=mix: {'; '.join(train.told())}.")
         val = {f"{name}_{below}".rstrip("_"): rows for name, one in each.items() for below, rows in one.val.items()}
@@ -86,7 +85,7 @@ class Mixed(Rows):
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
         self.seq_len = self.parts[0].seq_len
-        self.positions = any(getattr(part, "positions", False) for part in self.parts)
+        self.positions = any(part.positions for part in self.parts)
         self.per_row = [_per_row(part) for part in self.parts]
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(part) for part in self.parts] if shares is None else self._counts()

@@ -1,4 +1,4 @@
-"""From a source to its rows: by the store, or as a source itself says whose rows are not documents on disk."""
+"""From a source to its rows: by the store, or as a source says that opens itself."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -34,9 +34,18 @@ class Opened(NamedTuple):
     val: dict[str, Rows]
 
 
-def opened(source: Source, wanted: Wanted) -> Opened:
-    if hasattr(source, "opened"):
-        return source.opened(wanted)
-    how = wanted.seq_len, source.packing, source.too_long
-    tokens = tokenize(source, wanted.cache_dir, wanted.bpe_size, wanted.tokenizer, wanted.special_tokens)
-    return Opened(tokens, rows(tokens.train, *how, "train"), {"": rows(tokens.val, *how, "val")})
+class Openable(Source):
+    """A source as `build.py` takes it, and a mixture its parts."""
+
+    def opened(self, wanted: Wanted) -> Opened:
+        """Read what is there. Raises: Refused: nothing to train or to validate on; what cannot be read."""
+        raise NotImplementedError
+
+
+class Stored(Openable):
+    """Its documents are encoded once, into the token store."""
+
+    def opened(self, wanted: Wanted) -> Opened:
+        how = wanted.seq_len, self.packing, self.too_long
+        tokens = tokenize(self, wanted.cache_dir, wanted.bpe_size, wanted.tokenizer, wanted.special_tokens)
+        return Opened(tokens, rows(tokens.train, *how, "train"), {"": rows(tokens.val, *how, "val")})

@@ -54,8 +54,6 @@ class Joined(Rows):
         Refused: when there is not one whole row, or nothing to learn.
     """
 
-    positions = False
-
     def __init__(self, split: Split, seq_len: int, name: str) -> None:
         self.split, self.seq_len = split, seq_len
         self.count, tokens = (len(split.ids) - 1) // seq_len, len(split.ids)
@@ -67,6 +65,11 @@ class Joined(Rows):
             )
         if split.learnt_bits is not None and not split.learnt_bits.any():
             raise NothingToLearn(name)
+
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
+        rows = torch.zeros(batch_size, seq_len + 1, dtype=torch.int64)
+        return MicroBatch(rows[:, :-1], rows[:, 1:])
 
     def __len__(self) -> int:
         return self.count
@@ -175,8 +178,6 @@ class Documents(_Apart):
 class Padded(_Apart):
     """One document a row."""
 
-    positions = False
-
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
         self.report |= {"rows": len(self)}
@@ -237,6 +238,13 @@ def told(report: Mapping, name: str, packing: str) -> str:
     return (
         f"data.packing={packing}, {name}: {report['documents']:,} documents in {report['rows']:,} rows{filled}{said}."
     )
+
+
+def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
+    """A micro-batch as these data make them. Args: data: cfg.data; a mixture copies the rows of its parts."""
+    if "parts" in data:
+        return (Documents if with_positions(data) else Padded).example(batch_size, seq_len)
+    return PACKINGS[data.get("packing", "joined")].example(batch_size, seq_len)
 
 
 def with_positions(data: Mapping) -> bool:

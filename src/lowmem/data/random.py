@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from lowmem.data.loader import MicroBatch, Rows
-from lowmem.data.opened import Opened, Wanted
+from lowmem.data.opened import Openable, Opened, Wanted
 from lowmem.data.tokens import NOTHING, Tokens, rows_of, trained
 
 BYTES = 257  # tokens: each byte, and the end of text
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Openable):
     """Args: rows, val_rows: sequences of an epoch, and of validation; seed: of their tokens."""
 
     rows: int

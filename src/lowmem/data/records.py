@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,9 +18,10 @@ import numpy as np
 
 from lowmem.data.bad import Bad, checked, control
 from lowmem.data.corpus import Files
+from lowmem.data.opened import Stored
 from lowmem.data.pieces import batches, controls, controls_as_text, encode, end_of, text_bytes
 from lowmem.data.reading import ahead, checked_fields, digests, shown
-from lowmem.data.source import Encoded, SplitName
+from lowmem.data.source import Encoded, Encoder, SplitName
 from lowmem.errors import Refused
 
 if TYPE_CHECKING:
@@ -102,23 +104,8 @@ class OfFiles:
         return held_out((self.identity(raw) for _, raw in self.numbered(self.files.train[0])), self.val_fraction)
 
 
-class Encoder(Protocol):
-    """What is made of a record."""
-
-    def key(self) -> list: ...
-
-    def text(self, fields: dict) -> str:
-        """What a tokenizer is trained on.
-
-        Raises:
-            Bad: a record that cannot be used.
-        """
-
-    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
-        """A document of each record, or why there is none."""
-
-
-class Records:
+@dataclass(eq=False)
+class Records(Stored):
     """The source that a reader and an encoder make.
 
     Args:
@@ -127,18 +114,15 @@ class Records:
         skip_bad: leave out records that cannot be used, and count them; otherwise the first is refused.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        encoder: Encoder,
-        name: str,
-        packing: str = "documents",
-        too_long: str = "cut",
-        skip_bad: bool = False,
-    ) -> None:
-        self.reader, self.encoder, self.name = reader, encoder, name
-        self.packing, self.too_long, self.skip_bad = packing, too_long, skip_bad
-        self.chat = getattr(encoder, "chat", None)
+    reader: Reader
+    encoder: Encoder
+    name: str
+    packing: str = "documents"
+    too_long: str = "cut"
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        self.chat = self.encoder.chat
         self._bad: dict[str, list[str]] = {}  # split -> the first records that were left out, each a sentence
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
 
@@ -221,7 +205,7 @@ def records(
     return Records(reader, of_each, name, packing, too_long, skip_bad)
 
 
-class _Fields:
+class _Fields(Encoder):
     """What encoders of fields share.
 
     Args:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
-from lowmem.data.opened import Opened, Wanted
+from lowmem.data.opened import Openable, Opened, Wanted
 from lowmem.data.packing import Documents, Joined, NothingToLearn, told
 from lowmem.data.reading import ahead
 from lowmem.data.records import Record, Records
@@ -28,7 +28,7 @@ from lowmem.errors import Refused
 log = logging.getLogger(__name__)
 
 
-class Stream:
+class Stream(Openable):
     """Args: records: of a data set; block: documents that are read and permuted together; val_rows: of the validation
     split, or the first of the only one, which no epoch reads."""
 
@@ -39,7 +39,7 @@ class Stream:
             raise Refused("data.packing=padded: a stream has rows of one length. Type data.packing=documents.")
         self.records, self.block, self.val_rows = records, block, val_rows
         self.table, self.packing = records.reader, records.packing
-        self.chat = getattr(records, "chat", None)
+        self.chat = records.chat
 
     def opened(self, wanted: Wanted) -> Opened:
         if wanted.tokenizer is None:
@@ -138,8 +138,8 @@ class Block(NamedTuple):
     rows: Rows
 
 
-class Blocks:
-    """In the place of a split's rows: it makes its own loader, for it has no length."""
+class Blocks(Rows):
+    """The rows of a stream, which cannot be counted, nor read by their numbers."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.seq_len = stream, stream.seq_len

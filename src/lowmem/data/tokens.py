@@ -21,8 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowmem.aside import aside
-from lowmem.data.chat import Chat
-from lowmem.data.source import Encoded, Source, SplitName
+from lowmem.data.source import ChatFormat, Encoded, Source, SplitName
 from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -113,7 +112,7 @@ def tokenize(
         Refused: a file that cannot be read or is no text; no text at all; validation on what is trained on; no room
             for the tokens.
     """
-    if (chat := _chat(source)) and tokenizer:
+    if (chat := source.chat) and tokenizer:
         chat.dress(tokenizer)
     elif chat:
         special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
@@ -145,11 +144,6 @@ def _made(folder: Path, write: Callable[[], None]) -> str:
     for note in meta["notes"]:
         log.info(note)
     return meta["dtype"]
-
-
-def _chat(source: Source) -> Chat | None:
-    """What conversations ask of a tokenizer, where the source has some."""
-    return getattr(source, "chat", None)
 
 
 def _split(folder: Path, split: SplitName, dtype: str) -> Split:
@@ -187,7 +181,7 @@ def _write(
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
             train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = load_bpe(draft / "tokenizer.json", _chat(source))
+            tokenizer = load_bpe(draft / "tokenizer.json", source.chat)
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         seen = {"val": twice.held_out, "train": twice.trained_on}
@@ -220,7 +214,7 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
 
 def trained(source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
     """A BPE of a source whose tokens are kept elsewhere, or nowhere; from the cache, or made."""
-    chat = _chat(source)
+    chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
     file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"
     if not file.exists():
@@ -240,7 +234,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
     target.write_text(bpe.to_str(pretty=True), encoding="utf-8")
 
 
-def load_bpe(file: Path, chat: Chat | None = None) -> PreTrainedTokenizerFast:
+def load_bpe(file: Path, chat: ChatFormat | None = None) -> PreTrainedTokenizerFast:
     names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
     made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
     if chat:

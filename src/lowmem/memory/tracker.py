@@ -32,8 +32,15 @@ class Point(NamedTuple):
 
 
 _active: list["StorageTracker"] = []
-# By thread: beside a card one thread steps masters on the host while the training loop's allocates on the device.
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """Beside a card one thread steps masters on the host while the training loop's allocates on the device."""
+
+    on_host = False  # what the thread makes stands for host memory
+
+
+_thread = _Thread()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
@@ -72,16 +79,12 @@ def _resize(storage: UntypedStorage, size: int) -> None:
 @contextmanager
 def host_side() -> Iterator[None]:
     """Whatever this thread makes within stands for host memory, also where the device is the CPU."""
-    before = _on_host()
+    before = _thread.on_host
     _thread.on_host = True
     try:
         yield
     finally:
         _thread.on_host = before
-
-
-def _on_host() -> bool:
-    return getattr(_thread, "on_host", False)
 
 
 class OverLimit(MemoryError):
@@ -144,7 +147,7 @@ class StorageTracker(TorchDispatchMode):
         if storage_key(storage) in self._live:
             return
         serial = self._follow(storage)
-        if _on_host():
+        if _thread.on_host:
             self._owner[serial] = Owner("other", "host", tuple)
         self._takes(serial, storage.nbytes())
 

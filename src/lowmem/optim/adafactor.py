@@ -10,10 +10,10 @@ Source: Shazeer and Stern 2018, arXiv 1804.04235.
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import optimization
 
-from lowmem.gradients import Reading
+from lowmem.optim.contract import InPieces, Step
 
 CHUNK = 1 << 22  # elements of a piece, or one row: 16 MiB in fp32
 
@@ -23,28 +23,12 @@ Read = Callable[[Piece], Tensor]  # a piece -> a tensor of its shape, to be chan
 Scale = Callable[[Piece, Tensor], Tensor]  # a piece, what is written -> the same
 
 
-class Adafactor(optimization.Adafactor):
+class Adafactor(optimization.Adafactor, InPieces):
     """Args: theirs. `step_narrow` steps with `lr`: no `relative_step`."""
 
     @torch.no_grad()
-    def step_narrow(
-        self,
-        gradient: Tensor,
-        group: dict,
-        p: nn.Parameter,
-        reading: Reading,
-        narrow: Tensor,
-        round: Callable[[Tensor, Tensor, int], None],
-    ) -> None:
-        """Step one parameter whose value is held in 16 bits.
-
-        Args:
-            gradient: of p's shape, in fp32, bf16 or fp16, as it is stored.
-            p: has the shape and the state; its data is not read.
-            reading: what the gradient is multiplied with and limited to first.
-            narrow: of p's shape, contiguous: the weight, replaced by the stepped one.
-            round: (piece in fp32, piece of `narrow`, number of its first element): writes one, flat, into the other.
-        """
+    def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
+        gradient, group, p, reading, narrow = step
         state, shape = self.state[p], _as_matrices(p.shape)
         if not state:
             state |= _zeros(p.shape, group, gradient.device)
@@ -71,7 +55,6 @@ class Adafactor(optimization.Adafactor):
             lr = state["RMS"].clamp(min=group["eps"][1]) * lr
         scale = (_factored if p.dim() > 1 else _each)(state, shape, pieces, read, group)
         limit = (_rms(direction, pieces, p.numel()) / group["clip_threshold"]).clamp_(min=1.0)
-        first = 0
         for piece in pieces:
             update = direction(piece).div_(limit).mul_(lr)
             if group["beta1"] is not None:
@@ -80,8 +63,7 @@ class Adafactor(optimization.Adafactor):
             wide = weight(piece)
             if group["weight_decay"] != 0:
                 wide.add_(wide, alpha=-group["weight_decay"] * lr)
-            round(wide.sub_(update).view(-1), narrow[piece].view(-1), first)
-            first += wide.numel()
+            round(wide.sub_(update).view(-1), narrow[piece].view(-1))
 
 
 def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:

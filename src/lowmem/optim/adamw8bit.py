@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lowmem.gradients import AS_STORED, Reading
 from lowmem.optim.compiled import DTYPES, address, library
+from lowmem.optim.contract import OnePass, Step
 from lowmem.precision.split import joined, narrow, split_into
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -35,7 +36,7 @@ SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbyt
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 
 
-class HostAdamW8bit(Optimizer):
+class HostAdamW8bit(Optimizer, OnePass):
     """Args: params: fp32; weight_decay: decoupled. A group with `state_bits` of 32 keeps its state in fp32."""
 
     def __init__(
@@ -54,36 +55,20 @@ class HostAdamW8bit(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.step_from(p.grad, group, p)
+                    self.step_from(Step(p.grad, group, p))
         return loss
 
     @torch.no_grad()
-    def step_from(
-        self,
-        gradient: Tensor,
-        group: dict,
-        p: nn.Parameter,
-        reading: Reading = AS_STORED,
-        rounded: Tensor | None = None,
-        rest: Tensor | None = None,
-    ) -> None:
-        """Step one parameter.
-
-        Args:
-            gradient: of p's shape, in fp32, bf16 or fp16.
-            reading: what the gradient is multiplied with and limited to first.
-            rounded: of p's shape, in bf16 (rounded half up) or fp16 (to nearest even): receives the new weights.
-            rest: int16, of p's shape: the weights are not in p but in the halves `rounded` (bf16) and this, both
-                contiguous; p's data may be anything. A parameter whose state has 32 bits, and any where there is no
-                compiler, is joined for its step.
-        """
+    def step_from(self, step: Step, rest: Tensor | None = None) -> None:
+        """A parameter whose state has 32 bits, and any where there is no compiler, is joined for its step."""
+        gradient, group, p, reading, rounded = step
         state, lies = self.state[p], p if rest is None else rest
         if not state:
             state |= _zeros(lies, group.get("state_bits", 8))
         state["step"] += 1
         rule = _rule(group, state["step"])
         if "m_top" in state and lies.device.type == "cpu" and (native := library(SOURCE)) is not None:
-            _native_step(native, p, gradient, state, rule, reading, rounded, rest)
+            _native_step(native, step, rest, state, rule)
             return
         wide = p if rest is None else joined(rounded, rest)
         if "m_top" in state:
@@ -139,16 +124,8 @@ def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
     p.mul_(rule.keep).addcdiv_(m, v.sqrt().mul_(rule.widened).add_(rule.eps), value=-rule.rate)
 
 
-def _native_step(
-    native: ctypes.CDLL,
-    p: Tensor,
-    g: Tensor,
-    state: dict,
-    rule: Rule,
-    reading: Reading,
-    rounded: Tensor | None,
-    rest: Tensor | None,
-) -> None:
+def _native_step(native: ctypes.CDLL, step: Step, rest: Tensor | None, state: dict, rule: Rule) -> None:
+    g, _, p, reading, rounded = step
     whole = p if rest is None else None
     given = [tensor for tensor in (whole, rounded, rest) if tensor is not None]
     if (whole is not None and p.dtype != torch.float32) or not all(tensor.is_contiguous() for tensor in given):
@@ -164,36 +141,37 @@ def _native_step(
 
 def _blocks_step(p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading) -> None:
     chunks = list(_chunks(p, g, state))
-    scratch = torch.empty(3, max(part[0].numel() for part in chunks), device=p.device)
-    for part in chunks:
-        _block_step(*part, scratch, rule, reading)
+    scratch = torch.empty(3, max(chunk.p.numel() for chunk in chunks), device=p.device)
+    for chunk in chunks:
+        _chunk_step(chunk, scratch, rule, reading)
 
 
-def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[tuple[Tensor, ...]]:
-    """(p, g, m, u, m_top, u_top) as whole blocks (blocks, 256), and the unfinished last one as (1, n)."""
+class Chunk(NamedTuple):
+    """Some blocks of a parameter: (blocks, 256), or its unfinished last one as (1, n)."""
+
+    p: Tensor
+    gradient: Tensor
+    m: Tensor  # int8
+    u: Tensor  # uint8
+    m_top: Tensor  # (blocks,)
+    u_top: Tensor  # (blocks,)
+
+
+def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
     flat = (p.view(-1), g.reshape(-1), state["m"], state["u"])
     whole = p.numel() // BLOCK * BLOCK
     chunk = CHUNK if p.device.type == "cpu" else CHUNK_ON_CARD
     for start in range(0, whole, chunk):
         stop = min(start + chunk, whole)
         tops = slice(start // BLOCK, stop // BLOCK)
-        yield *(x[start:stop].view(-1, BLOCK) for x in flat), state["m_top"][tops], state["u_top"][tops]
+        yield Chunk(*(x[start:stop].view(-1, BLOCK) for x in flat), state["m_top"][tops], state["u_top"][tops])
     if whole < p.numel():
-        yield *(x[None, whole:] for x in flat), state["m_top"][-1:], state["u_top"][-1:]
+        yield Chunk(*(x[None, whole:] for x in flat), state["m_top"][-1:], state["u_top"][-1:])
 
 
-def _block_step(
-    p: Tensor,
-    g: Tensor,
-    m8: Tensor,
-    u8: Tensor,
-    m_top: Tensor,
-    u_top: Tensor,
-    scratch: Tensor,
-    rule: Rule,
-    reading: Reading,
-) -> None:
-    """All (blocks, n) but the tops, (blocks,); scratch: (3, at least blocks x n). In place: allocating takes longer."""
+def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
+    """Args: scratch: (3, at least blocks x n), fp32. All is done in place: allocating takes longer."""
+    p, g, m8, u8, m_top, u_top = chunk
     m, u, x = (part[: p.numel()].view(p.shape) for part in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
     m.copy_(m8)

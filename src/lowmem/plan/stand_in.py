@@ -18,6 +18,7 @@ from lowmem.memory import process
 from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.tracker import StorageTracker
 from lowmem.optim.build import PAGED_FROM, MakeOptimizer, pageable
+from lowmem.optim.contract import OnePass, Step
 
 SIDE = 256  # of a probe: whole blocks of every optimizer that holds its state in blocks
 WIDE = 2048  # of a probe so large that malloc has no room at hand for its scratch, and asks the system
@@ -42,7 +43,7 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
             for role in ("matrix", "embedding", "vector")
             for small in (False, True)
         }
-    one_pass = hasattr(make(nn.Linear(1, 1)), "step_from")
+    one_pass = isinstance(make(nn.Linear(1, 1)), OnePass)
     kind = OnePassStandIn if one_pass else StandIn
     return MakeOptimizer(partial(kind, rates=rates, pages=pages), make.embedding_bits)
 
@@ -94,14 +95,10 @@ class StandIn(Optimizer):
         self.state[p]["all"].neg_()
 
 
-class OnePassStandIn(StandIn):
-    """For an optimizer that reads 16-bit gradients and writes 16-bit weights in its own pass, or both halves of one."""
-
-    def step_from(
-        self, gradient: Tensor, group: dict, p: Tensor, _, rounded: Tensor, rest: Tensor | None = None
-    ) -> None:
-        self._touch(group, p, gradient, p if rest is None else rounded)
-        rounded.fill_(0.0) if rest is None else rest.neg_()
+class OnePassStandIn(StandIn, OnePass):
+    def step_from(self, step: Step, rest: Tensor | None = None) -> None:
+        self._touch(step.group, step.p, step.gradient, step.p if rest is None else step.narrow)
+        step.narrow.fill_(0.0) if rest is None else rest.neg_()
 
 
 def _bytes(rate: float, p: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 import lowmem
 from lowmem import build, model
 from lowmem.data.loader import START, MicroBatch, Window
-from lowmem.data.packing import with_positions
+from lowmem.data.packing import example, with_positions
 from lowmem.instantiate import instantiate
 from lowmem.internals import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.memory.ledger import parts, weights
@@ -48,7 +48,7 @@ from lowmem.plan.among import one_of
 from lowmem.plan.links import EARLIER, Sent
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.shapes import Shapes, TooLong
-from lowmem.plan.stand_in import stand_in, unseen
+from lowmem.plan.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settle import Run
@@ -168,7 +168,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         plugins = list(map(instantiate, run.trainer.plugins.every()))
         steady = Steady(shapes, run, before)
         trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
-        micro_batch = _micro_batch(run)
+        micro_batch = example(run.data.arguments, run.batch_size, run.seq_len)
         several = run.windows.largest if run.any("together") else 2 if ranks.several and run.accumulates else 1
         shapes.micro_batches = several
         trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
@@ -183,7 +183,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
         unseen=round(scratch * of_part["largest_trained"]),
         generated=run.technique("optim").generates_code,
-        paged=getattr(trainer.optimizers[0], "paged", 0),
+        paged=optimizer.paged if isinstance(optimizer := trainer.optimizers[0], StandIn) else 0,
         held=recorder.held,
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
         outside=sum(edge.weight.nbytes for edge in module.weights.edges),
@@ -418,13 +418,3 @@ class Evaluation:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         yield self.micro_batch
-
-
-def _micro_batch(run: Run) -> MicroBatch:
-    """Full rows, and tensors as the real loader's: of joined text, inputs and labels are views of one."""
-    data = run.data.arguments
-    if data.get("packing", "joined") != "joined" or "parts" in data:
-        whole = [torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64) for _ in range(3)]
-        return MicroBatch(*(whole if with_positions(run.data.arguments) else whole[:2]))
-    rows = torch.zeros(run.batch_size, run.seq_len + 1, dtype=torch.int64)
-    return MicroBatch(rows[:, :-1], rows[:, 1:])

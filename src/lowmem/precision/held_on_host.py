@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.gradients import Reading
 from lowmem.memory.tracker import host_side
 from lowmem.offload.home import Home, nowhere
+from lowmem.optim.contract import InPieces, OnePass, Step
 from lowmem.precision import split
 from lowmem.precision.base import step_one
 from lowmem.precision.sixteen import stochastically
@@ -102,14 +102,14 @@ class Master:
 
     # --- its step -------------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
-        """Args: narrow: receives the new weight, in 16 bits."""
-        if hasattr(optimizer, "step_from"):  # reads 16 bits and writes 16 bits in its own pass
-            optimizer.step_from(gradient, group, self.wide, reading, narrow, self.rest)
+    def step(self, optimizer: Optimizer, step: Step) -> None:
+        """Args: step: of `wide`; its `narrow` receives the new weight."""
+        if isinstance(optimizer, OnePass):
+            optimizer.step_from(step, self.rest)
         else:
-            self._widen(narrow)
-            self._stepped(optimizer, group, reading(gradient))
-            self._write(narrow)
+            self._widen(step.narrow)
+            self._stepped(optimizer, step)
+            self._write(step.narrow)
 
     def _widen(self, narrow: Tensor) -> None:
         """Before a step: `wide` is the weight."""
@@ -122,9 +122,9 @@ class Master:
         """Between steps the optimizer has nothing of it but the shape; on the CPU, where its state is restored to."""
         self.wide.data = nowhere(self.wide, torch.float32, "cpu")
 
-    def _stepped(self, optimizer: Optimizer, group: dict, gradient: Tensor) -> None:
-        self.wide.grad = gradient
-        step_one(optimizer, group, self.wide)
+    def _stepped(self, optimizer: Optimizer, step: Step) -> None:
+        self.wide.grad = step.reading(step.gradient)
+        step_one(optimizer, step.group, self.wide)
         self.wide.grad = None
 
 
@@ -190,22 +190,21 @@ class AtRandom(Master):
         if self.own is not None:
             yield self.own
 
-    def step(self, optimizer: Optimizer, group: dict, gradient: Tensor, reading: Reading, narrow: Tensor) -> None:
+    def step(self, optimizer: Optimizer, step: Step) -> None:
         held = self.narrow
         random = drawing(self.seed, self.name, self.steps)
         self.steps += 1
-        if hasattr(optimizer, "step_narrow"):  # in parts, none of which is large
+        if isinstance(optimizer, InPieces):
             optimizer.step_narrow(
-                *(gradient, group, self.wide, reading, held),
-                lambda wide, here, _: stochastically(wide, here, random, on_host=True),
+                step._replace(narrow=held), lambda wide, here: stochastically(wide, here, random, on_host=True)
             )
         else:
             self.wide.data = held.float()
-            self._stepped(optimizer, group, reading(gradient))
+            self._stepped(optimizer, step)
             stochastically(self.wide.data, held, random, on_host=True)
             self._forget()
-        if narrow is not held:
-            narrow.copy_(held)
+        if step.narrow is not held:
+            step.narrow.copy_(held)
 
 
 def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:

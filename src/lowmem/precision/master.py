@@ -26,6 +26,7 @@ from lowmem.memory.ledger import Side
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.offload.home import Resident
 from lowmem.offload.link import Link, Take, link_to
+from lowmem.optim.contract import Step
 from lowmem.precision.base import BasePrecision, with_step
 from lowmem.precision.held_on_host import Halves, Master
 from lowmem.precision.loss_scale import ScaledLoss
@@ -216,7 +217,7 @@ def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, e
             "on_nonfinite=skip works."
         )
     with host_side(), torch.no_grad():
-        master.step(optimizer, group, gradient, reading, narrow)
+        master.step(optimizer, Step(gradient, group, master.wide, reading, narrow))
     master.used(early)
 
 

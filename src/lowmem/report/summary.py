@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lowmem.aside import aside
+from lowmem.optim.contract import RunsAs
 from lowmem.units import GIB
 
 RANKS = 8  # at most, that each have a line
@@ -28,7 +29,7 @@ def stepped_by(optimizer: object | None) -> str | None:
     """Which class, and which of the ways that it has. None: nothing stepped."""
     if optimizer is None:
         return None
-    how = f" ({optimizer.runs_as()})" if hasattr(optimizer, "runs_as") else ""
+    how = f" ({optimizer.runs_as()})" if isinstance(optimizer, RunsAs) else ""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"
 
 

@@ -25,6 +25,7 @@ class DataParallel(Several):
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
+        self.forward = None
         self._step = ExitStack()
         self._idle: set[str] = set()  # of no backward pass yet
         self._watching: list[RemovableHandle] = []

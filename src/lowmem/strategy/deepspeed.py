@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem import loss as losses
 from lowmem.data.loader import MicroBatch
 from lowmem.internals import deepspeed_fragment
 from lowmem.memory.ledger import Ledger, gradients
@@ -208,19 +209,17 @@ class Loss(nn.Module):
             return (compute or self.loss)(self.model, micro_batch)
 
 
-class InEngine:
-    """The module's loss, also of an evaluation: a weight that is not the called module's is there in the engine alone.
+class InEngine(losses.Loss):
+    """The module's loss, also in an evaluation: weights of modules that are not called exist in the engine alone."""
 
-    Args: loss: with its `verify`, if it has one.
-    """
-
-    def __init__(self, engine: Callable, loss: Callable) -> None:
-        self.engine = engine
-        if hasattr(loss, "verify"):
-            self.verify = lambda _, micro_batch: engine(micro_batch, loss.verify)
+    def __init__(self, engine: Callable, loss: losses.Loss) -> None:
+        self.engine, self.loss, self.own_logits = engine, loss, loss.own_logits
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         return self.engine(micro_batch)
+
+    def verify(self, model: nn.Module, micro_batch: MicroBatch) -> None:
+        self.engine(micro_batch, self.loss.verify)
 
 
 class Unmoved(Optimizer):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from lowmem.data.loader import MicroBatch
 from lowmem.gradient_checkpointing import blocks
+from lowmem.loss import Loss
 from lowmem.strategy import loading
 from lowmem.strategy.several import Divided
 
@@ -49,20 +50,21 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
     Resharding(module)
 
 
-class Resharding:
+class Resharding(Loss):
     """What is outside of the blocks stays gathered after a forward pass, for the backward pass. Where none follows it
     would stay for ever, and a parameter would be its whole: so it is put away, by a loss that reads the head itself
     when it has done so."""
 
     def __init__(self, module: LightningModule) -> None:
         self.loss, self._reads = module.loss, False
-        module.loss = self
-        if hasattr(self.loss, "verify"):
-            self.verify = lambda model, batch: self._read(self.loss.verify, model, batch)
+        module.loss, self.own_logits = self, self.loss.own_logits
         module.model.register_forward_hook(self._put_away)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         return self._read(self.loss, model, batch)
+
+    def verify(self, model: nn.Module, batch: MicroBatch) -> None:
+        self._read(self.loss.verify, model, batch)
 
     def _read(self, read: Callable, model: nn.Module, batch: MicroBatch) -> Tensor | None:
         self._reads = True

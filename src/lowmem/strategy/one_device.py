@@ -37,6 +37,7 @@ class OneDevice:
     side: Side = "device"  # where what is divided waits, and is stepped
     side_of_weights: Side = "device"  # where the module's parameters and their gradients are between passes
     divides = False  # whether parameters are held in parts, each by another process
+    in_numbers = True  # `divide` reads numbers on every rank; else rank 0 alone has them until then
     builds = True  # whether the model's numbers are read or drawn here; else they come from rank 0
     neediest = (0,)  # ranks of which one needs most memory: each of the others is as one of these
     factor = 1.0  # the loss is multiplied by it: the size of what an engine's gradients are the mean of

@@ -95,9 +95,8 @@ class Pipeline(Divided):
             shown = _shown(model)
             if not same(model, division, shown):
                 raise refused(model, "is another function when its blocks are on several stages")
-            if hasattr(module.loss, "verify"):
-                with torch.no_grad():
-                    module.loss.verify(model, shown)
+            with torch.no_grad():
+                module.loss.verify(model, shown)
         finally:
             model.train(training)
 

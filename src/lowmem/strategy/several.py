@@ -140,7 +140,6 @@ class Divided(Several):
     """
 
     divides = True
-    in_numbers = True  # whether `divide` reads numbers on every rank; else rank 0 alone has them until then
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)

@@ -218,6 +218,12 @@ def without_units(monkeypatch):
 
 
 @pytest.fixture
+def as_with_compiler(monkeypatch):
+    """Lets what generates code be checked and planned where no compiler is installed; nothing is compiled."""
+    monkeypatch.setattr("lowmem.refusals.shutil.which", lambda name: name)
+
+
+@pytest.fixture
 def without_compiler(monkeypatch):
     """8-bit optimizers step as torch operators."""
     for module in ("adamw8bit", "bitsandbytes_cpu"):

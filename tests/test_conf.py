@@ -51,6 +51,7 @@ def composed(group, choice):
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
+@pytest.mark.usefixtures("as_with_compiler")
 def test_it_composes_and_its_keys_are_those_of_its_class(group, choice, monkeypatch):
     monkeypatch.setattr(refusals, "find_spec", lambda name: name)  # an engine may not be installed here
     cfg = composed(group, choice)

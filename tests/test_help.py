@@ -1,6 +1,7 @@
 """What the command line tells about itself: --help, made from the comments of conf/, and tab completion."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_compare_shows_its_options():
 
 
 def test_a_reader_that_reads_no_further_is_no_error():
-    line = f"{sys.executable} train.py --help | head -n 1"
+    line = f"{shlex.quote(sys.executable)} train.py --help | head -n 1"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout.startswith("python train.py") and not done.stderr
 
@@ -165,13 +166,13 @@ def test_the_planners_keys_are_completed():
 def in_bash(tmp_path):
     """(line of bash that installs it) -> what it completes and whether it ran a stranger's script."""
     (tmp_path / "stranger.py").write_text("open('ran', 'w').close()\n")
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (tmp_path / "python").chmod(0o755)
 
     def run(install: str) -> tuple[str, bool]:
         script = f"""
-            export PATH={tmp_path}:$PATH
-            cd {ROOT}
+            export PATH={shlex.quote(str(tmp_path))}:$PATH
+            cd {shlex.quote(str(ROOT))}
             {install}
             try() {{
                 COMP_LINE=$1 COMP_POINT=${{#1}} COMP_CWORD=2
@@ -179,7 +180,7 @@ def in_bash(tmp_path):
                 echo ${{COMPREPLY[*]}}
             }}
             try "python train.py optim=lion"
-            cd {tmp_path}
+            cd {shlex.quote(str(tmp_path))}
             try "python stranger.py a"
         """
         done = subprocess.run(["bash", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240)

@@ -28,20 +28,8 @@ CALLED_BY_TORCH = {  # with these arguments
     "plan.attend.Attend.__call__",
     "tiled_loss._TiledCrossEntropy.forward",
 }
-TO_DO = {
-    "data.loader.ValidationLoader.__init__",
-    "data.loader.WindowLoader.__init__",
-    "data.records.Records.__init__",
-    "data.records.records",
-    "model.build",
-    "module.CausalLM.__init__",
-    "optim.adafactor.Adafactor.step_narrow",
-    "optim.adamw8bit.HostAdamW8bit.step_from",
-    "optim.adamw8bit._block_step",
-    "optim.adamw8bit._native_step",
-    "plan.recipes._Search.__init__",
-    "plan.stand_in.OnePassStandIn.step_from",
-}
+KEYS_OF_SEVERAL = {"data.records.records"}  # the keys that the yamls of all records have
+TO_DO = {"plan.recipes._Search.__init__"}
 
 
 def test_a_run_does_not_change():
@@ -114,7 +102,7 @@ def with_many_parameters(source) -> set[str]:
 
 
 def test_no_function_has_more_than_six_parameters():
-    assert with_many_parameters(ROOT / "src" / "lowmem") == KEYS_OF_YAML | CALLED_BY_TORCH | TO_DO
+    assert with_many_parameters(ROOT / "src" / "lowmem") == KEYS_OF_YAML | KEYS_OF_SEVERAL | CALLED_BY_TORCH | TO_DO
 
 
 def test_parameters_that_are_said_to_be_keys_of_a_yaml_are():

@@ -47,6 +47,7 @@ def test_of_every_precision_and_with_a_plan(start, precision):
     assert same(start(f"precision={precision}", "plan=check"), shipped)
 
 
+@pytest.mark.usefixtures("as_with_compiler")
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_of_every_optimizer(start, optim):
     assert same(start(f"optim={optim}"), start())

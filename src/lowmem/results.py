@@ -7,10 +7,11 @@ import torch
 
 from lowmem.adapter.export import is_adapted
 from lowmem.check import targets
+from lowmem.optim.contract import RunsAs
 from lowmem.overrides import as_lines, as_mapping
 from lowmem.plan.prediction import Prediction
 from lowmem.report import ran, step
-from lowmem.report.summary import plan_ratios, stepped_by, table, versions, write
+from lowmem.report.summary import plan_ratios, table, versions, write
 from lowmem.settle import Command, Run
 from lowmem.terminal import folded
 from lowmem.trained import parameters, shape, trained
@@ -46,7 +47,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "peak_bytes_by_phase": meter.by_phase(),
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": run.batch_size,
-        "optimizer": stepped_by(next(iter(training.trainer.optimizers), None)),
+        "optimizer": _stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": parameters(module.model),
         "trained_parameters": sum(shape(p).numel() for _, p in trained(module.model)),
         "interrupted": stop.interrupted,
@@ -58,6 +59,14 @@ def _numbers(training: Training, run: Run) -> dict:
         "weights_bytes": sum(shape(p).numel() * p.element_size() for p in module.model.parameters()),  # of all ranks
         "ranks": module.ranks.every(meter.peak_bytes | meter.held()),
     }
+
+
+def _stepped_by(optimizer: object | None) -> str | None:
+    """Names the optimizer's class, and the way in which it steps where it has several. None: nothing stepped."""
+    if optimizer is None:
+        return None
+    how = f" ({optimizer.runs_as()})" if isinstance(optimizer, RunsAs) else ""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"
 
 
 def _recipe(training: Training, command: Command) -> dict:

@@ -218,6 +218,7 @@ def test_a_fault_of_the_planner_is_no_estimate(planned, monkeypatch):
     assert code == 1 and "Traceback" in said and "Type plan=off to start without a prediction" in said
 
 
+@pytest.mark.usefixtures("as_with_compiler")
 def test_compiled_blocks_are_an_estimate(planned):
     _, said, written = planned("gpu=2GiB", "search=false", "gradient_checkpointing=budget")
     assert "An estimate: compiled blocks cannot be traced" in said and written["recipes"][0]["estimate"]

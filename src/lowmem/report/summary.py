@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lowmem.aside import aside
-from lowmem.optim.contract import RunsAs
 from lowmem.units import GIB
 
 RANKS = 8  # at most, that each have a line
@@ -23,14 +22,6 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
-
-
-def stepped_by(optimizer: object | None) -> str | None:
-    """Which class, and which of the ways that it has. None: nothing stepped."""
-    if optimizer is None:
-        return None
-    how = f" ({optimizer.runs_as()})" if isinstance(optimizer, RunsAs) else ""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"
 
 
 def write(file: Path, summary: Mapping) -> None:

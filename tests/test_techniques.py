@@ -10,6 +10,7 @@ import yaml
 from conftest import ROOT
 from lowmem import techniques as module
 from lowmem.errors import Refused
+from lowmem.settle import run_of
 from lowmem.techniques import GROUPS, Technique, techniques
 
 SOURCE = ROOT / "src"
@@ -102,3 +103,9 @@ def test_what_no_technique_declares_is_refused(tmp_path, monkeypatch, config):
 
 def test_by_itself_a_technique_declares_nothing():
     assert Technique() == techniques("accumulation")["none"]
+
+
+def test_a_strategy_of_one_process_says_so():
+    """The command line asks what is declared: it does not import torch to know whether it starts ranks."""
+    alone = {name: run_of([f"strategy={name}"]).several for name in techniques("strategy")}
+    assert alone == {name: not declared.one_process for name, declared in techniques("strategy").items()}

@@ -198,7 +198,7 @@ def run(cfg: DictConfig) -> float:
 
     def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
         run = _settled(cfg)
-        if run.devices > 1 and not launched.is_rank():
+        if run.devices > 1 and not launched.is_rank() and not run.technique("strategy").one_process:
             return _ranks(output_dir, run.devices)
         with undisturbed():
             from lowmem.fit import fit  # which imports torch

@@ -38,6 +38,7 @@ class Technique:
     counts_sequences: of an accumulation: it makes up for a smaller micro-batch by itself.
     stays_wide: of an adapter: it computes in fp32 where the weights have 16 bits, unless there are masters.
     freezes_base: of an adapter: none of the model's own weights is trained.
+    one_process: of a strategy: there are no ranks to start.
     divides: of a strategy: parameters are held in parts, each on another device.
     together: of a strategy: a window's micro-batches are under way at the same time.
     adds_in_blocks: of a strategy: devices exchange what a block computes while it computes.
@@ -65,6 +66,7 @@ class Technique:
     counts_sequences: bool = False
     stays_wide: bool = False
     freezes_base: bool = False
+    one_process: bool = False
     divides: bool = False
     together: bool = False
     offloads: bool = False

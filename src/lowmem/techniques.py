@@ -1,6 +1,18 @@
 """What a technique says of itself, in its yaml under `declares` and nowhere else: checks, planner and advice ask here.
 
 conf/<group>/<name>.yaml is a technique; one that is `@package _global_` declares under <group>.declares.
+
+A class of each kind has a base class, whose docstrings say who calls what, with which shapes and dtypes. What the class
+leaves out has a default there, so that nobody asks with `hasattr`:
+
+    an optimizer            torch's; `OnePass` or `InPieces` of `optim/contract.py` if it steps 16 bits itself
+    a precision             `BasePrecision` of `precision/base.py`, `SixteenBitWeights` of `precision/sixteen.py`
+    a loss                  `Loss` of `loss.py`
+    a strategy              `OneDevice` of `strategy/one_device.py`
+    a data set              `Stored` of `data/opened.py`; `Openable` if it keeps no tokens on disk
+    a kind of record        `Encoder` of `data/source.py`
+    a way to make rows      `Rows` of `data/loader.py`
+    a layer of fewer bits   `Packed` of `trained.py`
 """
 
 from collections.abc import Mapping

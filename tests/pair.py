@@ -26,7 +26,7 @@ from lowmem.data.packing import with_positions
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.launch import free_port
-from lowmem.loss import Verified
+from lowmem.loss import Function, Verified
 from lowmem.memory.ledger import parts
 from lowmem.quiet import quiet
 from lowmem.settle import run_of
@@ -344,7 +344,7 @@ def _overflowing(module, window: int, rank: int, where: str) -> None:
         return of_rank and module.position.window == window
 
     if where == "loss":
-        computes.loss = lambda *what: loss(*what) * (1e30 if is_there() else 1.0)
+        computes.loss = Function(lambda *what: loss(*what) * (1e30 if is_there() else 1.0))
         return
     gather = ranks.gather_gradients
 

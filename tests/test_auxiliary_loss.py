@@ -14,7 +14,7 @@ from lowmem.build import optimizer
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
-from lowmem.module import CausalLM
+from lowmem.module import CausalLM, Update
 from test_loss import VOCABULARY, network
 
 FACTOR = 0.25  # of the auxiliary loss
@@ -46,7 +46,7 @@ def gradients(config, model, loss, window):
             kept.update({name: p.grad.clone() for name, p in self.model.named_parameters()})
 
     cfg = config("optim=sgd", "clip=null", "max_steps=1")
-    module = Looks(model, loss, optimizer(cfg), instantiate(cfg.scheduler))
+    module = Looks(model, loss, Update(optimizer(cfg), instantiate(cfg.scheduler)))
     parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), []).fit(module, Once(window))
     return kept
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero
-from lowmem.loss import Full, Loss
+from lowmem.loss import Function, Loss, full
 from lowmem.strategy import deepspeed
 
 EXACT = 1e-6  # of fp32, whose sums are added in another order
@@ -118,4 +118,4 @@ def test_an_evaluation_and_a_check_of_the_loss_are_computed_in_the_engine():
     loss("the model", "rows")
     loss.verify("the model", "few")
     assert loss.own_logits and called == [("rows",), ("few", "its check")]
-    assert not deepspeed.InEngine(None, Full()).own_logits
+    assert not deepspeed.InEngine(None, Function(full)).own_logits

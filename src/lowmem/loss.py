@@ -10,6 +10,8 @@ while the chunk's logits still exist, so nothing is computed twice. Same idea: H
 stands before and behind the product with the head is left to the model (`head.py`).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -46,11 +48,14 @@ class Loss:
         """
 
 
-class Full(Loss):
-    """The model's own logits, all at once."""
+class Function(Loss):
+    """A plain function as a loss, such as `full` or that of somebody's own yaml: it takes the model's logits."""
+
+    def __init__(self, function: Callable[[PreTrainedModel, MicroBatch], Tensor]) -> None:
+        self.function = function
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        return full(model, batch)
+        return self.function(model, batch)
 
 
 def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:

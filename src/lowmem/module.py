@@ -24,6 +24,7 @@ from lowmem import by_name, random_states
 from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
+from lowmem.loss import Function, Loss
 from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
@@ -70,7 +71,8 @@ class CausalLM(LightningModule):
         super().__init__()
         placement = placement or Placement()
         self.automatic_optimization = False
-        self.model, self.loss, self.update = model, loss, update
+        self.model, self.update = model, update
+        self.loss = loss if isinstance(loss, Loss) else Function(loss)
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
         self.auxiliary_loss = AuxiliaryLoss(model)

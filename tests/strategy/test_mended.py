@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import strategy as strategies
 from as_rank import as_rank
 from lowmem import training
 from lowmem.errors import Refused
+from lowmem.loss import Function
 from lowmem.module import CausalLM
 from lowmem.strategy.ddp import DataParallel
 from lowmem.strategy.fsdp import FullyShard
@@ -53,7 +54,9 @@ def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_s
     def with_one_more(self, module):
         spare(module)
         loss = module.loss
-        module.loss = lambda model, batch: loss(model, batch) + (0.0 if module.last_micro_batch else model.spare.sum())
+        module.loss = Function(
+            lambda model, batch: loss(model, batch) + (0.0 if module.last_micro_batch else model.spare.sum())
+        )
         ready(self, module)
 
     monkeypatch.setattr(DataParallel, "ready", with_one_more)

@@ -30,6 +30,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from lowmem.auxiliary_loss import asked_for
 from lowmem.data.loader import MicroBatch, Window
+from lowmem.loss import Function
 from lowmem.strategy import loading
 from lowmem.strategy.several import APART, Divided
 from lowmem.strategy.stages import Division, Stage, divided, heard, refused, same
@@ -69,7 +70,8 @@ class Pipeline(Divided):
         log.info(self._said(division))
 
     def _cut(self, module: LightningModule, division: Division) -> set[nn.Module]:
-        self.stage, self.loss, module.loss = Stage(module.model, division, self.rank), module.loss, self.evaluated
+        self.stage, self.loss = Stage(module.model, division, self.rank), module.loss
+        module.loss = Function(self.evaluated)
         elsewhere = division.elsewhere(self.rank)
         self.stage.empty()
         return elsewhere

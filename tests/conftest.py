@@ -147,8 +147,11 @@ def fit(small, tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(small, tmp_path, monkeypatch, capsys):
-    """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process."""
+    """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process, its picture not
+    drawn."""
     import train
+
+    monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(PIXEL))
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
         """base: beside them; None: nothing at all."""

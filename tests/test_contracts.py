@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lowmem import build
+from lowmem.errors import Refused
+
 SOURCE = Path(__file__).parents[1] / "src"
 
 ASKS = {("hasattr", 2), ("getattr", 3)}  # a getattr without a default raises
@@ -70,3 +73,10 @@ def test_one_that_does_is_found(line, tmp_path):
     assert len(asked(tmp_path)) == 1
     asks.write_text(f"found = {line}".replace("(it, ", "(it, name) or (").replace(", None)", ")").replace(", 0)", ")"))
     assert not asked(tmp_path)
+
+
+def test_a_source_that_cannot_be_opened_is_refused(config):
+    """A yaml may name anybody's class, one from before there were base classes too."""
+    run = config()
+    with pytest.raises(Refused, match=r"this makes a dict, which cannot be opened\. Derive it from Stored"):
+        build.open_texts(run.replacing("data", {"_target_": "builtins.dict"}))

@@ -65,7 +65,7 @@ def test_without_a_claim_they_share_one_and_are_caught(race, tmp_path):
         have_their_own(race, tmp_path, count=2, claims=False)
 
 
-@pytest.mark.rows("False-more0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("exists", "more"), [(False, ()), (True, ("resume=auto",))])
 def test_of_eight_that_want_the_same_folder_one_gets_it(race, tmp_path, more, exists):
     if exists:

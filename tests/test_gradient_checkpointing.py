@@ -55,6 +55,7 @@ def gradients(model, batch):
     return [p.grad for p in model.parameters() if p.grad is not None] + [torch.rand(1)]  # and the next random number
 
 
+@pytest.mark.rows("*-0.3")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_segments_give_the_same_bits_on_any_architecture(model_type, dropout, batch):

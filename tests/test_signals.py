@@ -141,6 +141,7 @@ def ends_well(start, whole, folder, phase, name, deaf=False):
         goes_on(start, run, folder, whole)
 
 
+@pytest.mark.slow_rows("evaluation-*")
 @pytest.mark.parametrize(
     ("phase", "name"),
     [

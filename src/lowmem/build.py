@@ -17,6 +17,7 @@ from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, W
 from lowmem.data.opened import Openable, Wanted
 from lowmem.data.packing import Joined, rows, with_positions
 from lowmem.data.tokens import Tokens, held_out, rows_of
+from lowmem.errors import Refused
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate
 from lowmem.model import Described
@@ -111,12 +112,22 @@ def _tell_cut(val: ValidationLoader) -> None:
 
 
 def _sources(data: Node) -> dict[str, Openable]:
-    """By the name of their validation set, where it has one: they have the training text in common."""
+    """Opens a source for each validation set, by its name; they have the training text in common."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
-        return {"": instantiate(data)}
+        return {"": _source(data)}
     others = {name: [path, *(one for one in sets.values() if one != path)] for name, path in sets.items()}
-    return {name: instantiate(data, val_path=paths) for name, paths in others.items()}
+    return {name: _source(data, val_path=paths) for name, paths in others.items()}
+
+
+def _source(data: Node, **more: object) -> Openable:
+    source = instantiate(data, **more)
+    if not isinstance(source, Openable):
+        raise Refused(
+            f"data._target_={data.target}: this makes a {type(source).__name__}, which cannot be opened. Derive it "
+            "from Stored of lowmem.data.opened, or from Openable where it keeps no tokens on disk."
+        )
+    return source
 
 
 def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:

@@ -72,7 +72,7 @@ def composed(config):
     return make
 
 
-@pytest.mark.parametrize("ways", [RECIPES[::8], pytest.param(RECIPES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ways", [RECIPES[::16], pytest.param(RECIPES, marks=pytest.mark.slow)])
 def test_derived_recipes_are_those_that_are_traced(composed, ways):
     rates = replace(machine(), overhead=0.0)
     derivation = Derivation(composed, DEPTH, (1, 8), True, rates)

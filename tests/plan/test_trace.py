@@ -50,16 +50,12 @@ def cases():
 @pytest.mark.rows(
     "precision=bf16-gpt2",
     "precision=16-master-llama",
-    "optim=adam8bit-gpt2",
     "optim=adafactor-llama",
     "optim.in_backward=true-gpt2",
     "accumulation=fixed-gpt2",
     "weights=streamed-llama",
     "gradient_checkpointing=every_layer-gpt2",
-    "gradient_checkpointing=selective-llama",
-    "loss=chunked-gpt2",
     "loss=tiled-llama",
-    "adapter=lora-llama",
     "adapter=qlora-gpt2",
 )
 @pytest.mark.parametrize(("choice", "model"), [*cases()])

@@ -43,9 +43,9 @@ def test_two_thousand_rounds_in_the_wrong_order_stand_still():
     assert done.returncode == 1 and "Timeout" in done.stderr, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_runs_of_two_ranks_end(processes, tmp_path, count):
-    for number in range(count):
+@pytest.mark.slow
+def test_ten_runs_of_two_ranks_end(processes, tmp_path):
+    for number in range(10):
         assert leaving.two_ranks(processes, tmp_path / str(number)) == [0, 0]
 
 

@@ -491,6 +491,16 @@ def test_an_operator_takes_what_is_slower():
     assert rates.operator(Work(torch.float32, 0, 20)) == 2 + 1
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float64", "int64"])
+def test_products_of_a_dtype_without_a_rate_are_refused(name):
+    import torch
+
+    rates = Machine("a card", {"float32": 1e12}, 10.0, 1.0)
+    with pytest.raises(Refused, match=f"matrices in {name}, and a card has rates for float32:.*search=false"):
+        rates.operator(Work(getattr(torch, name), 10**12, 0))
+    assert rates.operator(Work(getattr(torch, name), 0, 20)) == 2 + 1  # reading and writing asks for no rate
+
+
 def test_recomputation_costs_a_forward_pass_of_the_blocks(composed):
     plain, again = (
         trace(composed(as_override("32", "sgd", checkpointing, "full", 8)), on_card=False)

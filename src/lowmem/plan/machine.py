@@ -27,6 +27,7 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from lowmem import gpus
+from lowmem.errors import Refused
 from lowmem.memory.process import processor
 from lowmem.plan.links import Traffic
 from lowmem.plan.work import Work
@@ -67,10 +68,23 @@ class Machine:
     runs: dict[str, list[Rate]] = field(default_factory=dict)  # by dtype: seconds of passes, over those counted
 
     def operator(self, work: Work) -> float:
-        """Seconds."""
-        rate = self.flops.get(str(work.dtype).removeprefix("torch."), self.flops["float32"])
+        """Seconds.
+
+        Raises:
+            Refused: the operator multiplies in a dtype whose rate is not known.
+        """
+        products = work.flops / self._rate(work.dtype) if work.flops else 0.0
         faults = work.fresh / self.fresh if self.fresh else 0.0
-        return max(work.flops / rate, work.moved / self.bandwidth) + faults + self.overhead
+        return max(products, work.moved / self.bandwidth) + faults + self.overhead
+
+    def _rate(self, dtype: torch.dtype) -> Rate:
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.flops:
+            raise Refused(
+                f"This run multiplies matrices in {name}, and {self.name} has rates for {', '.join(self.flops)}: how "
+                "long it takes is not known. Type search=false to plan.py to predict its memory alone."
+            )
+        return self.flops[name]
 
     def exchange(self, traffic: Traffic) -> float:
         """Seconds: both kinds of links work at once."""

@@ -32,6 +32,7 @@ from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.plan.prediction import predict
+from lowmem.plan.target import Target
 from lowmem.precision.split import rounded
 from lowmem.quiet import quiet
 from lowmem.settle import Run, run_of
@@ -261,7 +262,7 @@ def adapted(architecture: dict) -> str:
 
 def planned(architecture: dict) -> str:
     cfg = configured(architecture, "gradient_checkpointing=every_layer", "loss=chunked")
-    estimate = predict(cfg, on_card=True).estimate
+    estimate = predict(cfg, Target(on_card=True)).estimate
     return "right" if estimate is None else f"estimate: {estimate}"
 
 

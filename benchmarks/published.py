@@ -22,6 +22,7 @@ from benchmarks.runner import write
 from lowmem.data.loader import MicroBatch
 from lowmem.plan.job import resolved
 from lowmem.plan.prediction import predict
+from lowmem.plan.target import Target
 from lowmem.precision.base import BasePrecision
 from lowmem.quiet import quiet
 from lowmem.settle import run_of
@@ -255,7 +256,7 @@ ALL = (
 
 def predicted(one: Published) -> int:
     """Bytes: of live tensors, or what the allocator reserves for them where that is what was measured."""
-    found = predict(resolved(run_of(one.overrides), on_card=True), on_card=True)
+    found = predict(resolved(run_of(one.overrides), on_card=True), Target(on_card=True))
     if found.estimate:
         raise SystemExit(f"{one.name}: {found.estimate}")
     return one.beside + (found.reserved if one.measure == "reserved" else found.device_peak)

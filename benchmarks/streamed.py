@@ -26,6 +26,7 @@ import psutil
 
 from benchmarks import anatomy, turns
 from benchmarks.runner import RESULTS, ROOT, environment, machine, measure, result, write
+from lowmem.plan.target import Target
 from lowmem.units import GIB, MIB
 
 QUIET = ["sample_tokens=0", "val_every=1000", "val_sequences=1", "save_every=1000", "logger=none", "plan=off"]
@@ -187,7 +188,7 @@ def by_shape(name: str, weights: str) -> dict:
     from lowmem.settle import run_of
 
     typed = [line for line in REACH[name][0] if line != STREAMED]  # of which the fourth has it already
-    found = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), on_card=True)
+    found = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), Target(on_card=True))
     return {
         "parameters": found.parameters,
         "device": found.device_peak,

@@ -13,6 +13,7 @@ from lowmem.check import check, targets
 from lowmem.memory.advice import advice
 from lowmem.memory.advice import out_of_memory as out_of_memory_text
 from lowmem.overrides import quoted
+from lowmem.plan.target import Target
 from lowmem.settle import Run, run_of, settled
 from lowmem.units import GIB
 
@@ -194,7 +195,7 @@ def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
 
     head = (CONF / "experiment" / f"{preset}.yaml").read_text().split("defaults:")[0]
     tensors, reserved = re.search(r"([\d.]+) GiB of\s+(?:# )?tensors, ([\d.]+)(?: GiB)? with the", head).groups()
-    found = predict(run_of([f"experiment={preset}", "device=cpu"]), on_card=True)
+    found = predict(run_of([f"experiment={preset}", "device=cpu"]), Target(on_card=True))
     assert f"{max(need.device for need in found.phases.values()) / GIB:.1f}" == tensors
     assert f"{found.reserved / GIB:.1f}" == reserved
 

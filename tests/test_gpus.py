@@ -13,6 +13,7 @@ from lowmem import gpus, help
 from lowmem.errors import Refused
 from lowmem.plan import at_start
 from lowmem.plan.prediction import PHASES, Need, Prediction
+from lowmem.plan.target import Target
 from lowmem.units import GIB, MIB
 
 NAMES = ["rtx3060", "rtx4060ti-16gb", "rtx4090", "rtx5090", "a10g", "t4", "a100-40gb", "a100-80gb", "h100", "h200"]
@@ -76,9 +77,9 @@ RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl g
 
 def test_a_card_by_name_holds_what_torch_reserves_and_its_context():
     card = gpus.card("rtx3060")
-    assert predicted(RECIPE, card.beside).fits(card.size, None)
-    assert predicted(card.size - card.beside, card.beside).fits(card.size, None)
-    assert not predicted(card.size - card.beside + 1, card.beside).fits(card.size, None)
+    assert predicted(RECIPE, card.beside).fits(Target(True, card))
+    assert predicted(card.size - card.beside, card.beside).fits(Target(True, card))
+    assert not predicted(card.size - card.beside + 1, card.beside).fits(Target(True, card))
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -88,7 +89,7 @@ def test_a_card_that_is_here_is_not_charged_for_its_context_again(monkeypatch, c
     made_up(monkeypatch, free)
     cfg = config("device=cuda", "plan=check")
     context = gpus.CONTEXT if twice else 0
-    monkeypatch.setattr(at_start, "predict", lambda *_, beside, **__: predicted(RECIPE, beside + context))
+    monkeypatch.setattr(at_start, "predict", lambda _, target, __: predicted(RECIPE, target.beside + context))
     monkeypatch.setattr(at_start, "_host", lambda: 64 * GIB)
     monkeypatch.setattr(at_start, "_does_not_fit", lambda *_: "it does not fit")
     assert at_start.could_fit(cfg) != twice

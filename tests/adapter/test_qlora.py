@@ -19,6 +19,7 @@ from lowmem.generate import generate
 from lowmem.plan.derive import Derivation
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import needs
+from lowmem.plan.target import Target
 from lowmem.plan.trace import trace
 from lowmem.plan.window import of_trace
 
@@ -158,10 +159,12 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
     rates = replace(Machine("a card", **gpus.named(gpus.REFERENCE).rates), overhead=0.0)
     recipe = {"precision": "bf16-master", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     cfg = composed(recipe | {"batch_size": "4"})
-    shapes, seconds = Derivation(composed, 7, (1, 4), True, rates).trace(recipe | {"batch_size": "4"}, cfg)
+    shapes, seconds = Derivation(composed, 7, (1, 4), Target(on_card=True), rates).trace(
+        recipe | {"batch_size": "4"}, cfg
+    )
     itself = trace(cfg, on_card=True)
     assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
-    derived, traced = (needs(found, cfg, True, 0) for found in (shapes, itself))
+    derived, traced = (needs(found, cfg, Target(on_card=True), 0) for found in (shapes, itself))
     for phase, need in traced.phases.items():
         assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
         assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
@@ -176,7 +179,7 @@ def test_what_is_merged_grows_on_the_host(config):
     cfg = resolved(config("adapter=qlora", "precision=bf16-master", *SHAPE))
     shapes = trace(cfg, on_card=True)
     both = (cfg.knowing(merge=on) for on in (False, True))
-    alone, merged = (needs(shapes, one, True, 0).phases["save"].host for one in both)
+    alone, merged = (needs(shapes, one, Target(on_card=True), 0).phases["save"].host for one in both)
     assert merged - alone == 4 * shapes.parameters - shapes.weights
 
 

@@ -15,6 +15,7 @@ from lowmem.plan.candidates import Typed, candidates, trainings
 from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import needs, outline
 from lowmem.plan.recipes import model_depth
+from lowmem.plan.target import Target
 from lowmem.plan.trace import trace
 from lowmem.trained import trained
 
@@ -116,8 +117,8 @@ def test_a_recipe_with_an_adapter_is_derived_as_it_is_traced(composer, line, pre
     recipe["batch_size"] = "4"
     make = composer(line)
     cfg = make(recipe)
-    shapes, _ = Derivation(make, DEPTH, (1, 4), True, machine()).trace(recipe, cfg)
-    derived, itself = (needs(found, cfg, True, 0) for found in (shapes, trace(cfg, on_card=True)))
+    shapes, _ = Derivation(make, DEPTH, (1, 4), Target(on_card=True), machine()).trace(recipe, cfg)
+    derived, itself = (needs(found, cfg, Target(on_card=True), 0) for found in (shapes, trace(cfg, on_card=True)))
     for phase, need in itself.phases.items():
         assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
         assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
@@ -160,7 +161,7 @@ def test_of_a_frozen_half_masters_take_no_memory_while_it_is_loaded(config):
     frozen = "freeze=[transformer.wte.*,transformer.h.0.*]"
     cfg = config(frozen, "precision=bf16-master").resolved()
     shapes = trace(cfg, on_card=False)
-    load = needs(shapes, cfg, False, 0).phases["load"].host
+    load = needs(shapes, cfg, Target(on_card=False), 0).phases["load"].host
     assert load == pytest.approx(4 * (shapes.parameters + shapes.largest), rel=0.01)
 
 
@@ -171,7 +172,7 @@ def test_a_base_that_an_adapter_freezes_is_never_in_fp32(config):
     loaded = build.causal_lm(cfg, describe(cfg, plans=True)).model
     assert {p.dtype for p in loaded.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for _, p in trained(loaded)} == {torch.float32}
-    adapter, every = (needs(trace(one, False), one, False, 0) for one in (cfg, all_weights))
+    adapter, every = (needs(trace(one, False), one, Target(on_card=False), 0) for one in (cfg, all_weights))
     assert adapter.phases["load"].host < 0.65 * every.phases["load"].host
 
 

@@ -24,6 +24,7 @@ from lowmem.plan import at_start, attend, attention, card, table
 from lowmem.plan.attention import CUDNN, EFFICIENT, FLASH, MATH, Call, kernel
 from lowmem.plan.candidates import Typed
 from lowmem.plan.recipes import Plan, Recipe
+from lowmem.plan.target import Target
 from lowmem.plan.trace import trace
 from lowmem.plan.work import work_of
 from lowmem.units import GIB
@@ -361,7 +362,7 @@ def test_run_and_plan_say_it_once(config, monkeypatch, caplog):
         with caplog.at_level("INFO"):
             prediction = at_start.checked(cfg, [])
         said[precision] = [line for line in caplog.messages if "math kernel" in line]
-        plan = Plan(Typed(cfg, [], None), [Recipe((), prediction, 1.0)] * 2, None, None, 1)
-        for shown in (table.of_plan(plan, 9), table.of_prediction(prediction, None, None)):
+        plan = Plan(Typed(cfg, [], None), [Recipe((), prediction, 1.0)] * 2, Target(on_card=True), 1)
+        for shown in (table.of_plan(plan, 9), table.of_prediction(prediction, Target(on_card=True))):
             assert [line for line in shown.splitlines() if "math kernel" in line] == said[precision]
     assert len(said["tf32"]) == 1 and "type precision=bf16" in said["tf32"][0] and said["bf16"] == []

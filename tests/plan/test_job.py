@@ -11,6 +11,7 @@ from lowmem.overrides import CONF, replaced
 from lowmem.plan import job, prediction
 from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import PHASES
+from lowmem.plan.target import Target
 from lowmem.settle import run_of
 
 
@@ -70,7 +71,7 @@ def test_what_is_traced_for_a_preset_has_the_accumulation_of_the_trace(preset):
     def made(recipe):
         return job.resolved(run_of(replaced([f"experiment={preset}", *TINY], recipe)), on_card=False)
 
-    derivation = Derivation(made, 4, (1, 4), on_card=False, machine=None)
+    derivation = Derivation(made, 4, (1, 4), Target(on_card=False), machine=None)
     recipe = {"precision": "bf16-master", "optim": "adamw8bit", "gradient_checkpointing": "none", "loss": "full"}
     passes, parameters = derivation.needed(recipe | {"batch_size": "1"}, made(recipe))
     for needed, several in ((passes, False), (parameters, parameters[0]["accumulation"] == "fixed")):

@@ -5,6 +5,7 @@ import torch
 
 from lowmem.model import describe, load
 from lowmem.plan.prediction import predict
+from lowmem.plan.target import Target
 
 
 @pytest.mark.parametrize(("saved", "counted"), [("bfloat16", True), ("float32", False)])
@@ -13,9 +14,9 @@ def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, s
     network = load(describe(cfg), getattr(torch, saved))
     network.save_pretrained(tmp_path / "model")
     file = (tmp_path / "model" / "model.safetensors").stat().st_size
-    drawn = predict(cfg, on_card=False)
+    drawn = predict(cfg, Target(on_card=False))
     cfg = cfg.knowing(model={"pretrained": True, "name": str(tmp_path / "model")})
-    loaded = predict(cfg, on_card=False)
+    loaded = predict(cfg, Target(on_card=False))
     assert (drawn.mapped, loaded.mapped) == (0, file if counted else 0)
     growths = [one.phases["load"].host - one.host_categories["libraries"] for one in (drawn, loaded)]
     assert growths[1] - growths[0] == loaded.mapped

@@ -5,6 +5,7 @@ from benchmarks.architectures import shrunk
 
 from lowmem.fit import fit
 from lowmem.plan.prediction import needs, outline, predict
+from lowmem.plan.target import Target
 
 # Expert by expert, split by counts that are read as numbers, in one grouped product.
 FAMILIES = ("longcat_flash", "jetmoe", "mixtral")
@@ -23,20 +24,20 @@ def of_family(config, name, **changes):
 def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     cfg = of_family(config, name)
     measured = fit(cfg, tmp_path / "run")["peak_bytes"]["device"]
-    found = predict(cfg, on_card=False)
+    found = predict(cfg, Target(on_card=False))
     assert abs(found.device_peak / measured - 1) < OFF
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
     monkeypatch.setattr("lowmem.plan.shapes.EXPERTS", 1)  # and not that each gradient is as large as those of all
     cfg = cfg.knowing(batch_size=2)  # a quarter for the experts
-    wrong = predict(cfg, on_card=False)
+    wrong = predict(cfg, Target(on_card=False))
     assert abs(wrong.device_peak / measured - 1) > OFF
 
 
 def test_what_cannot_be_traced_all_the_same_is_counted_and_says_how_far_that_is_off(config, monkeypatch):
     monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 100)
-    found = predict(of_family(config, "mixtral"), on_card=False)
+    found = predict(of_family(config, "mixtral"), Target(on_card=False))
     assert "100 operators" in found.estimate and "from a third too little to a fifth too much" in found.estimate
     one, two = (of_family(config, "mixtral", num_experts_per_tok=count) for count in (1, 2))
-    fewer, more = (needs(outline(cfg, False), cfg, False, 0).device_peak for cfg in (one, two))
+    fewer, more = (needs(outline(cfg, False), cfg, Target(on_card=False), 0).device_peak for cfg in (one, two))
     assert fewer < more == found.device_peak

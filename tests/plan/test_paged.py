@@ -8,10 +8,12 @@ from bitsandbytes import functional
 from bitsandbytes.optim import PagedAdamW8bit
 from torch import nn
 
+from lowmem.gpus import Card
 from lowmem.memory.ledger import optimizer_state, paged_state
 from lowmem.optim import build
 from lowmem.plan import stand_in, trace
 from lowmem.plan.prediction import Need, outline, predict
+from lowmem.plan.target import Target
 from lowmem.units import GIB
 
 # Embeddings of 300 x 256 are below the 100,000 elements from which state is paged; matrices of 256 x 768 are above.
@@ -39,7 +41,7 @@ def test_paged_state_is_none_of_the_cards(config, monkeypatch, optim, counted):
         )
     cfg = composed(config, f"optim={optim}")
     plain = composed(config, f"optim={optim}", f"optim._target_={cfg.optim.target.replace('Paged', '')}")
-    paged, unpaged = predict(cfg, on_card=True), predict(plain, on_card=True)
+    paged, unpaged = predict(cfg, Target(on_card=True)), predict(plain, Target(on_card=True))
     state = BYTES[optim] * large(cfg)
     assert unpaged.paged == 0
     assert (paged.paged == state) == counted
@@ -50,7 +52,7 @@ def test_paged_state_is_none_of_the_cards(config, monkeypatch, optim, counted):
 
 
 def test_without_a_card_nothing_is_paged(config):
-    found = [predict(composed(config, f"optim={optim}"), on_card=False) for optim in BYTES]
+    found = [predict(composed(config, f"optim={optim}"), Target(on_card=False)) for optim in BYTES]
     assert [one.paged for one in found] == [0, 0]
     assert found[1].by_category["optimizer"] > 8 * large(composed(config))
 
@@ -63,18 +65,23 @@ def test_an_estimate_knows_it_too(config):
     assert held[1] - held[0] == on_card.paged
 
 
+def target(gpu, ram):
+    return Target(True, Card(gpu, "made up"), ram)
+
+
 def test_it_lies_where_there_is_room_and_never_makes_a_run_unfit(config):
     phases = {name: Need(GIB, GIB) for name in ("load", "forward", "step", "evaluation")} | {"save": Need(GIB, 5 * GIB)}
-    found = predict(composed(config, "optim=paged_adamw8bit"), on_card=True, beside=GIB)
+    found = predict(composed(config, "optim=paged_adamw8bit"), Target(True, Card(0, "", GIB)))
     found = replace(found, phases=phases, reserved=2 * GIB, smallest=GIB, paged=4 * GIB)
     # gpu: 2 GiB are needed, and torch reserves 2 beside 1 of the context before a page finds room
     assert {gpu: found.paged_on_host(gpu * GIB) / GIB for gpu in (2, 3, 4, 7, 8)} == {2: 4, 3: 4, 4: 3, 7: 0, 8: 0}
     assert found.paged_on_host(None) == 0
-    assert found.fits(2 * GIB, 5 * GIB) and not found.fits(2 * GIB, 5 * GIB - 1)  # all of it, to be written
+    assert found.fits(target(2 * GIB, 5 * GIB))
+    assert not found.fits(target(2 * GIB, 5 * GIB - 1))  # all of it, to be written
     crowded = replace(found, phases=phases | {"step": Need(GIB, 3 * GIB)})
     assert [crowded.host_need(gpu * GIB) / GIB for gpu in (2, 4, 5, 8)] == [7, 6, 5, 5]
-    assert crowded.fits(8 * GIB, 5 * GIB) and not crowded.fits(2 * GIB, 5 * GIB)
-    assert not found.fits(2 * GIB - 1, None)
+    assert crowded.fits(target(8 * GIB, 5 * GIB)) and not crowded.fits(target(2 * GIB, 5 * GIB))
+    assert not found.fits(target(2 * GIB - 1, None))
 
 
 def test_bitsandbytes_pages_from_this_size_on(monkeypatch):

@@ -11,13 +11,14 @@ import pytest
 import torch
 from benchmarks import ranks
 
-from lowmem.gpus import COMMUNICATOR
+from lowmem.gpus import COMMUNICATOR, Card
 from lowmem.memory.tracker import StorageTracker
 from lowmem.plan import shapes
 from lowmem.plan.links import EARLIER, NODE, Sent, Traffic, by_phase, of_window, traffic
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import PHASES, Need, Prediction, outline, predict
 from lowmem.plan.table import command
+from lowmem.plan.target import Target
 from lowmem.plan.trace import trace
 from lowmem.plan.window import window
 from lowmem.strategy.pipeline import Pipeline
@@ -134,9 +135,9 @@ def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
     lines = ("strategy=pipeline", "devices=4", f"strategy.schedule={schedule}", "accumulation=fixed")
     cfg = typed(*lines, "accumulation.batches=6", "model.architecture.num_hidden_layers=12")
     stages = [max(point.total for point in trace(cfg, False, rank=rank).phases.values()) for rank in range(4)]
-    assert predict(cfg, on_card=False).device_peak == max(stages)
+    assert predict(cfg, Target(on_card=False)).device_peak == max(stages)
     monkeypatch.setattr(Pipeline, "neediest", (0, 3))
-    assert predict(cfg, on_card=False).device_peak < max(stages)
+    assert predict(cfg, Target(on_card=False)).device_peak < max(stages)
 
 
 @pytest.mark.parametrize("strategy", ["deepspeed_zero3", "fsdp_offload"])
@@ -214,5 +215,5 @@ def test_two_processes_need_what_is_predicted():
 )
 def test_a_card_has_nccls_buffers_for_each_group_that_exchanges(typed, lines, groups):
     cfg = typed(*lines)
-    on_card, on_cpu = (predict(cfg, card, beside=GIB) for card in (True, False))
+    on_card, on_cpu = (predict(cfg, Target(on_card, Card(0, "", GIB))) for on_card in (True, False))
     assert on_card.beside == GIB + groups * COMMUNICATOR and on_cpu.beside == 0

@@ -16,6 +16,7 @@ from lowmem.plan.candidates import COMPUTED, Typed, candidates, micro_batches, s
 from lowmem.plan.derive import Derivation, bilinear
 from lowmem.plan.machine import Machine
 from lowmem.plan.prediction import Need, Prediction, needs
+from lowmem.plan.target import Target
 from lowmem.plan.trace import Trace, trace
 from lowmem.plan.window import of_trace
 from lowmem.plan.work import Work
@@ -23,6 +24,7 @@ from lowmem.settle import run_of
 from lowmem.techniques import CHANGEABLE, techniques
 
 DEPTH = 7
+ON_CARD = Target(on_card=True)
 SHAPE = [
     *("model.architecture.n_embd=64", f"model.architecture.n_layer={DEPTH}", "model.architecture.n_head=2"),
     *("model.architecture.vocab_size=1000", "seq_len=128", "batch_size=8"),
@@ -75,14 +77,14 @@ def composed(config):
 @pytest.mark.parametrize("ways", [RECIPES[::16], pytest.param(RECIPES, marks=pytest.mark.slow)])
 def test_derived_recipes_are_those_that_are_traced(composed, ways):
     rates = replace(machine(), overhead=0.0)
-    derivation = Derivation(composed, DEPTH, (1, 8), True, rates)
+    derivation = Derivation(composed, DEPTH, (1, 8), ON_CARD, rates)
     for way in ways:
         recipe = as_override(*way)
         cfg = composed(recipe)
         shapes, seconds = derivation.trace(recipe, cfg)
         itself = trace(cfg, on_card=True)
         assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01), way
-        derived, traced = (needs(found, cfg, True, 0) for found in (shapes, itself))
+        derived, traced = (needs(found, cfg, ON_CARD, 0) for found in (shapes, itself))
         for phase, need in traced.phases.items():
             # to the byte where a place is linear in depth and batch; scalars and rounded rates make the rest
             assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), (way, phase)
@@ -99,8 +101,8 @@ def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, 
     monkeypatch.setattr("test_recipes.SHAPE", [*SHAPE, "tile.tokens=50"])
     recipe = as_override("bf16-master", "adamw8bit", "every_layer", "chunked", 4)
     cfg = composed(recipe)
-    shapes, _ = Derivation(composed, DEPTH, (1, 8), True, machine()).trace(recipe, cfg)
-    derived, itself = (needs(found, cfg, True, 0) for found in (shapes, trace(cfg, on_card=True)))
+    shapes, _ = Derivation(composed, DEPTH, (1, 8), ON_CARD, machine()).trace(recipe, cfg)
+    derived, itself = (needs(found, cfg, ON_CARD, 0) for found in (shapes, trace(cfg, on_card=True)))
     for phase in ("forward", "backward", "step"):
         assert derived.phases[phase].device == pytest.approx(itself.phases[phase].device, rel=0.01), phase
 
@@ -108,9 +110,9 @@ def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, 
 def test_a_derivation_from_another_depth_is_not(composed):
     recipe = as_override(*RECIPES[0])
     cfg = composed(recipe)
-    wrong = Derivation(composed, DEPTH - 1, (1, 8), True, machine())
-    derived = needs(wrong.trace(recipe, cfg)[0], cfg, True, 0)
-    assert derived.device_peak != pytest.approx(needs(trace(cfg, on_card=True), cfg, True, 0).device_peak, rel=0.01)
+    wrong = Derivation(composed, DEPTH - 1, (1, 8), ON_CARD, machine())
+    derived = needs(wrong.trace(recipe, cfg)[0], cfg, ON_CARD, 0)
+    assert derived.device_peak != pytest.approx(needs(trace(cfg, on_card=True), cfg, ON_CARD, 0).device_peak, rel=0.01)
 
 
 @pytest.mark.rows("every_k-True", "none-False")
@@ -126,7 +128,7 @@ def test_a_derivation_from_another_depth_is_not(composed):
     ],
 )
 def test_a_third_depth_tells_where_blocks_do_not_add_the_same(composed, checkpointing, bends):
-    derivation = Derivation(composed, 48, (1, 8), True, machine())
+    derivation = Derivation(composed, 48, (1, 8), ON_CARD, machine())
     recipe = as_override("bf16", "adamw", checkpointing, "full", 8)
     why = derivation.estimate(recipe, composed(recipe))
     assert (why is not None) == bends
@@ -202,7 +204,7 @@ def test_a_card_without_bf16_products_is_given_fp16():
 
 def test_and_what_was_typed_for_it_is_refused():
     with pytest.raises(Refused, match=r"no units for it.*Type precision=16, 16-master or 32"):
-        recipes.search(typed("precision=bf16", "batch_size=8"), gpus.named("t4"), None, True)
+        recipes.search(typed("precision=bf16", "batch_size=8"), Target(True, gpus.named("t4")))
 
 
 # --- what a recipe changes --------------------------------------------------------------------------------------------
@@ -337,11 +339,11 @@ def ranked(monkeypatch):
         monkeypatch.setattr(recipes, "Derivation", Made)
         monkeypatch.setattr(recipes, "machine", lambda *_: None)
         monkeypatch.setattr(recipes, "needs", lambda size, *_: prediction(size))
-        monkeypatch.setattr(recipes, "predict", lambda cfg, *_: prediction(recipes_[cfg.made]))
+        monkeypatch.setattr(recipes, "predict", lambda cfg, _: prediction(recipes_[cfg.made]))
         found = [one for one in trainings(asked) if tuple(one.chosen.values()) in recipes_]
         monkeypatch.setattr(recipes, "trainings", lambda *_: found)
         monkeypatch.setattr(recipes._Search, "_confirmed", lambda _, ranked: ranked)  # they are made up
-        return recipes.search(asked, card(room), None, True)
+        return recipes.search(asked, Target(True, card(room)))
 
     return make
 
@@ -379,7 +381,7 @@ def test_what_is_closest_to_the_typed_training_comes_first(ranked, room, may_cha
 def test_every_config_of_a_search_is_what_would_be_composed():
     lines = ("device=cpu", "gradient_checkpointing=none", "loss=chunked", "loss.rows=256", "optim=adamw")
     asked = typed(*lines, "optim.betas=[0.8,0.9]", "batch_size=8", may_change=("precision",))
-    derivation = Derivation(asked.config, DEPTH, (1, 8), True, machine())
+    derivation = Derivation(asked.config, DEPTH, (1, 8), ON_CARD, machine())
     for one in all_of(asked):
         assert asked.config(one.option) == asked.compose(one.option)
         passes, parameters = (recipe for recipe, _ in derivation.needed(one.option, one.run))
@@ -408,7 +410,7 @@ def test_a_window_of_several_devices_has_as_many_sequences_as_typed(named, strat
 @pytest.mark.slow
 def test_where_everything_is_refused_the_reason_is_said():
     with pytest.raises(Refused, match=r"Type memory\.limit"):
-        recipes.search(typed("batch_size=auto", "accumulation=effective_batch", "device=cpu"), None, None, False)
+        recipes.search(typed("batch_size=auto", "accumulation=effective_batch", "device=cpu"), Target(on_card=False))
 
 
 def test_equally_fast_is_what_changes_least(ranked):
@@ -427,13 +429,13 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
     lines = ("device=cpu", "precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     asked = typed(*SHAPE, *lines, may_change=[])
     asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
-    everything = recipes.search(asked, card(2**40), 2**40, True)
+    everything = recipes.search(asked, Target(True, card(2**40), 2**40))
     assert everything.chosen.traced and len(everything.recipes) == 4
     needed = sorted(r.prediction.device_need for r in everything.recipes)
-    some = recipes.search(asked, card(needed[1]), 2**40, True)
-    fits = [r.fits(some.gpu, some.ram) for r in some.recipes]
+    some = recipes.search(asked, Target(True, card(needed[1]), 2**40))
+    fits = [*map(some.fits, some.recipes)]
     assert fits == sorted(fits, reverse=True) and 1 <= sum(fits) <= 3
-    assert recipes.search(asked, card(1000), 2**40, True).chosen is None
+    assert recipes.search(asked, Target(True, card(1000), 2**40)).chosen is None
 
 
 def test_the_depth_is_that_of_the_architecture(config):
@@ -549,8 +551,8 @@ def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch,
 
     cfg = composed(recipe)
     assert recipes.model_depth(cfg) == (depth, 2)
-    derivation = Derivation(composed, depth, (1, 4), True, machine(), period=rounds)
-    derived, traced = needs(derivation.trace(recipe, cfg)[0], cfg, True, 0), needs(trace(cfg, True), cfg, True, 0)
+    derivation = Derivation(composed, depth, (1, 4), ON_CARD, machine(), period=rounds)
+    derived, traced = needs(derivation.trace(recipe, cfg)[0], cfg, ON_CARD, 0), needs(trace(cfg, True), cfg, ON_CARD, 0)
     assert (derived.device_peak == pytest.approx(traced.device_peak, rel=0.002)) == (rounds == 2)
     assert rounds == 1 or derivation.estimate(recipe, cfg) is None
 
@@ -558,12 +560,12 @@ def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch,
 @pytest.mark.parametrize("period", range(1, 9))
 def test_the_depths_that_are_traced_end_as_the_model_does(period):
     for depth in range(2 * period, 60):
-        derivation = Derivation(None, depth, (1, 1), True, None, period=period)
+        derivation = Derivation(None, depth, (1, 1), ON_CARD, None, period=period)
         one, two = derivation.depths
         assert 3 <= one < two <= derivation.third and {n % period for n in (one, two, derivation.third)} == {
             depth % period
         }
-    assert (Derivation(None, 48, (1, 1), True, None).depths, Derivation(None, 48, (1, 1), True, None).third) == (
+    assert (Derivation(None, 48, (1, 1), ON_CARD, None).depths, Derivation(None, 48, (1, 1), ON_CARD, None).third) == (
         (3, 4),
         7,
     )
@@ -589,14 +591,14 @@ def streaming(*way):
 def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(composed, way):
     """Also where some blocks stay. Wrong on purpose: as if one less of them did."""
     rates, recipe = replace(machine(), overhead=0.0), streaming(*way)
-    derivation, cfg = Derivation(composed, DEPTH, (1, 8), True, rates), composed(recipe)
+    derivation, cfg = Derivation(composed, DEPTH, (1, 8), ON_CARD, rates), composed(recipe)
     itself = trace(cfg, on_card=True)
-    derived, traced = derivation.trace(recipe, cfg), needs(itself, cfg, True, 0)
+    derived, traced = derivation.trace(recipe, cfg), needs(itself, cfg, ON_CARD, 0)
     assert derived[1] == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
     assert (derived[0].weights, derived[0].streamed, derived[0].held) == pytest.approx(
         (itself.weights, itself.streamed, itself.held), rel=0.001
     )
-    found = needs(derived[0], cfg, True, 0)
+    found = needs(derived[0], cfg, ON_CARD, 0)
     for phase, need in traced.phases.items():
         assert found.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
         assert found.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
@@ -610,7 +612,7 @@ def test_the_device_holds_two_blocks_of_however_many(composed):
     """Weights there are those outside the blocks and two slots, whatever the depth, and those of blocks that stay."""
     recipe = streaming(*STREAMED[0])
     cfg = composed(recipe)
-    by_depth = {depth: Derivation(composed, depth, (1, 8), True, machine()) for depth in (7, 14)}
+    by_depth = {depth: Derivation(composed, depth, (1, 8), ON_CARD, machine()) for depth in (7, 14)}
     seven, fourteen = (one.of_parameters(recipe, cfg) for one in by_depth.values())
     block = seven.streamed // 7
     assert seven.weights == pytest.approx(fourteen.weights, abs=200)  # a NaN for each parameter
@@ -641,7 +643,7 @@ def test_what_fits_on_the_device_stays_there():
     asked = typed(*lines, "gradient_checkpointing=offload", may_change=[])
 
     def planned(size):
-        return recipes.search(asked, card(size), 2**40, True)
+        return recipes.search(asked, Target(True, card(size), 2**40))
 
     (only,) = planned(2**40).recipes
     assert only.overrides == () and only.traced

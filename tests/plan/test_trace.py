@@ -9,6 +9,7 @@ import torch
 
 import parity
 from lowmem.memory import process
+from lowmem.plan.target import Target
 from lowmem.plan.trace import trace
 
 COMPILED = "gradient_checkpointing=budget"  # allocates unseen
@@ -207,7 +208,7 @@ def test_a_loop_that_waits_for_a_number_ends_in_an_estimate(config, monkeypatch)
 
     monkeypatch.setattr(GPT2Model, "forward", waits)
     monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 20_000)
-    found = predict(config().resolved(), on_card=False)
+    found = predict(config().resolved(), Target(on_card=False))
     assert "20,000 operators" in found.estimate and found.device_peak > 0
 
 
@@ -226,7 +227,7 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
     )
     for operators in (1000, 1500, 1501, 1502, 1503, 2000):
         monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", operators)
-        assert "operators" in predict(cfg.resolved(), False).estimate
+        assert "operators" in predict(cfg.resolved(), Target(on_card=False)).estimate
 
 
 def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
@@ -235,7 +236,7 @@ def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
 
     monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 500)
     cfg = config("strategy=pipeline", "devices=2", "accumulation=fixed")
-    assert "operators" in predict(cfg.resolved(), False).estimate
+    assert "operators" in predict(cfg.resolved(), Target(on_card=False)).estimate
 
 
 def test_a_run_on_a_card_is_traced_here(config):

@@ -13,10 +13,12 @@ from lowmem.memory import process
 from lowmem.overrides import as_mapping, replaced, without
 from lowmem.plan.candidates import Typed
 from lowmem.plan.helper import elsewhere
+from lowmem.plan.links import NODE
 from lowmem.plan.machine import Machine, kept
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.recipes import Plan, search
 from lowmem.plan.table import command
+from lowmem.plan.target import Target
 from lowmem.plan.update import knows_update
 from lowmem.plan.window import of_trace, refine
 from lowmem.report.metrics import LONG, Metrics
@@ -43,13 +45,13 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
     typed = without(("plan", "may_change"), typed)
     plan = _searched(run.resolved(), typed, card, may_change)
     if plan.chosen is None:
-        least = plan.recipes[0]
+        least, gpu = plan.recipes[0], plan.target.device_memory
         others = [group for group in CHANGEABLE if group not in may_change]
         instead = f"may_change={','.join(CHANGEABLE)}, and it may take others, or " if others else ""
         raise Refused(
             f"plan={run.plan}: nothing fits{' that computes what was typed' if others else ''}. The smallest recipe, "
             f"{command(typed, least)}, needs {least.prediction.device_need / GIB:.2f} GiB of the device and "
-            f"{least.prediction.host_need(plan.gpu) / GIB:.1f} of the host. Type {instead}a smaller seq_len or model."
+            f"{least.prediction.host_need(gpu) / GIB:.1f} of the host. Type {instead}a smaller seq_len or model."
         )
     log.info(
         f"plan={run.plan}: {' '.join(plan.chosen.overrides) or 'nothing to change'} ({plan.chosen.says}), the fastest "
@@ -67,14 +69,14 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
     """
     if run.plan == "off":
         return None
-    card, ram = _free(run), _host()
-    prediction = _predicted(run, card)
+    target = _target(run)
+    prediction = _predicted(run, target)
     if prediction.advice is not None:
         log.info(prediction.advice)
     if prediction.estimate is not None:
         log.info(f"The prediction is an estimate: {prediction.estimate}")
-    elif not prediction.fits(card and card.size, ram):
-        raise Refused(_does_not_fit(run, typed, prediction, card, ram))
+    elif not prediction.fits(target):
+        raise Refused(_does_not_fit(run, typed, prediction, target))
     return prediction
 
 
@@ -138,15 +140,19 @@ def _rates(run: Run, prediction: Prediction) -> Machine | None:
 
 def could_fit(run: Run) -> bool:
     """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
-    card = _free(run)
-    prediction = _predicted(run.resolved(), card)
-    return prediction.estimate is not None or prediction.fits(card and card.size, _host())
+    target = _target(run)
+    prediction = _predicted(run.resolved(), target)
+    return prediction.estimate is not None or prediction.fits(target)
 
 
-def _predicted(run: Run, card: Card | None) -> Prediction:
-    of_card = {"beside": card.beside, "capability": card.capability} if card else {}
-    others = {"other": elsewhere, "node": launched.on_this_machine()} if run.several else {}
-    return predict(run, on_card=run.device == "cuda", **of_card, **others)
+def _predicted(run: Run, target: Target) -> Prediction:
+    return predict(run, target, elsewhere if run.several else None)
+
+
+def _target(run: Run) -> Target:
+    """The device and host of this process, with what is free of them now."""
+    node = launched.on_this_machine() if run.several else NODE
+    return Target(run.device == "cuda", _free(run), _host(), node)
 
 
 def _free(run: Run) -> Card | None:
@@ -166,17 +172,17 @@ def _host() -> int:
     return process.available_bytes() + launched.on_this_machine() * process.rss_bytes()
 
 
-def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, card: Card | None, ram: int) -> str:
+def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target: Target) -> str:
     held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
     lines = [
         f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({held}; highest in "
-        f"{prediction.peak_phase}) and {prediction.host_need(card and card.size) / GIB:.1f} GiB of the host."
+        f"{prediction.peak_phase}) and {prediction.host_need(target.device_memory) / GIB:.1f} GiB of the host."
     ]
-    if card is not None:
-        lines.append(f"The device has {card.size / GIB:.2f} GiB free.")
-    lines.append(f"The host has {ram / GIB:.1f} GiB.")
+    if target.device_memory is not None:
+        lines.append(f"The device has {target.device_memory / GIB:.2f} GiB free.")
+    lines.append(f"The host has {target.host_memory / GIB:.1f} GiB.")
     try:
-        plan = _searched(run, typed, card)
+        plan = _searched(run, typed, target.card)
         lines.append(
             f"The fastest recipe that fits ({plan.chosen.says}): {command(typed, plan.chosen)}."
             if plan.chosen
@@ -191,7 +197,7 @@ def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Col
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
     asked = Typed(run, typed, lambda recipe: _composed(run, typed, recipe), may_change)
-    return search(asked, card, _host(), run.device == "cuda")
+    return search(asked, Target(run.device == "cuda", card, _host()))
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:

@@ -17,9 +17,10 @@ from itertools import count
 from math import isqrt
 
 from lowmem.memory.tracker import Point
-from lowmem.plan.links import EARLIER, NODE
+from lowmem.plan.links import EARLIER
 from lowmem.plan.machine import Machine
 from lowmem.plan.recorder import Place
+from lowmem.plan.target import Target
 from lowmem.plan.trace import Trace, trace
 from lowmem.plan.window import PASSES, STEP, TRAVEL, seconds, window
 from lowmem.settle import Run
@@ -44,12 +45,10 @@ class Derivation:
     compose: Compose
     depth: int
     batches: tuple[int, int]
-    on_card: bool
+    target: Target
     machine: Machine
-    capability: float | None = None  # of the card
     traces: int = 0  # that were needed
     period: int = 1  # blocks after which their kinds begin again
-    node: int = NODE  # devices of one
 
     @property
     def depths(self) -> tuple[int, int]:
@@ -100,7 +99,7 @@ class Derivation:
             taken[TRAVEL] = part * passes.at(lambda t: self._seconds(t).get(TRAVEL, 0.0))
         if not leave:  # each micro-batch but the first adds its gradients to those that are there
             taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
-        return derived, window(self.machine, run, derived, taken, batches, self.node).seconds
+        return derived, window(self.machine, run, derived, taken, batches, self.target.node).seconds
 
     def _seconds(self, shapes: Trace) -> Mapping[str, float]:
         """Counted once for all recipes that share a trace, which `_corners` keeps."""
@@ -141,7 +140,7 @@ class Derivation:
         key = _key(*needed)
         if key not in self._staying:
             short = self.compose(needed[0] | {STAY: "1"}).knowing(batch_size=1)
-            self._staying[key] = trace(short, self.on_card, min(self.depths), self.capability)
+            self._staying[key] = trace(short, self.target.on_card, min(self.depths), self.target.capability)
             self.traces += 1
         return replace(found, staying=count, one_stays=self._staying[key])
 
@@ -190,7 +189,7 @@ class Derivation:
         small = min(batches)
         by_depth = {depth: t for depth, batch, t in self.traced(passes, batches) if batch == small}
         run = self.compose(passes).knowing(batch_size=small)
-        third = trace(run, self.on_card, self.third, self.capability)
+        third = trace(run, self.target.on_card, self.third, self.target.capability)
         self.traces += 1
         exact = {place: third.places[place].with_all_gradients for place in third.places if place.startswith(PASSES)}
 
@@ -208,7 +207,7 @@ class Derivation:
         """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""
         if not self.has(recipe, batches):
             corners = self.corners(recipe, batches)
-            traces = [trace(run, self.on_card, depth, self.capability) for depth, _, run in corners]
+            traces = [trace(run, self.target.on_card, depth, self.target.capability) for depth, _, run in corners]
             self.take(recipe, batches, corners, traces)
         return self._corners[_key(recipe, batches)]
 

@@ -20,6 +20,7 @@ from lowmem.plan.candidates import SHARED, Typed, emulates
 from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
+from lowmem.plan.target import Target
 from lowmem.quiet import quiet
 from lowmem.settle import Run, run_of, settled
 from lowmem.techniques import techniques
@@ -55,23 +56,23 @@ def plan(
     card = gpus.here() if card is None and on_card else card
     if ram is None and (card_of_here or run.devices == 1):
         ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # it is gone by the time of the run
+    target = Target(on_card, card, ram, run.node)
     typed, card_of = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
     if run.search:
         changeable = run.may_change and run.may_change.split(",")
         asked = Typed(run, typed, partial(_composed, [*typed, *card_of], on_card=on_card), changeable)
-        searched = search(asked, card, ram, on_card, run.node, helper)
+        searched = search(asked, target, helper)
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
         said, written = f"\n{table.of_plan(searched, run.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
-            smaller = largest_model(searched, on_card, run.node)
+            smaller = largest_model(searched)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
         if emulates(card, run):
             raise Refused(NO_BF16)
-        prediction = predict(run, on_card, *((card.beside, card.capability) if card else (0, None)), run.node)
-        gpu = card and card.size
-        said = table.of_prediction(prediction, gpu, ram)
-        recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(gpu, ram)}
+        prediction = predict(run, target)
+        said = table.of_prediction(prediction, target)
+        recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(target)}
         written = {"chosen": None, "recipes": [recipe]}
     written |= {"seconds": time.perf_counter() - start}
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -110,14 +111,14 @@ def _as_dict(searched: Plan, typed: Sequence[str]) -> dict:
             "relative_step_time": recipe.seconds / searched.seconds,
             "changes": [change.says for change in recipe.changes],
             "traced": recipe.traced,
-            "fits": recipe.fits(searched.gpu, searched.ram),
+            "fits": searched.fits(recipe),
         }
         for recipe in searched.recipes
     ]
     return {
         "chosen": recipes[0]["overrides"] if searched.chosen else None,
-        "gpu_bytes": searched.gpu,
-        "ram_bytes": searched.ram,
+        "gpu_bytes": searched.target.device_memory,
+        "ram_bytes": searched.target.host_memory,
         "traces": searched.traces,
         "recipes": recipes,
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +18,10 @@ from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.optim.build import PAGED_FROM
 from lowmem.plan.allocator import replay, smallest_limit
 from lowmem.plan.helper import NotTraced
-from lowmem.plan.links import NODE, NOTHING, Traffic, of_window
+from lowmem.plan.links import NOTHING, Traffic, of_window
 from lowmem.plan.recorder import stack_of
 from lowmem.plan.stand_in import state_bytes_per_parameter
+from lowmem.plan.target import Target
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.plan.window import HALF
 from lowmem.settle import SIXTEEN, Run
@@ -119,7 +121,8 @@ class Prediction:
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
         return replace(self, phases=phases, host_categories={**self.host_categories, "libraries": libraries})
 
-    def fits(self, gpu: int | None, ram: int | None) -> bool:
+    def fits(self, target: Target) -> bool:
+        gpu, ram = target.device_memory, target.host_memory
         return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_need(gpu) <= ram)
 
     def as_dict(self) -> dict:
@@ -144,48 +147,38 @@ class Prediction:
         }
 
 
-def predict(
-    run: Run,
-    on_card: bool,
-    beside: int = 0,
-    capability: float | None = None,
-    node: int = NODE,
-    other: Callable[..., Trace] | None = None,
-) -> Prediction:
-    """Of the device that needs most.
+def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None) -> Prediction:
+    """The needs of the device that needs most.
 
-    Args: run: resolved, with a number for batch_size; on_card: for a CUDA device, which need not be there; beside,
-    capability: of a `Card`; node: devices of a host, which they share; other: who traces, in the place of this process.
+    Args: run: resolved, with a number for batch_size; other: traces in the place of this process.
 
     Raises:
         Refused: what the run itself would be refused for.
     """
-    traces = other or trace
+    traces = partial(other or trace, on_card=target.on_card, capability=target.capability)
     libraries = process.rss_bytes()  # this process has imported what the run will import
-    more = {"beside": beside, "node": node}
     if run.any("compiles_blocks"):
         none = {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}
         run = run.replacing("gradient_checkpointing", none)
         why = (
             "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
         )
-        traced = traces(run, on_card, capability=capability)
-        return replace(needs(traced, run, on_card, libraries, **more), estimate=why)
+        return replace(needs(traces(run), run, target, libraries), estimate=why)
     if run.technique("strategy").package:
         why = f"the engine of this strategy is counted by its rule: what it divides is 1/{run.devices} on each device."
-        return replace(needs(outline(run, on_card), run, on_card, libraries, **more), estimate=f"{why} {OUTLINED}")
+        return replace(needs(outline(run, target.on_card), run, target, libraries), estimate=f"{why} {OUTLINED}")
     try:
-        first = traces(run, on_card, capability=capability)
-        found = [first, *(traces(run, on_card, capability=capability, rank=rank) for rank in first.neediest if rank)]
-        return max((needs(one, run, on_card, libraries, **more) for one in found), key=lambda need: need.device_peak)
+        first = traces(run)
+        found = [first, *(traces(run, rank=rank) for rank in first.neediest if rank)]
+        return max((needs(one, run, target, libraries) for one in found), key=lambda need: need.device_peak)
     except Refused:
         raise
     except NotTraced as error:
         why = f"{error} {OUTLINED}"
-        return replace(needs(outline(run, on_card), run, on_card, libraries, **more), estimate=why)
+        return replace(needs(outline(run, target.on_card), run, target, libraries), estimate=why)
     except Exception as error:
-        why, shapes = f"{untraceable(error)} {OUTLINED}", outline(run, on_card)
-        return replace(needs(shapes, run, on_card, libraries, **more), estimate=why)
+        why, shapes = f"{untraceable(error)} {OUTLINED}", outline(run, target.on_card)
+        return replace(needs(shapes, run, target, libraries), estimate=why)
 
 
 def outline(run: Run, on_card: bool) -> Trace:
@@ -270,8 +263,9 @@ def _kept_per_token(text: PretrainedConfig) -> int:
     return 9 * hidden + max(1, experts) * 4 * width + 2 * experts * hidden
 
 
-def needs(shapes: Trace, run: Run, on_card: bool, libraries: int, beside: int = 0, node: int = NODE) -> Prediction:
+def needs(shapes: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     """What a traced run needs. Args: libraries: resident bytes of a process that has imported all and built nothing."""
+    on_card = target.on_card
     size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
     windows = run.windows if run.several else None
     steps_beside_card = on_card and shapes.steps_on_host
@@ -303,16 +297,16 @@ def needs(shapes: Trace, run: Run, on_card: bool, libraries: int, beside: int = 
         smallest=smallest,
         parameters=shapes.parameters,
         on_card=on_card,
-        beside=beside + _communicators(shapes, run) if on_card else 0,
+        beside=target.beside + _communicators(shapes, run) if on_card else 0,
         advice=shapes.advice,
         shapes=replace(shapes, events=[], places={}),
         mapped=mapped,
         paged=shapes.paged,
         estimate=shapes.estimate,
         devices=run.devices,
-        node=node,
+        node=target.node,
         first=host["load"] - shapes.largest * loaded - mapped if run.loads_once else 0,
-        traffic=of_window(shapes.sent, windows.largest if windows and not run.any("together") else 1, node),
+        traffic=of_window(shapes.sent, windows.largest if windows and not run.any("together") else 1, target.node),
     )
 
 

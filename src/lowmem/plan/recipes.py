@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from lowmem.errors import Refused
-from lowmem.gpus import Card
 from lowmem.memory import process
 from lowmem.model import describe, period
 from lowmem.overrides import CONF, as_lines, as_mapping
@@ -15,10 +14,10 @@ from lowmem.plan.candidates import SHARED, Candidate, Training, Typed, candidate
 from lowmem.plan.changes import Change, Tier
 from lowmem.plan.derive import STAY, Derivation, Needed
 from lowmem.plan.helper import Helper
-from lowmem.plan.links import NODE
 from lowmem.plan.machine import Machine, machine
 from lowmem.plan.prediction import SMALLEST, Prediction, needs, outline, outlined, predict
 from lowmem.plan.recorder import stack_of
+from lowmem.plan.target import Target
 from lowmem.plan.trace import trace
 from lowmem.plan.tracing import trace_all
 from lowmem.refusals import refused
@@ -44,9 +43,6 @@ class Recipe:
     rank: int = 1  # those of a higher one are taken only where none of a lower one fits
     traced: bool = False  # itself, not derived
 
-    def fits(self, gpu: int | None, ram: int | None) -> bool:
-        return self.prediction.fits(gpu, ram)
-
     @property
     def says(self) -> str:
         return ", ".join(change.says for change in self.changes) or "as typed"
@@ -59,19 +55,17 @@ class Plan:
 
     typed: Typed
     recipes: list[Recipe]
-    card: Card | None
-    ram: int | None
+    target: Target
     traces: int
     hopeless: int = 0
     machine: Machine | None = None
 
-    @property
-    def gpu(self) -> int | None:
-        return self.card and self.card.size
+    def fits(self, recipe: Recipe) -> bool:
+        return recipe.prediction.fits(self.target)
 
     @property
     def fitting(self) -> list[Recipe]:
-        return [recipe for recipe in self.recipes if recipe.fits(self.gpu, self.ram)]
+        return [*filter(self.fits, self.recipes)]
 
     @property
     def seconds(self) -> float:
@@ -80,63 +74,51 @@ class Plan:
 
     @property
     def chosen(self) -> Recipe | None:
-        return self.recipes[0] if self.recipes[0].fits(self.gpu, self.ram) else None
+        return self.recipes[0] if self.fits(self.recipes[0]) else None
 
 
 @undisturbed()  # a trace leaves little garbage, and what a process has imported is much to look through
-def search(
-    typed: Typed,
-    card: Card | None,
-    ram: int | None,
-    on_card: bool,
-    node: int = NODE,
-    helper: Helper | None = None,
-) -> Plan:
+def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
     """Recipes of the first rank of which one fits: the training that was typed, then what is close to it, then another.
 
-    Args: card: None: of a CPU only the host limits; node: devices of a host; helper: traces a part.
+    Args: helper: traces a part.
 
     Raises:
         Refused: a model whose blocks are not equal and do not take turns: only single runs can be predicted.
     """
-    it = _Search(typed, card, ram, on_card, node, helper)
+    it = _Search(typed, target, helper)
     tried: list[Recipe] = []
     for rank in sorted(it.by_rank):
         tried += it.recipes(rank)
-        if any(recipe.fits(it.gpu, ram) for recipe in tried):
+        if any(recipe.prediction.fits(target) for recipe in tried):
             break
     else:
         tried += it.smallest_of_the_hopeless()
     if not tried:
         raise Refused(next(it.refused()))
-    fitting = [r for r in tried if r.fits(it.gpu, ram)]
-    others = sorted((r for r in tried if not r.fits(it.gpu, ram)), key=lambda r: r.prediction.device_need)
-    return Plan(typed, fitting + others, card, ram, it.derivation.traces, len(it.hopeless), it.derivation.machine)
+    fitting = [r for r in tried if r.prediction.fits(target)]
+    others = sorted((r for r in tried if not r.prediction.fits(target)), key=lambda r: r.prediction.device_need)
+    return Plan(typed, fitting + others, target, it.derivation.traces, len(it.hopeless), it.derivation.machine)
 
 
 class _Search:
     """Args: those of `search`."""
 
-    def __init__(
-        self, typed: Typed, card: Card | None, ram: int | None, on_card: bool, node: int, helper: Helper | None
-    ) -> None:
-        self.typed, self.ram, self.on_card, self.node, self.helper = typed, ram, on_card, node, helper
-        self.gpu, self.beside, self.capability = (card.size, card.beside, card.capability) if card else (None, 0, None)
+    def __init__(self, typed: Typed, target: Target, helper: Helper | None) -> None:
+        self.typed, self.target, self.helper = typed, target, helper
         self.libraries = process.rss_bytes()
-        self.trainings = trainings(typed, card)
-        if not self.trainings and card is not None and not card.has_bf16:
+        self.trainings = trainings(typed, target.card)
+        if not self.trainings and target.card is not None and not target.card.has_bf16:
             raise Refused(NO_BF16)
         self.by_rank: dict[int, list[Training]] = {}
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
-        rates = machine(on_card, card, typed.run.multiplies_in)
+        rates = machine(target.on_card, target.card, typed.run.multiplies_in)
         depth, rounds = model_depth(typed.run)
         shared = {name: typed.config({SHARED: name}) for name in strategies(typed)}
         sizes = [size for run in shared.values() for size, _ in micro_batches(typed, run)]
-        self.derivation = Derivation(
-            typed.config, depth, (min(sizes), max(sizes)), on_card, rates, self.capability, period=rounds, node=node
-        )
+        self.derivation = Derivation(typed.config, depth, (min(sizes), max(sizes)), target, rates, period=rounds)
         self.reasons: dict[str, str] = {}  # strategy -> why it does not work
         self.shared = [name for name in shared if len(shared) == 1 or self._divides(name)]
 
@@ -144,7 +126,7 @@ class _Search:
         """Whether the model can be shared so: its widths may not divide."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
-            trace(short, self.on_card, 1, self.capability)
+            trace(short, self.target.on_card, 1, self.target.capability)
         except Refused as error:
             self.reasons[strategy] = str(error)
         return strategy not in self.reasons
@@ -164,7 +146,7 @@ class _Search:
         tried = []
         for waits in (False, True):
             tried += self._recipes([candidate for candidate in found if candidate.over_the_link == waits])
-            if any(recipe.fits(self.gpu, self.ram) for recipe in tried):
+            if any(recipe.prediction.fits(self.target) for recipe in tried):
                 break
         return tried
 
@@ -175,17 +157,18 @@ class _Search:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
         derived += self._derived(list(self._partly_resident(hopeful, derived)))
-        ranked = _ranked(r for r in derived if r.fits(self.gpu, self.ram))
-        return self._confirmed(ranked) + [r for r in derived if not r.fits(self.gpu, self.ram)]
+        ranked = _ranked(r for r in derived if r.prediction.fits(self.target))
+        return self._confirmed(ranked) + [r for r in derived if not r.prediction.fits(self.target)]
 
     def _partly_resident(self, found: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
         """Those whose weights stream, but for as many blocks' as fit on the card beside them."""
-        if self.gpu is None or STAY in self.typed.said:
+        memory = self.target.device_memory
+        if memory is None or STAY in self.typed.said:
             return
         for candidate, recipe in zip(found, derived, strict=True):
-            if candidate.streams and recipe.fits(self.gpu, self.ram):
+            if candidate.streams and recipe.prediction.fits(self.target):
                 block = SMALLEST * recipe.prediction.shapes.streamed / self.derivation.depth
-                room = int((self.gpu - recipe.prediction.device_need) / block)
+                room = int((memory - recipe.prediction.device_need) / block)
                 most = self.derivation.depth - candidate.run.weights.slots - 1  # with more, all would be there
                 if (count := min(room, most)) > 0:
                     yield replace(candidate, option={**candidate.option, STAY: str(count)})
@@ -194,9 +177,9 @@ class _Search:
         """What was derived is traced before it is recommended: the first, and the next where that does not fit."""
         for number, recipe in enumerate(ranked):
             run = self.typed.config(as_mapping(recipe.overrides))
-            exact = predict(run, self.on_card, self.beside, self.capability, self.node)
+            exact = predict(run, self.target)
             ranked[number] = replace(recipe, prediction=exact, traced=True)
-            if exact.fits(self.gpu, self.ram):
+            if exact.fits(self.target):
                 break
         return ranked
 
@@ -210,11 +193,12 @@ class _Search:
         return self._derived(smallest)
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
-        return self.gpu is not None and self._least(candidate) > self.gpu
+        memory = self.target.device_memory
+        return memory is not None and self._least(candidate) > memory
 
     def _least(self, candidate: Candidate) -> int:
         """Bytes of a card without which no recipe with these weights, gradients and state works."""
-        return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.beside
+        return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.target.beside
 
     def _derived(self, group: list[Candidate]) -> list[Recipe]:
         self._trace(need for c in group for need in self.derivation.needed(c.option, c.run))
@@ -223,10 +207,10 @@ class _Search:
     def _recipe(self, candidate: Candidate) -> Recipe:
         option, run = candidate.option, candidate.run
         shapes, seconds = self.derivation.trace(option, run)
-        need = needs(shapes, run, self.on_card, self.libraries, self.beside, self.node)
+        need = needs(shapes, run, self.target, self.libraries)
         need = replace(need, estimate=self.derivation.estimate(option, run) or need.estimate)
         if link := self.derivation.machine.link:
-            seconds += 2 * need.paged_on_host(self.gpu) / link  # each of its pages comes and leaves
+            seconds += 2 * need.paged_on_host(self.target.device_memory) / link  # each of its pages comes and leaves
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
         training = candidate.training
         return Recipe(overrides, need, seconds, training.changes, _rank(training, self.typed.may_change))
@@ -277,7 +261,7 @@ def _trained_alike(run: Run, config: PretrainedConfig, rounds: int) -> bool:
     return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
 
 
-def largest_model(plan: Plan, on_card: bool, node: int = NODE) -> str | None:
+def largest_model(plan: Plan) -> str | None:
     """Of conf/model, smaller than the plan's: the largest with which its smallest recipe fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
     parameters = plan.recipes[0].prediction.parameters
@@ -286,10 +270,9 @@ def largest_model(plan: Plan, on_card: bool, node: int = NODE) -> str | None:
         run = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         with suppress(Refused):  # freeze= or adapter.target= name what only this model has
             if run is not None:
-                sizes[yaml.stem] = outline(run, on_card).parameters
+                sizes[yaml.stem] = outline(run, plan.target.on_card).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
-        of_card = {"beside": plan.card.beside, "capability": plan.card.capability} if plan.card else {}
         with suppress(Refused):  # its widths may not divide
-            if predict(compose({**recipe, "model": name}), on_card, node=node, **of_card).fits(plan.gpu, plan.ram):
+            if predict(compose({**recipe, "model": name}), plan.target).fits(plan.target):
                 return name
     return None

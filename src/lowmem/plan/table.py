@@ -8,6 +8,7 @@ from operator import attrgetter
 from lowmem.overrides import as_mapping, replaced
 from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.recipes import Plan, Recipe
+from lowmem.plan.target import Target
 from lowmem.plan.window import free_from
 from lowmem.techniques import CHANGEABLE
 from lowmem.units import GIB
@@ -35,7 +36,7 @@ def of_plan(plan: Plan, rows: int) -> str:
         shared = [line for line in recipes[0].overrides if all(line in recipe.overrides for recipe in recipes)]
         lines.append(f"{says}:{''.join(f' {line}' for line in shared)}")
         for recipe in recipes:
-            fits = "" if recipe.fits(plan.gpu, plan.ram) else "does not fit: "
+            fits = "" if plan.fits(recipe) else "does not fit: "
             own = [line for line in recipe.overrides if line not in shared]
             lines += [_line(next(rows_left), widths), f"  {fits}{' '.join(own) or '(as above)'}"]
     return "\n".join([*lines, *_notes(plan)])
@@ -43,13 +44,13 @@ def of_plan(plan: Plan, rows: int) -> str:
 
 def nothing_fits(plan: Plan) -> str:
     least = plan.recipes[0]
-    need = least.prediction
+    need, gpu, ram = least.prediction, plan.target.device_memory, plan.target.host_memory
     short = []
-    if plan.gpu is not None and need.device_need > plan.gpu:
-        short.append(f"{(need.device_need - plan.gpu) / GIB:.1f} GiB of the card")
-    host = need.host_need(plan.gpu)
-    if plan.ram is not None and host > plan.ram:
-        short.append(f"{(host - plan.ram) / GIB:.1f} GiB of the host")
+    if gpu is not None and need.device_need > gpu:
+        short.append(f"{(need.device_need - gpu) / GIB:.1f} GiB of the card")
+    host = need.host_need(gpu)
+    if ram is not None and host > ram:
+        short.append(f"{(host - ram) / GIB:.1f} GiB of the host")
     return "\n".join(
         [
             f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
@@ -67,13 +68,13 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
-    need = recipe.prediction
+    need, gpu = recipe.prediction, plan.target.device_memory
     return (
-        f"{recipe.seconds / plan.seconds:.2f}" if recipe.fits(plan.gpu, plan.ram) else "",
+        f"{recipe.seconds / plan.seconds:.2f}" if plan.fits(recipe) else "",
         f"{'~' if need.estimate else ''}{need.device_need / GIB:.2f}",
-        "" if plan.gpu is None else f"{(plan.gpu - need.device_need) / GIB:+.2f}",
+        "" if gpu is None else f"{(gpu - need.device_need) / GIB:+.2f}",
         f"{(need.reserved + need.beside) / GIB:.2f}" if need.on_card else "",
-        f"{need.host_need(plan.gpu) / GIB:.1f}",
+        f"{need.host_need(gpu) / GIB:.1f}",
         need.peak_phase,
     )
 
@@ -105,12 +106,13 @@ def _facts(plan: Plan) -> list[str]:
         f"{_beside(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
     ]
     if plan.recipes[0].prediction.paged:
-        found.append(_paged(plan.recipes[0].prediction, plan.gpu))
+        found.append(_paged(plan.recipes[0].prediction, plan.target.device_memory))
     if plan.recipes[0].prediction.shapes.streamed:
         found.append(_streams(plan))
     if plan.recipes[0].prediction.devices > 1:
         found.append(_ranks(plan.recipes[0].prediction))
-    return found if plan.card is None else [*found, f"the card: {plan.card.says}: {plan.card.size / GIB:.2f} GiB."]
+    card = plan.target.card
+    return found if card is None else [*found, f"the card: {card.says}: {card.size / GIB:.2f} GiB."]
 
 
 def _beside(prediction: Prediction) -> str:
@@ -146,8 +148,9 @@ def _paged(prediction: Prediction, gpu: int | None) -> str:
     )
 
 
-def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> str:
+def of_prediction(prediction: Prediction, target: Target) -> str:
     """One run, phase by phase."""
+    gpu, ram = target.device_memory, target.host_memory
     lines = [f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
     for name in PHASES:
         need = prediction.phases[name]
@@ -166,7 +169,7 @@ def of_prediction(prediction: Prediction, gpu: int | None, ram: int | None) -> s
         lines.append(_paged(prediction, gpu))
     if prediction.devices > 1:
         lines.append(f"{_ranks(prediction)}. Their host needs {prediction.host_need(gpu) / GIB:.1f} GiB")
-    verdict = "fits" if prediction.fits(gpu, ram) else "does not fit"
+    verdict = "fits" if prediction.fits(target) else "does not fit"
     sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
     lines.append(f"It {verdict} {' and '.join(sizes)}.")
     if prediction.estimate:

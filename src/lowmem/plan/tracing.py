@@ -67,8 +67,8 @@ def _helped(
 
     def take() -> None:
         while need := _taken(todo.pop):
-            corners = derivation.corners(*need)
-            jobs = [(run.as_dict(), derivation.on_card, depth, derivation.capability) for depth, _, run in corners]
+            corners, target = derivation.corners(*need), derivation.target
+            jobs = [(run.as_dict(), target.on_card, depth, target.capability) for depth, _, run in corners]
             if not isinstance(traces := helper.traces(jobs), list):  # what is refused is refused here
                 todo.append(need)
                 return

@@ -32,7 +32,8 @@ def test_a_card_has_every_field_and_says_where_from(name):
     card = gpus.card(name)
     assert card.size == round(said["total_gib"] * GIB)
     assert card.beside - gpus.LATER == said["context_mib"] * MIB and 0.1 * GIB < card.beside < GIB
-    assert card.has_bf16 == (name != "t4")
+    assert card.multiplies("bfloat16") == (name != "t4")
+    assert all(map(card.multiplies, ("float32", "tensorfloat32", "float16")))
 
 
 def test_all_of_them_are_listed_where_one_looks():
@@ -51,7 +52,7 @@ def test_none_has_as_much_as_its_name_says(name):
 def test_a_bare_size_keeps_a_share_free_and_assumes_a_context():
     card = gpus.card("12GiB")
     assert card.size == round(0.98 * 12 * GIB) and card.beside == GIB // 2
-    assert card.rates is None and card.has_bf16 and gpus.card(None) is None
+    assert card.rates is None and card.multiplies("bfloat16") and gpus.card(None) is None
 
 
 @pytest.mark.parametrize(
@@ -119,9 +120,12 @@ def test_a_limit_is_of_the_allocator_which_holds_no_context(monkeypatch, config)
 
 def test_a_card_that_is_here_says_what_it_multiplies(monkeypatch):
     made_up(monkeypatch, GIB, (7, 5))
-    assert not gpus.here().has_bf16
+    assert not gpus.here().multiplies("bfloat16") and gpus.here().multiplies("float16")
     made_up(monkeypatch, GIB, (12, 0))
-    assert gpus.here().has_bf16 and replace(gpus.here(), capability=None).has_bf16
+    for known in (gpus.here(), replace(gpus.here(), capability=None)):
+        assert known.multiplies("bfloat16")
+        with pytest.raises(Refused, match="Which cards multiply in float8_e4m3fn is not known"):
+            known.multiplies("float8_e4m3fn")
 
 
 def test_where_there_is_none_it_cannot_be_asked(monkeypatch):

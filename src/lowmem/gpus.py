@@ -24,7 +24,8 @@ COMMUNICATOR = 512 * MIB  # of NCCL, for each group of ranks that exchange: 0.5 
 LATER = 128 * MIB  # kernels that load when they are first called, 20 to 70 MiB, and cuBLAS's workspace, 16 to 64
 REACHED = 0.85  # of the bandwidth of a data sheet
 OVERHEAD = 5e-6  # seconds per operator
-BF16 = 8.0  # the first compute capability that multiplies in it
+# The first compute capability whose cards multiply in a dtype. One without tensorfloat32 computes it in fp32.
+MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
 REFERENCE = "rtx3060"  # whose rates are those of a card without a name that is not here
 
 
@@ -44,10 +45,11 @@ class Card:
     capability: float | None = None
     name: str | None = None
 
-    @property
-    def has_bf16(self) -> bool:
-        """Below, torch emulates it, says that it is supported, and takes twice the time of fp32."""
-        return self.capability is None or self.capability >= BF16
+    def multiplies(self, dtype: str) -> bool:
+        """A card that does not emulates it: torch says that bf16 is supported, and takes twice the time of fp32."""
+        if dtype not in MULTIPLIES:
+            raise Refused(f"Which cards multiply in {dtype} is not known: MULTIPLIES in lowmem/gpus.py lacks it.")
+        return self.capability is None or self.capability >= MULTIPLIES[dtype]
 
 
 def card(asked: str | int | None, key: str = "gpu") -> Card | None:

@@ -54,8 +54,6 @@ class Typed:
         within = {key.split(".")[0] for key in recipe if "." in key}
         parts = {group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])}
         whole = {key: value for key, value in recipe.items() if key not in parts}
-        if not parts:
-            return self._composed(whole)
         run = self._composed(whole)
         for group, name in parts.items():
             run = run.replacing(group, self._composed({group: name}).as_dict()[group])
@@ -131,7 +129,7 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
         if not typed.takes({"precision": precision}):
             continue
         run = typed.config({"precision": precision})
-        if emulates(card, run):
+        if card and not card.multiplies(run.multiplies_in):
             continue
         for optim in optimizers:
             optim = _where_it_steps(typed, run, optim)
@@ -185,9 +183,9 @@ def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:
 
 
 def _tried(group: str, card: Card | None) -> list[str]:
-    has_bf16 = card is None or card.has_bf16
+    without_bf16 = card is not None and not card.multiplies("bfloat16")
     found = techniques(group).items()
-    return [name for name, one in found if one.tried or (one.tried_without_bf16 and not has_bf16)]
+    return [name for name, one in found if one.tried or (one.tried_without_bf16 and without_bf16)]
 
 
 def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]]:
@@ -240,8 +238,3 @@ def stands_alone(group: str, name: str) -> bool:
     text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")
     reads = any(f"${{{group}." in yaml.read_text(encoding="utf-8") for yaml in CONF.rglob("*.yaml"))
     return not reads and "${" not in text and "@package" not in text and "defaults:" not in text
-
-
-def emulates(card: Card | None, run: Run) -> bool:
-    """Whether the card has no products of this run's kind."""
-    return card is not None and not card.has_bf16 and run.multiplies_in == "bfloat16"

@@ -16,7 +16,7 @@ from lowmem.memory import process
 from lowmem.memory.limit import parse
 from lowmem.overrides import as_mapping, key, replaced, without
 from lowmem.plan import table
-from lowmem.plan.candidates import SHARED, Typed, emulates
+from lowmem.plan.candidates import SHARED, Typed
 from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
@@ -68,7 +68,7 @@ def plan(
             smaller = largest_model(searched)
             said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
     else:
-        if emulates(card, run):
+        if card and not card.multiplies(run.multiplies_in):
             raise Refused(NO_BF16)
         prediction = predict(run, target)
         said = table.of_prediction(prediction, target)

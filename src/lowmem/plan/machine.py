@@ -68,11 +68,7 @@ class Machine:
     runs: dict[str, list[Rate]] = field(default_factory=dict)  # by dtype: seconds of passes, over those counted
 
     def operator(self, work: Work) -> float:
-        """Seconds.
-
-        Raises:
-            Refused: the operator multiplies in a dtype whose rate is not known.
-        """
+        """Seconds. Raises Refused where the operator multiplies in a dtype whose rate is not known."""
         products = work.flops / self._rate(work.dtype) if work.flops else 0.0
         faults = work.fresh / self.fresh if self.fresh else 0.0
         return max(products, work.moved / self.bandwidth) + faults + self.overhead

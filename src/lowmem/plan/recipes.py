@@ -108,7 +108,7 @@ class _Search:
         self.typed, self.target, self.helper = typed, target, helper
         self.libraries = process.rss_bytes()
         self.trainings = trainings(typed, target.card)
-        if not self.trainings and target.card is not None and not target.card.has_bf16:
+        if not self.trainings and target.card and not target.card.multiplies("bfloat16"):
             raise Refused(NO_BF16)
         self.by_rank: dict[int, list[Training]] = {}
         for training in self.trainings:

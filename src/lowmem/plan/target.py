@@ -8,19 +8,12 @@ from lowmem.plan.links import NODE
 
 @dataclass(frozen=True)
 class Target:
-    """The device of a run and the host beside it.
+    """The device of a run and the host beside it. Bytes that are None are not limited."""
 
-    Args:
-        on_card: count as CUDA allocates and computes, whether or not a CUDA device is here.
-        card: its memory and rates; None: its memory is not limited.
-        host_memory: bytes that all processes on one host may take together; None: not limited.
-        node: devices that share a host.
-    """
-
-    on_card: bool
+    on_card: bool  # count as CUDA allocates and computes, whether or not a CUDA device is here
     card: Card | None = None
-    host_memory: int | None = None
-    node: int = NODE
+    host_memory: int | None = None  # of all processes on one host together
+    node: int = NODE  # devices that share a host
 
     @property
     def device_memory(self) -> int | None:

@@ -133,11 +133,15 @@ def config(small):
 
 
 @pytest.fixture
-def fit(small, tmp_path, monkeypatch):
+def no_picture(monkeypatch):
+    """Leaves a single pixel in the place of memory.png: drawing one takes longer than a small run."""
+    monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(PIXEL))
+
+
+@pytest.fixture
+def fit(small, tmp_path, no_picture):
     """(overrides) -> (summary, output folder) of a small run as a function, its picture not drawn."""
     from lowmem.fit import fit
-
-    monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(PIXEL))
 
     def run(*overrides: str, folder: str = "run"):
         return fit(composed(beside(small, overrides)), tmp_path / folder), tmp_path / folder
@@ -146,12 +150,10 @@ def fit(small, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def command(small, tmp_path, monkeypatch, capsys):
+def command(small, tmp_path, monkeypatch, capsys, no_picture):
     """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process, its picture not
     drawn."""
     import train
-
-    monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(PIXEL))
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
         """base: beside them; None: nothing at all."""

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lowmem import build, cli
-from lowmem.data.opened import Stored
+from lowmem.data.opened import StoredSource
 from lowmem.data.tokens import tokenize
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
@@ -53,8 +53,8 @@ def test_an_epoch_has_as_many_steps_whatever_batch_size_auto_finds(config):
 @pytest.mark.parametrize("more", [(), pytest.param(("plan=auto",), marks=pytest.mark.slow), ("show=1",)])
 def test_a_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
     """Epochs are counted on the rows that are trained on: files are read and tokens are made for the run alone."""
-    opened, open_source = [], Stored.opened
-    monkeypatch.setattr(Stored, "opened", lambda self, wanted: opened.append(self) or open_source(self, wanted))
+    opened, open_source = [], StoredSource.opened
+    monkeypatch.setattr(StoredSource, "opened", lambda self, wanted: opened.append(self) or open_source(self, wanted))
     base = tuple(line for line in small if not line.startswith(("max_steps=", "scheduler.")))
     code, said = command(*RUN, "epochs=1", *more, base=base)
     assert code == 0, said

@@ -15,7 +15,7 @@ from lowmem.adapter.export import base_of, holds_adapter, opens
 from lowmem.checkpoint import Saved
 from lowmem.errors import Refused
 from lowmem.settle import Run
-from lowmem.strategy.one_device import ALONE, OneDevice
+from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
 from lowmem.together import together
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 TRAIN = Asked("train")
 
 
-def asked(run: Run, output_dir: Path, ranks: OneDevice = ALONE) -> Asked:
+def asked(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Asked:
     """Args: ranks: of which the first looks for the checkpoint and at every number in it, for all of them.
 
     Raises:

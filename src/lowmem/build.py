@@ -26,7 +26,7 @@ from lowmem.optim.build import MakeOptimizer
 from lowmem.report import sample
 from lowmem.schema import Node
 from lowmem.settle import Run
-from lowmem.strategy.one_device import ALONE, OneDevice
+from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
 from lowmem.tiled_tokens import Tiles
 from lowmem.trained import digest_of_base
 
@@ -43,11 +43,10 @@ class Texts(NamedTuple):
     train: Rows
     val: dict[str, Rows]  # by name; the first is that by which a checkpoint is the best
 
-    def steps_in(self, run: Run, ranks: OneDevice = ALONE) -> int:
+    def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
         """Returns how many optimizer steps run.epochs take. A batch size that is not known yet does not change them: a
         window has as many sequences as accumulation=effective_batch says."""
-        known = run.knowing(batch_size=1) if run.batch_size == "auto" else run
-        return self.windows(known, ranks).windows_in(run.epochs)
+        return self.windows(run.sized(), ranks).windows_in(run.epochs)
 
     def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:
         """Returns what reads this rank's share of the training rows."""
@@ -88,7 +87,9 @@ def open_texts(run: Run) -> Texts:
     return Texts(described, tokens, train, sets)
 
 
-def data(run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ALONE, texts: Texts | None = None) -> Data:
+def data(
+    run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE, texts: Texts | None = None
+) -> Data:
     """The light part, in which whatever refuses a run does so. Args: ranks: that share the rows;
     texts: of this run, where they are open."""
     texts = texts or open_texts(run)
@@ -125,7 +126,7 @@ def _source(data: Node, **more: object) -> Openable:
     if not isinstance(source, Openable):
         raise Refused(
             f"data._target_={data.target}: this makes a {type(source).__name__}, which cannot be opened. Derive it "
-            "from Stored of lowmem.data.opened, or from Openable where it keeps no tokens on disk."
+            "from StoredSource of lowmem.data.opened, or from Openable where it keeps no tokens on disk."
         )
     return source
 
@@ -140,7 +141,7 @@ def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
     return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in given]
 
 
-def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ALONE) -> CausalLM:
+def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE) -> CausalLM:
     """The heavy part."""
     whole = saved is not None and saved.base is None  # the checkpoint brings all weights
     made = causal_lm(run, of.described.at_random if whole else of.described, model.check_causal, ranks)
@@ -160,7 +161,7 @@ def causal_lm(
     run: Run,
     described: Described,
     check: Callable[[PreTrainedModel], None] = lambda _: None,
-    ranks: OneDevice = ALONE,
+    ranks: OneDevice = ONE_DEVICE,
 ) -> CausalLM:
     """Args: check: called with the model as it was loaded, where it holds numbers."""
     held = getattr(torch, run.loaded_in)

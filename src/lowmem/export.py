@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lowmem.aside import aside
 from lowmem.internals import tree_map_only
 from lowmem.stable_embedding import folded
-from lowmem.strategy.one_device import ALONE, OneDevice
+from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
 from lowmem.together import together
 from lowmem.trained import shape
 
@@ -60,7 +60,10 @@ class Weights:
     """
 
     def __init__(
-        self, network: nn.Module, part: Callable[[nn.Parameter], Tensor] = lambda p: p.data, ranks: OneDevice = ALONE
+        self,
+        network: nn.Module,
+        part: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
+        ranks: OneDevice = ONE_DEVICE,
     ) -> None:
         self.part, self.ranks = part, ranks
         network.state_dict()  # what an engine has put together for a forward pass, it takes apart for this

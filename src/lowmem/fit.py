@@ -133,7 +133,7 @@ def _show(command: Command, texts: build.Texts | None) -> dict:
 
 def _unplanned(command: Command) -> Command:
     """Makes a run ready that does not train, and so has no plan."""
-    run = command.run.knowing(batch_size=1) if command.run.batch_size == "auto" else command.run
+    run = command.run.sized()
     model.check_architecture(run)
     return replace(command, run=run.resolved())
 

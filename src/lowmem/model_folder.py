@@ -16,7 +16,7 @@ from lowmem.overrides import in_shell
 from lowmem.report.hub import push
 from lowmem.report.model_card import card
 from lowmem.settle import Command
-from lowmem.strategy.one_device import ALONE
+from lowmem.strategy.one_device import ONE_DEVICE
 from lowmem.together import together
 from lowmem.training import Training
 
@@ -57,7 +57,7 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     base = run.model.name if run.model.pretrained else None
     network, tokenizer = training.module.model, training.tokens.tokenizer
     network.generation_config.eos_token_id = end_tokens(tokenizer, network)
-    weights = Weights(network, training.part, ranks if ranks.divides else ALONE)
+    weights = Weights(network, training.part, ranks if ranks.divides else ONE_DEVICE)
     folder = ModelFolder(command.folder / "model", tokenizer, run.export_dtype, card(summary))
     with weights.together() as writes:
         if writes:

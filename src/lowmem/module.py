@@ -29,7 +29,7 @@ from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
 from lowmem.sharded import Stored
-from lowmem.strategy.one_device import ALONE, OneDevice
+from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
 from lowmem.tiled_tokens import Tiles
 from lowmem.trained import is_whole, saved
 
@@ -50,7 +50,7 @@ class Placement:
 
     weights: Resident = field(default_factory=Resident)  # where they are while no block needs them
     tiles: Tiles | None = None  # the parts of the model that are computed in slices
-    ranks: OneDevice = ALONE  # which part is this process's, and the words with the others
+    ranks: OneDevice = ONE_DEVICE  # which part is this process's, and the words with the others
 
 
 class CausalLM(LightningModule):
@@ -127,8 +127,7 @@ class CausalLM(LightningModule):
     def training_step(self, window: Window, _: int) -> dict:
         if not (tokens := window.tokens):
             return self._nothing_to_learn(torch.zeros((), device=self.device), window)
-        runs = self.ranks if self.ranks.overlaps_micro_batches else self
-        loss_sum, auxiliary_sum = runs.run_window(window)
+        loss_sum, auxiliary_sum = (self.ranks.run_window or self.run_window)(window)
         self.ranks.gather_gradients()
         mean = loss_sum / tokens
         stepped = self._step(mean, window)

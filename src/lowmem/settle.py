@@ -64,6 +64,10 @@ class Run(schema.Keys):
         OmegaConf.update(draft, key, value, merge=False)
         return Run.of(draft)
 
+    def sized(self) -> "Run":
+        """Another run with a number for batch_size, for what does not depend on which number it is."""
+        return self.knowing(batch_size=1) if self.batch_size == "auto" else self
+
     def resolved(self) -> "Run":
         """Another run whose values do not depend on each other any more: `knowing` sets single ones."""
         return Run.read(self.as_dict())

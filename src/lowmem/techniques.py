@@ -9,7 +9,7 @@ leaves out has a default there, so that nobody asks with `hasattr`:
     a precision             `BasePrecision` of `precision/base.py`, `SixteenBitWeights` of `precision/sixteen.py`
     a loss                  `Loss` of `loss.py`
     a strategy              `OneDevice` of `strategy/one_device.py`
-    a data set              `Stored` of `data/opened.py`; `Openable` if it keeps no tokens on disk
+    a data set              `StoredSource` of `data/opened.py`; `Openable` if it keeps no tokens on disk
     a kind of record        `Encoder` of `data/source.py`
     a way to make rows      `Rows` of `data/loader.py`
     a layer of fewer bits   `Packed` of `trained.py`

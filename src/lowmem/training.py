@@ -32,7 +32,7 @@ from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
 from lowmem.settle import Run
 from lowmem.strategy.group import compare
-from lowmem.strategy.one_device import ALONE, OneDevice
+from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
 from lowmem.watchers import Watchers
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def trained(
     output_dir: Path,
     asked: Asked = TRAIN,
     keeps: bool = True,
-    ranks: OneDevice = ALONE,
+    ranks: OneDevice = ONE_DEVICE,
     texts: build.Texts | None = None,
 ) -> Iterator[Training]:
     """Args: run: checked, resolved, with a device and a number for batch_size; asked: less than training, or from where

@@ -19,7 +19,7 @@ from lowmem.instantiate import instantiate
 from lowmem.memory.ledger import optimizer_state
 from lowmem.settle import run_of
 from lowmem.strategy import pipeline
-from lowmem.strategy.one_device import ALONE
+from lowmem.strategy.one_device import ONE_DEVICE
 from lowmem.strategy.turns import Turns
 
 # Windows of 4 micro-batches, of 1 of a single row, and of 4: as many as stages, and fewer.
@@ -43,7 +43,7 @@ class Seen(Callback):
         self.stepped.append(outputs["stepped"])
 
 
-def trained(lines, dtype=None, ranks=ALONE):
+def trained(lines, dtype=None, ranks=ONE_DEVICE):
     """What a process saw, and its weights by name. Args: dtype: of the weights; ranks: that it is one of."""
     cfg = run_of(parity.overrides(*LINES, *lines))
     torch.manual_seed(0)

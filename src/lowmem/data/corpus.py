@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lowmem.data.opened import Stored
+from lowmem.data.opened import StoredSource
 from lowmem.data.pieces import Cuts, batches, controls, end_of, ids_of, pieces, text_bytes
 from lowmem.data.reading import (
     ahead,
@@ -44,7 +44,7 @@ RECORDS = {".jsonl", ".ndjson"}  # text, but not plain: a model would learn brac
 
 
 @dataclass(frozen=True)
-class Corpus(Stored):
+class Corpus(StoredSource):
     """Files of text, each a document. `root` is what their names are relative to in keys and messages.
 
     Args:

@@ -42,7 +42,7 @@ class Openable(Source):
         raise NotImplementedError
 
 
-class Stored(Openable):
+class StoredSource(Openable):
     """Its documents are encoded once, into the token store."""
 
     def opened(self, wanted: Wanted) -> Opened:

@@ -18,7 +18,7 @@ import numpy as np
 
 from lowmem.data.bad import Bad, checked, control
 from lowmem.data.corpus import Files
-from lowmem.data.opened import Stored
+from lowmem.data.opened import StoredSource
 from lowmem.data.pieces import batches, controls, controls_as_text, encode, end_of, text_bytes
 from lowmem.data.reading import ahead, checked_fields, digests, shown
 from lowmem.data.source import Encoded, Encoder, SplitName
@@ -105,7 +105,7 @@ class OfFiles:
 
 
 @dataclass(eq=False)
-class Records(Stored):
+class Records(StoredSource):
     """The source that a reader and an encoder make.
 
     Args:

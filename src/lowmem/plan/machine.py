@@ -78,7 +78,7 @@ class Machine:
         if name not in self.flops:
             raise Refused(
                 f"This run multiplies matrices in {name}, and {self.name} has rates for {', '.join(self.flops)}: how "
-                "long it takes is not known. Type search=false to plan.py to predict its memory alone."
+                "long it takes is not known. To predict its memory alone, type plan=check, or search=false to plan.py."
             )
         return self.flops[name]
 

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lowmem.data.loader import MicroBatch
+from lowmem.data.loader import MicroBatch, Window
 from lowmem.gradients import norm_of_all
 from lowmem.memory.ledger import Ledger, Side
 
@@ -31,7 +31,6 @@ class OneDevice:
     """Args: device: the type of the device that computes, cpu or cuda; devices: how many processes there are."""
 
     several = False  # whether there may be more processes than this one
-    overlaps_micro_batches = False  # whether `run_window` of the strategy takes the place of the module's
     rank, size = 0, 1  # of all processes
     data_rank, data_size = 0, 1  # of those that read data of their own
     side: Side = "device"  # where what is divided waits, and is stepped
@@ -96,6 +95,7 @@ class OneDevice:
 
     # --- each window ----------------------------------------------------------------------------------------------
 
+    run_window: Callable[[Window], tuple[Tensor, Tensor | None]] | None = None  # a strategy's; None: the module's own
     forward: Callable[[MicroBatch], Tensor] | None = None  # an engine's around the module; None: the module's own
 
     def micro_batch_context(self, last: bool) -> AbstractContextManager:
@@ -170,4 +170,4 @@ class OneDevice:
         """Until all are here."""
 
 
-ALONE = OneDevice()  # without state, so that many may share it
+ONE_DEVICE = OneDevice()  # without state, so that many may share it

@@ -47,7 +47,7 @@ SHOWN = 16  # tokens of two rows, by which the stages show that in a row they ar
 class Pipeline(Divided):
     """Args: schedule: 1f1b or gpipe."""
 
-    in_numbers, overlaps_micro_batches = False, True
+    in_numbers = False
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, schedule: str = "1f1b") -> None:
         super().__init__(device, devices, timeout)

@@ -15,7 +15,7 @@ from lowmem.adapter.lora import LoRA
 from lowmem.data.loader import MicroBatch
 from lowmem.errors import Refused
 from lowmem.internals import TorchDispatchMode
-from lowmem.loss import Chunked, full
+from lowmem.loss import Chunked, Function, full
 from lowmem.quiet import quiet
 from lowmem.strategy import tensor_parallel
 from lowmem.strategy.divided import Share
@@ -47,7 +47,7 @@ class Held(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.loss = model, None
+        self.model, self.loss = model, Function(full)
 
 
 def network(kind, dtype=torch.float64, **changes):
@@ -75,20 +75,20 @@ def network(kind, dtype=torch.float64, **changes):
 
 
 def live(rank, size, store, cases, results):
-    """Args: store: a file to meet at; cases: name -> keywords of `compared`; results: a pipe, of rank 0."""
+    """Args: store: a file to meet at; cases: a pipe of keywords of `compared`, and None in the end; results: a pipe, of
+    rank 0."""
     quiet()
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
-        figures = {}
-        for name, case in cases.items():
+        while (case := cases.recv()) is not None:
             try:
-                figures[name] = compared(size, **case)
+                found = compared(size, **case)
             except Refused as refused:
-                figures[name] = str(refused)
-        if rank == 0:
-            results.send(figures)
+                found = str(refused)
+            if rank == 0:
+                results.send(found)
     finally:
         dist.destroy_process_group()
 

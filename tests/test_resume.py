@@ -73,7 +73,7 @@ def life(fit, monkeypatch):
     return live
 
 
-@pytest.mark.rows("weights=streamed", "precision=16-master", "adapter=lora")
+@pytest.mark.rows("weights=streamed")
 @pytest.mark.slow_rows(*SIBLINGS, "precision=32", "optim=adamw")
 @pytest.mark.parametrize("technique", EACH)
 def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique):

@@ -26,6 +26,7 @@ def rounds(number: int, limit: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_hundred_rounds_end_and_leave_no_threads():
     first, last = (int(line.split()[-2]) for line in rounds(100, limit=120).splitlines())
     assert last == first

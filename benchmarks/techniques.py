@@ -14,7 +14,7 @@ from benchmarks.loops import shape
 from benchmarks.runner import RESULTS, measure, medians, trained, write
 from lowmem.refusals import refused
 from lowmem.settle import run_of
-from lowmem.techniques import ALONE, techniques
+from lowmem.techniques import SHARED, groups, techniques
 
 BASE = "(as shipped)"
 # What a choice needs besides its name here: the same update of eight sequences, a chunk that is one.
@@ -36,7 +36,7 @@ SHIPPED = (
     "weights=resident",
     "loss=full",
 )
-CHOICES = [f"{group}={name}" for group in ALONE for name in techniques(group)]
+CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 CHOICES = [choice for choice in CHOICES if choice not in SHIPPED] + ["optim.in_backward=true"]
 ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOICES}
 

@@ -13,7 +13,7 @@ from lowmem.build import causal_lm, optimizer
 from lowmem.data.loader import MicroBatch, Rows, Share, WindowLoader
 from lowmem.instantiate import instantiate
 from lowmem.settle import run_of
-from lowmem.techniques import ALONE, techniques
+from lowmem.techniques import SHARED, groups, techniques
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
 STEPS, LR, DECAY = 4, 1e-2, 2.0
@@ -45,7 +45,7 @@ BASE = (
     "device=cpu",
     "logger=none",
 )
-CHOICES = [f"{group}={name}" for group in ALONE for name in techniques(group)]
+CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # seconds per shape: slow wherever they run
 # Techniques that share their code with another one. `make test` proves that one, `make test-all` proves these too.
 SIBLINGS = (

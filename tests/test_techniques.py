@@ -11,7 +11,7 @@ from conftest import ROOT
 from lowmem import techniques as module
 from lowmem.errors import Refused
 from lowmem.settle import run_of
-from lowmem.techniques import GROUPS, Technique, techniques
+from lowmem.techniques import Technique, groups, techniques
 
 SOURCE = ROOT / "src"
 # (file, name) -> why it may stand there.
@@ -33,7 +33,7 @@ NAMED = {
 
 def named(source: Path) -> set[tuple[str, str]]:
     """(file, technique) of every string of the code, sentences left out, that is the name of a technique."""
-    names = {name for group in GROUPS for name in techniques(group)} - {"auto"}  # a value of many keys
+    names = {name for group in groups() for name in techniques(group)} - {"auto"}  # a value of many keys
     return {
         (str(file.relative_to(source / "lowmem")), node.value)
         for file in source.rglob("lowmem/**/*.py")
@@ -70,14 +70,14 @@ def test_a_name_and_a_look_into_one_are_seen(tmp_path):
 
 
 @pytest.mark.rows("precision", "optim")
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", groups())
 def test_the_config_says_what_the_yaml_declares(config, group):
     for name, technique in techniques(group).items():
         more = ["accumulation.sizes={0: 1}"] if name.startswith("by_") else []
         assert config(f"{group}={name}", *more).technique(group) == technique
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", groups())
 def test_one_of_each_group_is_the_first_to_try_and_twins_exist(group):
     every = techniques(group)
     advised = [name for name, technique in every.items() if technique.advised]

@@ -22,9 +22,7 @@ from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.memory import limit
 from lowmem.overrides import composed
-from lowmem.techniques import GROUPS, Technique, technique_of
-
-SIXTEEN = ("bfloat16", "float16")  # products in 16 bits
+from lowmem.techniques import Technique, groups, technique_of
 
 
 def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
@@ -88,7 +86,7 @@ class Run(schema.Keys):
 
     @cached_property
     def _techniques(self) -> dict[str, Technique]:
-        return {group: technique_of(getattr(self, group, None), group) for group in GROUPS}
+        return {group: technique_of(getattr(self, group, None), group) for group in groups()}
 
     # --- the device ---------------------------------------------------------------------------------------------------
 
@@ -172,6 +170,12 @@ class Run(schema.Keys):
         """What its matrix products read: float32, tensorfloat32, bfloat16 or float16."""
         kind = self._precision_class
         return "tensorfloat32" if kind.tf32 else str(kind.dtype).removeprefix("torch.")
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of an element of what products read: of activations, and of the weights and gradients that travel
+        between the host and the device."""
+        return self._precision_class.dtype.itemsize
 
     @property
     def loaded_in(self) -> str:

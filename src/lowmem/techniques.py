@@ -15,9 +15,11 @@ leaves out has a default there, so that nobody asks with `hasattr`:
     a layer of fewer bits   `Packed` of `trained.py`
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 
 import yaml
 from pydantic import BaseModel
@@ -25,9 +27,11 @@ from pydantic import BaseModel
 from lowmem.errors import Refused
 from lowmem.overrides import CONF
 
+# What the planner does with a group's techniques. One that it does not know, it leaves as it was typed.
 CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
-GROUPS = ("precision", "optim", "accumulation", "gradient_checkpointing", "weights", "loss", "adapter", "strategy")
-ALONE = tuple(group for group in GROUPS if group != "strategy")  # whose techniques one process shows
+COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
+PLACED = "weights"  # a group of places where they wait, which what a step does depends on
+SHARED = "strategy"  # a group of ways for several devices to share one training
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,18 @@ class Technique:
     steps_wide: bool = False
     gathers_in_hooks: bool = False
     needs_whole: bool = False
+
+
+@cache
+def groups() -> tuple[str, ...]:
+    """The folders of conf/ in which a technique declares something, as conf/config.yaml names them."""
+    defaults = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    named = [key for line in defaults if isinstance(line, dict) for key in line]
+    return tuple(group for group in named if any(map(_declares, (CONF / group).glob("*.yaml"))))
+
+
+def _declares(file: Path) -> bool:
+    return re.search(r"^ *declares:", file.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def technique_of(node: BaseModel | None, group: str) -> Technique:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lowmem.techniques import GROUPS, techniques
+from lowmem.techniques import groups, techniques
 from lowmem.units import GIB
 
 
@@ -20,7 +20,7 @@ def out_of_memory(
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
     """Overrides that this run does not use yet, of the groups that save memory."""
     tries = []
-    for group in GROUPS:
+    for group in groups():
         known = techniques(group)
         used, first = known.get(choices.get(group)), next((name for name, one in known.items() if one.advised), None)
         if first is None:  # it needs other choices beside it, which a plan makes

@@ -16,11 +16,7 @@ from lowmem.plan.changes import Change, Tier, changes
 from lowmem.plan.derive import Compose, reading
 from lowmem.refusals import refused
 from lowmem.settle import Run
-from lowmem.techniques import CHANGEABLE, techniques
-
-COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
-SHARED = "strategy"  # a group of ways for several devices to share one training
-PLACED = "weights"  # a group of places where they wait, which what a step does depends on
+from lowmem.techniques import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
 
 
 @dataclass(frozen=True)

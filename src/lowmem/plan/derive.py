@@ -24,13 +24,13 @@ from lowmem.plan.target import Target
 from lowmem.plan.trace import Trace, trace
 from lowmem.plan.window import PASSES, STEP, TRAVEL, seconds, window
 from lowmem.settle import Run
-from lowmem.techniques import techniques
+from lowmem.techniques import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
 from lowmem.units import CATEGORIES
 
 FEWEST = 3  # blocks with a first, a last and something between
 THIRD = 7  # blocks, at least, of a third depth: no square, nor of segments of three or four
 BENT = 0.01  # error at the third depth of a line through two, of the highest place: beyond that it is no line
-OF_THE_STEP = ("precision", "optim", "optim.in_backward")  # overrides that parameters alone are traced with
+OF_THE_STEP = (*CHANGEABLE, "optim.in_backward")  # overrides that parameters alone are traced with
 SHORT = 8  # tokens of a trace for what the parameters alone need
 STAY = "weights.resident_blocks"  # override: blocks of weights that stream which stay on the device
 
@@ -147,13 +147,13 @@ class Derivation:
     def needed(self, recipe: Mapping[str, str], run: Run) -> tuple[Needed, Needed]:
         """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
         parameters, with hardly an activation."""
-        passes = {key: recipe[key] for key in ("gradient_checkpointing", "loss")} | {"optim": "sgd", "clip": "null"}
+        passes = {key: recipe[key] for key in COMPUTED} | {"optim": "sgd", "clip": "null"}
         same = not run.any("stays_wide") and run.technique("precision").computes_as
         passes["precision"] = same or recipe["precision"]
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
         if run.streams:  # which the one that is computed as does not: the first of them stands for all
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
-            placed = {key: recipe[key] for key in ("weights",) if key in recipe} | {STAY: "0"}
+            placed = {key: recipe[key] for key in (PLACED,) if key in recipe} | {STAY: "0"}
             passes, parameters = passes | placed, parameters | placed
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # which is then on the host
                 parameters["loss"] = recipe["loss"]
@@ -165,7 +165,7 @@ class Derivation:
         # then the host sums gradients in fp32
         parameters["accumulation"] = "fixed" if several and run.masters else "none"
         if run.several:
-            placed = {"strategy": recipe["strategy"]}
+            placed = {SHARED: recipe[SHARED]}
             passes, parameters = passes | placed, parameters | placed
         return (passes, self.batches), (parameters, (1, 1))
 

@@ -16,14 +16,14 @@ from lowmem.memory import process
 from lowmem.memory.limit import parse
 from lowmem.overrides import as_mapping, key, replaced, without
 from lowmem.plan import table
-from lowmem.plan.candidates import SHARED, Typed
+from lowmem.plan.candidates import Typed
 from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
 from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.plan.target import Target
 from lowmem.quiet import quiet
 from lowmem.settle import Run, run_of, settled
-from lowmem.techniques import techniques
+from lowmem.techniques import SHARED, techniques
 from lowmem.terminal import folded
 
 OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # that no command of train.py needs

@@ -23,8 +23,7 @@ from lowmem.plan.recorder import stack_of
 from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.target import Target
 from lowmem.plan.trace import Trace, trace, untraceable
-from lowmem.plan.window import HALF
-from lowmem.settle import SIXTEEN, Run
+from lowmem.settle import Run
 from lowmem.trained import packed, parameters, trained
 from lowmem.units import CATEGORIES, GIB, MIB
 
@@ -189,9 +188,10 @@ def outline(run: Run, on_card: bool) -> Trace:
     network = outlined(run, config)
     every, own = list(network.parameters()), [p for _, p in trained(network)]
     sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
-    count, narrow = sum(sizes), HALF * sum(p.numel() for p in every)
+    element = run.product_bytes
+    count, narrow = sum(sizes), element * sum(p.numel() for p in every)
     on_host = run.masters
-    streamed = [HALF * sum(p.numel() for p in block.parameters()) for block in stack_of(network)] if run.streams else []
+    streamed = [element * sum(p.numel() for p in block.parameters()) for block in stack_of(network) if run.streams]
     narrow += run.weights.arguments.get("slots", 0) * max(streamed, default=0) - sum(streamed)
     rate, pageable = state_bytes_per_parameter(build.optimizer(run))
     paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
@@ -205,14 +205,14 @@ def outline(run: Run, on_card: bool) -> Trace:
         wide = 4 * count if run.any("steps_wide") else 0
         weights, gradients, state = (size // run.devices for size in (weights, gradients, state + wide))
         weights = whole or weights
-    held = tokens * (2 if run.multiplies_in in SIXTEEN else 4)
+    held = tokens * element
     boundary = held * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.technique("gradient_checkpointing").saves else layers
     columns = min(text.vocab_size, run.loss.arguments.get("columns", text.vocab_size))
     logits = 3 * 4 * min(tokens, run.loss.arguments.get("rows", tokens)) * columns
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
     master = getattr(torch, run.weights_dtype).itemsize
-    host = count * (master + (4 if run.accumulates else HALF)) + state if on_host else 0
+    host = count * (master + (4 if run.accumulates else element)) + state if on_host else 0
     if run.any("offloads") or run.strategy.arguments.get("offload"):  # what is divided waits and is stepped there
         host, weights, gradients, state = gradients + state + (0 if whole else weights), whole, 0, 0
 
@@ -269,8 +269,8 @@ def needs(shapes: Trace, run: Run, target: Target, libraries: int) -> Prediction
     size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
     windows = run.windows if run.several else None
     steps_beside_card = on_card and shapes.steps_on_host
-    # a gradient on its way to the host, in 16 bits
-    largest = shapes.leaves if shapes.streamed else shapes.largest_trained * HALF
+    # a gradient on its way to the host
+    largest = shapes.leaves if shapes.streamed else shapes.largest_trained * run.product_bytes
     leaving = largest if steps_beside_card else 0
     if on_card and shapes.waits_on_host:  # a block's part on its way to the card, and that of its gradient back
         leaving = 2 * shapes.blocks[1]

@@ -10,7 +10,7 @@ from lowmem.errors import Refused
 from lowmem.memory import process
 from lowmem.model import describe, period
 from lowmem.overrides import CONF, as_lines, as_mapping
-from lowmem.plan.candidates import SHARED, Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
+from lowmem.plan.candidates import Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
 from lowmem.plan.changes import Change, Tier
 from lowmem.plan.derive import STAY, Derivation, Needed
 from lowmem.plan.helper import Helper
@@ -23,6 +23,7 @@ from lowmem.plan.tracing import trace_all
 from lowmem.refusals import refused
 from lowmem.settle import Run
 from lowmem.starting import undisturbed
+from lowmem.techniques import SHARED
 from lowmem.trained import trained
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast

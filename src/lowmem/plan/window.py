@@ -22,7 +22,6 @@ from lowmem.settle import Run
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
 TRAVEL = "travel"  # another: copies of weights that come for a pass, where there are any
 LONG = 0.1  # seconds of a step: in a shorter one the training loop itself takes its part
-HALF = 2  # bytes of a gradient, and of a weight, that travels
 REACHED = 0.65  # of a card's rate of matrix products, in a pass of a transformer: what people see is from 0.5 to 0.9
 
 
@@ -87,11 +86,12 @@ def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float]
         update += 2 * shapes.paged / machine.bandwidth  # no operator that is traced touches it
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
-    host, travel = machine.host or machine, HALF * shapes.trained / machine.link
+    element = run.product_bytes
+    host, travel = machine.host or machine, element * shapes.trained / machine.link
     # weights that are brought to the device after a step
-    kept = max(0, shapes.trained - (shapes.streamed + shapes.outside) // HALF)
+    kept = max(0, shapes.trained - (shapes.streamed + shapes.outside) // element)
     update *= pace_of_update(host, run)
-    update += 2 * HALF * kept / host.bandwidth  # read and written again: into the link's slots
+    update += 2 * element * kept / host.bandwidth  # read and written again: into the link's slots
     # The last block is where the forward pass has left it when backward begins.
     comes = (shapes.streamed + shapes.head) / machine.link
     again = (max(0, shapes.streamed - shapes.blocks[1]) + shapes.head) / machine.link
@@ -101,10 +101,10 @@ def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float]
     # The embeddings, first in a model and last in backward, are most often its largest: nothing hides their update.
     first = update * shapes.largest_trained / shapes.trained
     if run.early:
-        taken_by_host, up = taken["sum"] + taken["step"] + update, offloaded + again + HALF * kept / machine.link
+        taken_by_host, up = taken["sum"] + taken["step"] + update, offloaded + again + element * kept / machine.link
         step = max(first, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, up))
     else:
-        up = comes + HALF * kept / machine.link
+        up = comes + element * kept / machine.link
         step = taken["step"] + max(first, _beyond(forward_takes, update), _beyond(forward_takes, up))
     return Window(passes, micro_batches * waits, step)
 

@@ -224,7 +224,7 @@ def masters(architecture: dict) -> str:
     for p in narrow.model.parameters():
         full, p.data = p.data, torch.empty_like(p.data, dtype=torch.bfloat16)
         rounded(full, p.data)
-    stepping, pairs = wide.make_optimizer(wide.model), list(zip(wide.parameters(), narrow.parameters(), strict=True))
+    stepping, pairs = wide.update.optimizer(wide.model), list(zip(wide.parameters(), narrow.parameters(), strict=True))
     torch.manual_seed(1)
     narrow.model.train()
     for _ in range(2):

@@ -148,7 +148,7 @@ def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials,
     data = build.data(cfg)
     before = process.rss_bytes()
     module = build.module(cfg, data).to(cfg.device)
-    optimizer = module.make_optimizer(module.model)
+    optimizer = module.update.optimizer(module.model)
     made = Materials(
         module.model.train(),
         [window.micro_batches for window in islice(data.train, STEPS)],

@@ -300,7 +300,8 @@ APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "toge
 )
 def test_another_order_is_refused_by_the_keys_that_make_it(there, here, said):
     saved = SimpleNamespace(order=there, asked="resume=x", optimizer="sgd")
-    module, train = SimpleNamespace(make_optimizer=SimpleNamespace(name="sgd")), SimpleNamespace(order=here)
+    module = SimpleNamespace(update=SimpleNamespace(optimizer=SimpleNamespace(name="sgd")))
+    train = SimpleNamespace(order=here)
     if said is None:
         return checkpoint.Saved.check_training(saved, module, train)
     with pytest.raises(Refused) as refused:

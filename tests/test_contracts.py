@@ -1,12 +1,19 @@
 """What a class of ours offers stands in its base class, with a default: nobody asks whether it is there."""
 
 import ast
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from lowmem import build
+from lowmem.data.mix import Mix
 from lowmem.errors import Refused
+from lowmem.loss import Chunked, Loss, as_loss, full
+from lowmem.module import CausalLM, Update
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -80,3 +87,41 @@ def test_a_source_that_cannot_be_opened_is_refused(config):
     run = config()
     with pytest.raises(Refused, match=r"this makes a dict, which cannot be opened\. Derive it from Stored"):
         build.open_texts(run.replacing("data", {"_target_": "builtins.dict"}))
+
+
+def test_a_part_of_a_mixture_that_cannot_be_opened_is_refused_by_its_name():
+    with pytest.raises(Refused, match=r"data\.parts\.mine\._target_=.*makes a dict, which cannot be opened"):
+        Mix({"mine": {}})
+
+
+class Scaled(Loss, nn.Module):
+    """A loss with a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def __call__(self, model, batch):
+        return self.scale * full(model, batch)
+
+
+class Compared(Scaled):
+    def verify(self, model, batch):
+        pass
+
+
+def test_a_loss_that_is_a_module_keeps_its_buffers():
+    module = CausalLM(nn.Linear(2, 2), Scaled(), Update(None, None))
+    assert "loss.scale" in module.state_dict()
+
+
+def test_a_loss_says_by_its_verify_that_it_makes_the_logits_itself():
+    assert Compared().own_logits and Chunked(4).own_logits and not Scaled().own_logits
+    assert not as_loss(full).own_logits and isinstance(as_loss(partial(full)), Loss)
+
+
+@pytest.mark.parametrize("made", [nn.Linear(1, 1), SimpleNamespace(verify=print)])
+def test_an_object_that_is_no_loss_is_refused(made):
+    """Its `verify` would not be called, and its buffers not be saved."""
+    with pytest.raises(Refused, match=r"which is no loss\. Derive it from Loss of lowmem\.loss"):
+        as_loss(made)

@@ -111,7 +111,6 @@ def test_an_evaluation_and_a_check_of_the_loss_are_computed_in_the_engine():
     called = []
 
     class Checked(Loss):
-        own_logits = True
         verify = "its check"
 
     loss = deepspeed.InEngine(lambda *given: called.append(given), Checked())

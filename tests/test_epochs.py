@@ -61,6 +61,15 @@ def test_a_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
     assert len(opened) == 1
 
 
+def test_a_run_that_lacks_its_evaluation_alone_opens_its_data_once(fit, monkeypatch):
+    opened, open_texts = [], build.open_texts
+    _, folder = fit(*RUN, "epochs=1", "resume=auto")
+    (folder / "summary.json").unlink()
+    monkeypatch.setattr(build, "open_texts", lambda run: opened.append(run) or open_texts(run))
+    fit(*RUN, "epochs=1", "resume=auto")
+    assert len(opened) == 1
+
+
 def test_what_is_said_of_data_is_said_once_in_a_run_of_epochs(fit, caplog):
     with caplog.at_level("INFO"):
         fit(*RUN, "epochs=1", "data.packing=documents", "val_sequences=2")

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from conftest import ROOT
 from lowmem.errors import Refused
+from lowmem.model import architecture
 from lowmem.overrides import composed
 from lowmem.settle import run_of, settled
 
@@ -36,6 +37,15 @@ def test_a_run_does_not_change():
     for one, key in ((run, "lr"), (run.model, "name"), (run.optim, "lr"), (run.trainer.plugins, "precision")):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(one, key, 1)
+
+
+def test_a_configuration_of_transformers_changes_nothing_of_it():
+    """Some write into the mappings that they are made of, such as rope_scaling."""
+    run = run_of(["model=qwen3-0.6b", "model.pretrained=false"])
+    others = {key: value for key, value in run.model.architecture.items() if key != "rope_parameters"}
+    run = run.replacing("model.architecture", others | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    architecture(run.model)
+    assert run.model.architecture["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
 def test_what_becomes_known_is_followed_by_what_depends_on_it():

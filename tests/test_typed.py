@@ -48,6 +48,7 @@ REFUSED = {
     "-m optim=sgd,adamw optim.declares={}": "a technique declares this of itself",
     "warmup_steps=3": "Type scheduler.warmup_steps=3.",
     "hydra.run.dri=x": "Type hydra.run.dir=x.",
+    "model.foo=3": "nothing reads model.foo. Type --help for what there is.",
     "hydra/launcher=slrum": "Type hydra/launcher=slurm",
     "model.architecture.n_layers=3": "Type model.architecture.n_layer=3.",
     "loss.rows=7": "only some choices have it. Type loss=chunked beside it.",

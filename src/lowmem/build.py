@@ -14,10 +14,9 @@ from lowmem.adapter.freeze import freeze
 from lowmem.adapter.lora import base_dtype, load
 from lowmem.check import OPTIM_KEYS, check_vocabulary
 from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, WindowLoader
-from lowmem.data.opened import Openable, Wanted
+from lowmem.data.opened import Openable, Wanted, openable
 from lowmem.data.packing import Joined, rows, with_positions
 from lowmem.data.tokens import Tokens, held_out, rows_of
-from lowmem.errors import Refused
 from lowmem.generation import prompt_ids
 from lowmem.instantiate import instantiate
 from lowmem.model import Described
@@ -122,13 +121,7 @@ def _sources(data: Node) -> dict[str, Openable]:
 
 
 def _source(data: Node, **more: object) -> Openable:
-    source = instantiate(data, **more)
-    if not isinstance(source, Openable):
-        raise Refused(
-            f"data._target_={data.target}: this makes a {type(source).__name__}, which cannot be opened. Derive it "
-            "from StoredSource of lowmem.data.opened, or from Openable where it keeps no tokens on disk."
-        )
-    return source
+    return openable(instantiate(data, **more), f"data._target_={data.target}")
 
 
 def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:

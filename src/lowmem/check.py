@@ -60,6 +60,11 @@ def _check_data(run: Run) -> None:
     data = run.data.arguments
     if (parts := data.get("parts")) is not None:
         reading.checked_shares(parts, data.get("shares"))
+    if data.get("streaming") is True and run.show is not None:
+        raise Refused(
+            f"show={run.show}: the rows of a stream have no numbers, and are made while it is read. Type "
+            "data.streaming=false."
+        )
     trained = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
     if data.get("streaming") is True and trained and run.evaluate is None and run.generate is None:
         raise Refused(
@@ -161,7 +166,7 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
         for key in node:
             ours = OPTIM_KEYS if group == "optim" else ("declares",)
             if not key.startswith("_") and key not in names and key not in ours:
-                yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names)}."
+                yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names) or 'nothing'}."
 
 
 def _savers(run: Run) -> Iterator[str]:

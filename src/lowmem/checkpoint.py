@@ -364,9 +364,9 @@ class Saved:
                 f"{self.asked}: that run read its data in another order, so its place cannot be found: {differ}. "
                 f"Type the {keys} of that run."
             )
-        if self.optimizer != module.make_optimizer.name:
+        if self.optimizer != module.update.optimizer.name:
             raise Refused(
-                f"{self.asked}: {module.make_optimizer.name} cannot read the state of {self.optimizer}. Type the "
+                f"{self.asked}: {module.update.optimizer.name} cannot read the state of {self.optimizer}. Type the "
                 "optim= of that run, or start from its exported model: model=hf model.name=<run folder>/model."
             )
 

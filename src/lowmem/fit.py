@@ -74,7 +74,7 @@ def fit(
             return _show(command, texts)
         if task.work == "train":
             return _train(command, task, ranks, texts)
-        return (_evaluate if task.work == "evaluate" else _export)(command, task, ranks)
+        return (_evaluate if task.work == "evaluate" else _export)(command, task, ranks, texts)
 
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
@@ -109,18 +109,18 @@ def _train(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts |
         return _ended(training, command, task, summary)
 
 
-def _evaluate(command: Command, task: Asked, ranks: OneDevice) -> dict:
+def _evaluate(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Evaluates a run, an exported model or an adapter."""
     run = command.run if task.saved else with_model(command.run, command.run.evaluate)
     command = _unplanned(replace(command, run=run))
-    with _training(command, task, ranks) as training:
+    with _training(command, task, ranks, texts) as training:
         return _ended(training, command, task, results.summary(training, command))
 
 
-def _export(command: Command, task: Asked, ranks: OneDevice) -> dict:
+def _export(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Exports a run whose last evaluation is done; its summary stays true."""
     command = _unplanned(command)
-    with _training(command, task, ranks) as training:
+    with _training(command, task, ranks, texts) as training:
         return _ended(training, command, task, results.summary(training, command) | summary_of(task.saved))
 
 

@@ -11,6 +11,8 @@ stands before and behind the product with the head is left to the model (`head.p
 """
 
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,11 @@ SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be add
 class Loss:
     """What `CausalLM` trains with. Strategies that wrap one are one, too."""
 
-    own_logits = False  # it computes the logits itself, and `verify` compares them with the model's
+    own_logits = False  # it computes the logits itself: whoever overrides `verify` says so by that
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.own_logits = cls.verify is not Loss.verify
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """Returns the sum over the tokens that count, fp32, shape ()."""
@@ -58,6 +64,22 @@ class Function(Loss):
         return self.function(model, batch)
 
 
+def as_loss(loss: object) -> Loss:
+    """Returns a loss as it is, and a function as a `Function`.
+
+    Raises:
+        Refused: an object of another class: its `verify`, and weights of its own, would be missed without a word.
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if isinstance(loss, FunctionType | partial):
+        return Function(loss)
+    raise Refused(
+        f"loss._target_: this makes a {type(loss).__name__}, which is no loss. Derive it from Loss of lowmem.loss, and "
+        "from nn.Module as well if it has weights or buffers, or name a function and type loss._partial_=true."
+    )
+
+
 def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)  # (B x T, V)
     return F.cross_entropy(logits.float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -65,8 +87,6 @@ def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 class Chunked(Loss):
     """The same number as `full` with the logits of at most `rows` tokens in memory at once."""
-
-    own_logits = True
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -90,7 +91,7 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
 
 
 def _configuration(spec: schema.Model) -> PretrainedConfig:
-    architecture = spec.architecture
+    architecture = deepcopy(spec.architecture)  # a configuration changes what it is made of
     changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
     if spec.pretrained or architecture is None:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)

@@ -24,7 +24,7 @@ from lowmem import by_name, random_states
 from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.faults import Faults
-from lowmem.loss import Function, Loss
+from lowmem.loss import as_loss
 from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
@@ -72,11 +72,10 @@ class CausalLM(LightningModule):
         placement = placement or Placement()
         self.automatic_optimization = False
         self.model, self.update = model, update
-        self.loss = loss if isinstance(loss, Loss) else Function(loss)
+        self.loss = as_loss(loss)
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
         self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
         self.auxiliary_loss = AuxiliaryLoss(model)
-        self.make_optimizer = update.optimizer
         self.faults = Faults(update.skips_faults)
         self.position = Position()  # after the last completed window
         self.tokens = 0  # seen, those of skipped steps included
@@ -193,7 +192,7 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin
-        made = self.make_optimizer(self.model, lambda p: precision.master(self.ranks.local(p)))
+        made = self.update.optimizer(self.model, lambda p: precision.master(self.ranks.local(p)))
         optimizer = precision.prepare_optimizer(made)
         return {
             "optimizer": optimizer,
@@ -240,7 +239,7 @@ class CausalLM(LightningModule):
                 "order": self.trainer.train_dataloader.order,
                 "tokens": self.tokens,
                 "skipped_steps": self.skipped_steps,
-                "optimizer": self.make_optimizer.name,
+                "optimizer": self.update.optimizer.name,
                 "stepped": [name for name, _ in by_name.stepped(self)],
             }
             | random_states.taken(self.ranks, self.device)

@@ -109,7 +109,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     beside = {_last(name): name for name in names if name.rpartition(".")[0] == parent}
     if near := get_close_matches(last, beside, 1, NEAR):
         return beside[near[0]]
-    anywhere = {_last(name): name for name in reversed(names)}
+    ours = [name for name in names if word.startswith("hydra.") or not name.startswith("hydra.")]
+    anywhere = {_last(name): name for name in reversed(ours)}
     return next((anywhere[name] for name in get_close_matches(last, anywhere, 1, NEAR)), None)
 
 

@@ -26,8 +26,6 @@ from lowmem.offload.tiles import tiles_of
 class Tiled(Loss):
     """The same number as `lowmem.loss.full` with the logits of at most `columns` tokens of the vocabulary at once."""
 
-    own_logits = True
-
     def __init__(self, columns: int) -> None:
         if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
             raise Refused(

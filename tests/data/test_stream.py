@@ -174,6 +174,12 @@ def test_a_streamed_run_repeats_itself_and_goes_on_to_the_bit(config, typed, tmp
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_ranks_that_share_a_stream_compare_what_they_read(config, typed, tmp_path):
+    """A stream has no rows to compare: its order has the digests of its files."""
+    lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "strategy=ddp", "devices=1")
+    assert fit(config(*lines, base=typed), tmp_path / "run")["steps"] == 4
+
+
 def test_read_once_it_is_as_files_are(config, typed, folder):
     data = build.data(config(base=typed))
     count = len(data.tokens.train.ends) + len(data.tokens.val.ends)
@@ -188,6 +194,7 @@ def test_of_few_rows_one_is_validation(tmp_path):
 REFUSED = {
     "epochs=2 data.streaming=true": "epochs=2: nobody knows how long a stream is. Type max_steps=",
     "data.streaming=true tokenizer=null": "Type tokenizer=<a folder or hub id>",
+    "data.streaming=true show=2": "show=2: the rows of a stream have no numbers",
     "data.streaming=true data.packing=padded": "Type data.packing=documents",
     "data.split=test": "cannot be read",
     "data.streaming=true data.val_split=train": "data.val_split=train: this is data.split too",

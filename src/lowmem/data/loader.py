@@ -84,6 +84,7 @@ class Rows:
     report: Mapping = MappingProxyType({})
     without_gaps = False
     positions = False  # micro-batches have `position_ids`
+    numbered = True  # rows can be counted, and read by their numbers; those of a stream cannot
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lowmem.data.loader import MicroBatch, Rows
-from lowmem.data.opened import Openable, Opened, Wanted
+from lowmem.data.opened import Openable, Opened, Wanted, openable
 from lowmem.data.reading import checked_shares
 from lowmem.data.source import ChatFormat, SplitName
 from lowmem.data.tokens import trained
@@ -33,6 +33,7 @@ class Mix(Openable):
     def __init__(self, parts: Mapping[str, Openable], shares: Mapping[str, float] | None = None) -> None:
         checked_shares(parts, shares)
         for name, part in parts.items():
+            openable(part, f"data.parts.{name}._target_=<yours>")
             if part.streams:
                 raise Refused(
                     f"data.parts.{name}: a stream has no end, and a mixture is made of rows that are there. "

@@ -9,6 +9,7 @@ from lowmem.data.loader import Rows
 from lowmem.data.packing import rows
 from lowmem.data.source import Source
 from lowmem.data.tokens import Tokens, tokenize
+from lowmem.errors import Refused
 
 
 class Wanted(NamedTuple):
@@ -40,6 +41,20 @@ class Openable(Source):
     def opened(self, wanted: Wanted) -> Opened:
         """Read what is there. Raises: Refused: nothing to train or to validate on; what cannot be read."""
         raise NotImplementedError
+
+
+def openable(source: object, said: str) -> Openable:
+    """Returns the source. Args: said: what was typed for it, such as data._target_=my.Source.
+
+    Raises:
+        Refused: something else than a source, or one that does not derive from `Openable`.
+    """
+    if not isinstance(source, Openable):
+        raise Refused(
+            f"{said}: this makes a {type(source).__name__}, which cannot be opened. Derive it from StoredSource of "
+            "lowmem.data.opened, or from Openable where it keeps no tokens on disk."
+        )
+    return source
 
 
 class StoredSource(Openable):

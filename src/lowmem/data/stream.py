@@ -139,7 +139,9 @@ class Block(NamedTuple):
 
 
 class Blocks(Rows):
-    """The rows of a stream, which cannot be counted, nor read by their numbers."""
+    """The rows of a stream."""
+
+    numbered = False
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.seq_len = stream, stream.seq_len

@@ -213,7 +213,7 @@ def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneD
     where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft brings an adapter to its layer
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
         module = build.causal_lm(run, described, ranks=ranks)
-    module.make_optimizer = make
+    module.update = module.update._replace(optimizer=make)
     module.to = module.cpu = lambda *_, **__: module
     return module
 

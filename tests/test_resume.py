@@ -4,7 +4,7 @@ import pytest
 
 from lowmem import random_states
 from lowmem.module import CausalLM
-from parity import CHOICES, COMPILED, SIBLINGS, WITH
+from parity import CHOICES, COMPILED, WITH, shipped_but
 from same import last, same
 
 EVERY = [
@@ -73,8 +73,7 @@ def life(fit, monkeypatch):
     return live
 
 
-@pytest.mark.rows("weights=streamed")
-@pytest.mark.slow_rows(*SIBLINGS, "precision=32", "optim=adamw")
+@pytest.mark.slow_rows(*shipped_but("weights=streamed"))
 @pytest.mark.parametrize("technique", EACH)
 def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique):
     unbroken = []

@@ -9,7 +9,7 @@ import torch
 from benchmarks.techniques import WITH
 
 from lowmem.techniques import techniques
-from parity import CHOICES, SIBLINGS
+from parity import CHOICES, SIBLINGS, shipped_but
 
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
 LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
@@ -85,8 +85,7 @@ IDLE = {
 }
 
 
-@pytest.mark.rows("precision=16-master", "loss=chunked", "optim=adafactor")
-@pytest.mark.slow_rows(*SIBLINGS)
+@pytest.mark.slow_rows(*shipped_but("precision=16-master", "loss=chunked", "optim=adafactor"))
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
 def test_one_that_does_nothing_is_caught(held, technique):
     """The deliberately wrong variant of every technique: the yardstick of its group under its declaration."""

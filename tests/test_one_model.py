@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lowmem.checkpoint import AtomicCheckpointIO
+from lowmem.loss import full
 from lowmem.model import _of_type
 from lowmem.module import CausalLM, Placement, Update
 from lowmem.precision.held_on_host import Halves
@@ -30,7 +31,7 @@ def module():
     network.to_empty(device="cpu")
     for p in network.parameters():
         p.data.fill_(0.1)
-    return CausalLM(network, None, Update(None, None), Placement(Streamed(network))), sum(
+    return CausalLM(network, full, Update(None, None), Placement(Streamed(network))), sum(
         p.nbytes for p in network.parameters()
     )
 

@@ -35,7 +35,7 @@ def test_the_choices_that_hydra_leaves_in_a_runs_folder_are_in_that_order(comman
     assert code == 0, said
     ((title, (typed, limit)),) = titles
     assert (
-        title == "model=tiny data=text precision=bf16 optim=sgd scheduler=cosine weights=resident "
-        "gradient_checkpointing=every_layer loss=full"
+        title == "model=tiny data=text precision=bf16 optim=sgd scheduler=cosine "
+        "gradient_checkpointing=every_layer weights=resident loss=full"
     )
     assert "max_steps=1" in typed.split() and "optim" not in typed and limit is None

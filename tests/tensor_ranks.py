@@ -149,7 +149,7 @@ def stepped(ranks, one, ours, loss, optimizer):
                     (summed * factor / window.numel()).backward()
         ranks.gather_gradients()
         if not figures:
-            figures = gradients(ranks, one, ours) | {"loss": (sums[0] - ranks.total(sums[1])).abs().item()}
+            figures = gradients(ranks, one, ours) | {"loss": (sums[0] - ranks.all_sum(sums[1])).abs().item()}
             figures["collectives"] = said.count  # of a micro-batch
         alone.step()
         together.step()

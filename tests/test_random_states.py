@@ -19,7 +19,7 @@ class Several(OneDevice):
         super().__init__()
         self.rank, self.size, self.data_rank, self.of_all = rank, len(every), every[rank], every
 
-    def every(self, said):
+    def all_gather(self, said):
         return self.of_all if isinstance(said, int) else [said]
 
 
@@ -87,6 +87,6 @@ def test_when_it_is_time_to_save_the_clock_of_the_first_says(monkeypatch, tmp_pa
 
     saves = checkpoint.Checkpoints(tmp_path, "1min")
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: own)
-    ranks = SimpleNamespace(first=lambda said: first >= 60.0)
+    ranks = SimpleNamespace(broadcast=lambda said: first >= 60.0)
     assert saves._late(ranks) == late != (own >= 60.0)
     assert not checkpoint.Checkpoints(tmp_path, 10)._late(None)  # by steps nobody is asked

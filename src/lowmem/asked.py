@@ -51,7 +51,7 @@ def asked(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Asked:
     def found(find: Callable[[], Path | None]) -> Path | None:
         with together(ranks):
             path = find() if ranks.rank == 0 else None
-        return ranks.first(path)
+        return ranks.broadcast(path)
 
     if run.show is not None:
         return Asked("show")

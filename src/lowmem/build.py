@@ -140,7 +140,7 @@ def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: One
     made = causal_lm(run, of.described.at_random if whole else of.described, model.check_causal, ranks)
     if made.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(made.model, path)
-    if (base := made.ranks.first(digest_of_base(made) if made.ranks.builds else None)) is not None:
+    if (base := made.ranks.broadcast(digest_of_base(made) if made.ranks.builds else None)) is not None:
         made.identity["base"] = base
     if of.tokens.template is not None:
         made.identity["template"] = of.tokens.template

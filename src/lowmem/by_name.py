@@ -56,7 +56,7 @@ def divided(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor
                 tensors[f"{STATE}{name}/{key}"] = module.ranks.saved(p, value) if value.dim() else value
             else:
                 plain.setdefault(name, {})[key] = value
-    everyone = {name: state for some in module.ranks.every(plain) for name, state in some.items()}
+    everyone = {name: state for some in module.ranks.all_gather(plain) for name, state in some.items()}
     content = checkpoint | {"state_dict": {}, "tied": tied}
     return tensors, content | {"optimizer_states": [optimizer | {"state": everyone}]}
 

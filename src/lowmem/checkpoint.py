@@ -113,7 +113,7 @@ class Checkpoints(Callback):
 
     def _late(self, ranks: OneDevice) -> bool:
         """By the clock of rank 0: others differ by what they waited."""
-        return self.seconds < math.inf and ranks.first(time.monotonic() - self._since >= self.seconds)
+        return self.seconds < math.inf and ranks.broadcast(time.monotonic() - self._since >= self.seconds)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         training = (

@@ -99,7 +99,7 @@ class Weights:
         """By the first process: what is written before takes its time."""
         with self.ranks.watched("write the model"):
             pass
-        return self.ranks.first(name)
+        return self.ranks.broadcast(name)
 
     def _gathered(self, name: str) -> Tensor | None:
         p = self._named[name]

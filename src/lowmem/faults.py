@@ -43,7 +43,7 @@ class Faults:
 def told(module: LightningModule, loss: Tensor, window: Window) -> str:
     """Which step, what is not finite, and on which sequences."""
     trainer = module.trainer
-    names = module.ranks.every(
+    names = module.ranks.all_gather(
         trainer.precision_plugin.first_not_finite(module.ranks.parts(module))
     )  # of its part each knows
     name = next(filter(None, names), None)

@@ -150,7 +150,7 @@ class CausalLM(LightningModule):
                     auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
                     loss = loss + auxiliary
                 self.manual_backward(loss * ranks.factor / window.tokens)
-        return ranks.total(loss_sum), auxiliary_sum if auxiliary_sum is None else ranks.total(auxiliary_sum)
+        return ranks.all_sum(loss_sum), auxiliary_sum if auxiliary_sum is None else ranks.all_sum(auxiliary_sum)
 
     def _nothing_to_learn(self, nothing: Tensor, window: Window) -> dict:
         """A window of which no token counts: a step would shrink weights, and move them by what momentum is left."""
@@ -217,10 +217,10 @@ class CausalLM(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         if self._val_micro_batches == sum(self.trainer.num_val_batches):
-            tokens = self.ranks.total(torch.tensor(self._val_tokens))
-            sums = zip(self.ranks.total(self._val_loss_sums).tolist(), tokens.tolist(), strict=True)
+            tokens = self.ranks.all_sum(torch.tensor(self._val_tokens))
+            sums = zip(self.ranks.all_sum(self._val_loss_sums).tolist(), tokens.tolist(), strict=True)
             losses = [loss / tokens if tokens else math.nan for loss, tokens in sums]
-            self.val_losses = self.ranks.first(losses)  # ranks decide by it whether to save and to stop
+            self.val_losses = self.ranks.broadcast(losses)  # ranks decide by it whether to save and to stop
 
     @property
     def val_loss(self) -> float | None:

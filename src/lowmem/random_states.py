@@ -21,7 +21,7 @@ def taken(ranks: OneDevice, device: torch.device) -> dict:
     own = {"cpu": torch.get_rng_state(), "data_rank": ranks.data_rank}
     if device.type == "cuda":
         own["cuda"] = torch.cuda.get_rng_state(device)
-    return {"random_states": ranks.every(own), "strategy": type(ranks).__name__}
+    return {"random_states": ranks.all_gather(own), "strategy": type(ranks).__name__}
 
 
 def go_on(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
@@ -42,5 +42,5 @@ def go_on(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
     """Whether each process goes on with what one drew for the same data, and for the same part of the model: that is
     told by the strategy, or there are no parts but by data."""
-    here, there = ranks.every(ranks.data_rank), [one["data_rank"] for one in every]
+    here, there = ranks.all_gather(ranks.data_rank), [one["data_rank"] for one in every]
     return there == here and (strategy == type(ranks).__name__ or len({*here}) == len(here))

@@ -49,7 +49,7 @@ class Stop(Callback):
 
     def _agree(self, module: LightningModule) -> None:
         """All end after the same window, whichever of them was told to."""
-        if number := module.ranks.largest(self._sent or 0):
+        if number := module.ranks.all_max(self._sent or 0):
             self.signal = signal.Signals(number)
 
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:

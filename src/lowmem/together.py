@@ -12,7 +12,7 @@ KINDS = {kind.__name__: kind for kind in (Refused, NotFinite)}
 class Ranks(Protocol):
     """What is asked here of a strategy (`strategy/one_device.py`)."""
 
-    def every(self, said: object) -> list: ...
+    def all_gather(self, said: object) -> list: ...
 
     def watched(self, what: str) -> AbstractContextManager: ...
 
@@ -33,7 +33,7 @@ def together(ranks: Ranks) -> Iterator[None]:
             yield
         except Exception as error:
             failure = error
-    said = ranks.every(_said(failure))
+    said = ranks.all_gather(_said(failure))
     if failure is not None:
         raise failure
     for rank, one in enumerate(said):

@@ -14,7 +14,7 @@ class Two:
     def __init__(self, other=None):
         self.other, self.said = other, None
 
-    def every(self, said):
+    def all_gather(self, said):
         self.said = said
         return [self.other or said, said]
 

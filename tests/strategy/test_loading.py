@@ -104,7 +104,7 @@ def test_each_rank_has_its_parts_of_what_one_process_builds(config, monkeypatch,
     for rank in range(RANKS):
         torch.manual_seed(cfg.seed)
         with one_of(rank) as ranks:
-            ranks.first = tape.of(rank, monkeypatch)
+            ranks.broadcast = tape.of(rank, monkeypatch)
             made = build.module(cfg, data, None, ranks)
             same(parts_of(ranks, made.model), expected(ranks, whole.model))
             assert torch.equal(torch.get_rng_state(), drawn)  # the next draws are dropout's
@@ -133,7 +133,7 @@ def test_published_weights_with_more_tokens_are_read_by_one_rank(config, monkeyp
         with one_of(rank) as ranks, monkeypatch.context() as patched:
             if rank:
                 patched.setattr(model, "_load", lambda *_: pytest.fail("read again"))
-            ranks.first = tape.of(rank, monkeypatch)
+            ranks.broadcast = tape.of(rank, monkeypatch)
             made = build.module(cfg, data, None, ranks)
             same(parts_of(ranks, made.model), expected(ranks, whole.model))
             assert made.model.generation_config.eos_token_id == 7
@@ -152,7 +152,7 @@ def test_each_rank_of_a_group_has_its_parts_of_the_layers(config, monkeypatch, c
             whole = build.module(cfg, data)
             ranks._lay_out(whole)
             torch.manual_seed(cfg.seed)
-            ranks.first = tape.of(rank, monkeypatch)
+            ranks.broadcast = tape.of(rank, monkeypatch)
             made = build.module(cfg, data, None, ranks)
             same(parts_of(ranks, made.model), parts_of(ranks, whole.model))
             assert any(isinstance(p, DTensor) for p in made.parameters())
@@ -163,7 +163,7 @@ def test_it_is_seen_which_rank_has_which_part(config, monkeypatch):
     data = build.data(cfg)
     whole = build.module(cfg, data)
     with one_of(0) as ranks:
-        ranks.first = Tape().of(0, monkeypatch)
+        ranks.broadcast = Tape().of(0, monkeypatch)
         made = build.module(cfg, data, None, ranks)
         ranks.rank = 1
         with pytest.raises(AssertionError):
@@ -176,7 +176,7 @@ def test_a_model_that_is_another_one_without_its_weights_is_refused(config, monk
     with one_of(1) as ranks:
         untied = dict(build.module(cfg, data).model.named_parameters())
         told = {name: (p.shape, p.dtype) for name, p in untied.items()} | {"lm_head.weight": (301, 32)}
-        ranks.first = lambda said: told if isinstance(said, dict) else said
+        ranks.broadcast = lambda said: told if isinstance(said, dict) else said
         with pytest.raises(Refused, match=r"LlamaForCausalLM has another lm_head.weight .* Type strategy=ddp"):
             build.module(cfg, data, None, ranks)
 

@@ -136,10 +136,10 @@ def test_a_rank_without_loggers_bears_callbacks_that_want_one(fit, monkeypatch):
 
 
 def test_ranks_decide_by_the_validation_loss_of_the_first(fit, monkeypatch):
-    def first(self, said):
+    def broadcast(self, said):
         return [0.25] if isinstance(said, list) and said and isinstance(said[0], float) else said
 
-    monkeypatch.setattr(OneDevice, "first", first)
+    monkeypatch.setattr(OneDevice, "broadcast", broadcast)
     assert fit("max_steps=1", "sample_tokens=0")[0]["val_loss"] == 0.25
 
 

@@ -61,8 +61,8 @@ def test_the_innermost_public_function_is_named(names, said, sentence):
 def test_who_asked_for_it_is_named_and_backward_where_no_function_is():
     error = raised("/site/torch/autograd/graph.py", ("_engine_run_backward",), RuntimeError(CLOSED))
     assert str(faults.lost(error, 60)) == "backward's all_reduce of gradients: another rank is gone."
-    error = raised(f"{faults.OURS}/strategy/several.py", ("total",), RuntimeError(CLOSED))
-    assert str(faults.lost(error, 60)).startswith("A collective in total (several.py:1): another rank is gone.")
+    error = raised(f"{faults.OURS}/strategy/several.py", ("all_sum",), RuntimeError(CLOSED))
+    assert str(faults.lost(error, 60)).startswith("A collective in all_sum (several.py:1): another rank is gone.")
 
 
 def test_torch_in_the_environment_of_a_clone_called_lowmem_is_not_taken_for_the_package():

@@ -88,7 +88,7 @@ class DataParallel(Several):
     def _check_used(self) -> None:
         """DDP would wait for the gradients of all, and send none of those that share a bucket with a missing one."""
         self._watch_no_more()
-        if unused := next(filter(None, self.every(sorted(self._idle))), None):
+        if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(
                 f"strategy=ddp: no forward pass uses {', '.join(unused[:3])}{' and others' * (len(unused) > 3)}, so "
                 f"that ranks would wait for gradients that nobody makes. Type freeze=[{','.join(unused[:3])}], with "

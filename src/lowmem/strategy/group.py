@@ -116,7 +116,7 @@ def compare(ranks: OneDevice, said: dict[str, object], why: str) -> None:
     Raises:
         Refused: on all ranks.
     """
-    every = ranks.every(said)
+    every = ranks.all_gather(said)
     for number, other in enumerate(every):
         if differing := [key for key in said | other if other.get(key) != every[0].get(key)]:
             raise Refused(f"Rank {number} and rank 0 differ in {', '.join(differing)}: they {why}.")

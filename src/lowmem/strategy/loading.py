@@ -27,7 +27,7 @@ def of_first(ranks: OneDevice, work: Callable[[], object]) -> object:
             shown = work()
         except Refused as error:
             shown = error
-    if isinstance(shown := ranks.first(shown), Refused):
+    if isinstance(shown := ranks.broadcast(shown), Refused):
         raise shown
     return shown
 
@@ -73,7 +73,7 @@ def fill(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
 def _check(model: nn.Module, ranks: OneDevice) -> None:
     """Published weights may make another model than their architecture alone: one that they untie, say."""
     ours = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
-    theirs = ranks.first(ours)  # each looks by itself: rank 0 finds itself in order
+    theirs = ranks.broadcast(ours)  # each looks by itself: rank 0 finds itself in order
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
             f"strategy: {type(model).__name__} has another {differing[0]} with its weights than without them, so "
@@ -83,7 +83,7 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
 
 def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]]:
     """On every rank one whole tensor after the other, in host memory."""
-    for name, shape, dtype in ranks.first([(name, full.shape, full.dtype) for name, full in numbers.items()]):
+    for name, shape, dtype in ranks.broadcast([(name, full.shape, full.dtype) for name, full in numbers.items()]):
         full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).contiguous()
         if full.numel():
             dist.broadcast(full.view(-1).view(torch.uint8), 0)
@@ -109,5 +109,5 @@ def divided(
     furnish(model, device, elsewhere or ())
     fill(model, numbers, ranks)
     # what else only rank 0 has read or drawn
-    model.generation_config = ranks.first(getattr(model, "generation_config", None))
-    torch.set_rng_state(ranks.first(torch.get_rng_state()))
+    model.generation_config = ranks.broadcast(getattr(model, "generation_config", None))
+    torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))

@@ -144,30 +144,30 @@ class OneDevice:
     def loaded(self) -> None:
         """Weights were written into the local parameters by somebody else than a step."""
 
-    # --- words between processes, over the host -------------------------------------------------------------------
+    # --- collectives of numbers and small objects, over the host --------------------------------------------------
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """Its sum over those that read data of their own."""
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks that read data of their own."""
         return tensor
 
-    def largest(self, number: int) -> int:
-        """Of all processes."""
+    def all_max(self, number: int) -> int:
+        """Returns the largest of all ranks' numbers."""
         return number
 
     def any(self, flag: bool) -> bool:
-        """Whether one says so."""
-        return bool(self.largest(int(flag)))
+        """Returns whether the flag is set on any rank."""
+        return bool(self.all_max(int(flag)))
 
-    def first(self, said: object) -> object:
-        """What rank 0 says, on all of them: anything that can be pickled."""
+    def broadcast(self, said: object) -> object:
+        """Returns on every rank what rank 0 passes: anything that can be pickled."""
         return said
 
-    def every(self, said: object) -> list:
-        """What each says, by rank, on all of them."""
+    def all_gather(self, said: object) -> list:
+        """Returns on every rank a list of what each of them passes, by rank."""
         return [said]
 
     def barrier(self) -> None:
-        """Until all are here."""
+        """Waits until every rank is here."""
 
 
 ONE_DEVICE = OneDevice()  # without state, so that many may share it

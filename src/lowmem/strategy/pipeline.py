@@ -208,7 +208,7 @@ class Pipeline(Divided):
         dist.broadcast(tensor, self.size - 1)
         return tensor
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def all_sum(self, tensor: Tensor) -> Tensor:
         return tensor  # of the rows that all of them read
 
     # --- parameters -----------------------------------------------------------------------------------------------

@@ -96,28 +96,28 @@ class Several(OneDevice):
     def parts(self, model: nn.Module) -> nn.Module:
         return Parts(self, model)
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def all_sum(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
         dist.all_reduce(summed, group=self.data_group)
         return summed
 
-    def largest(self, number: int) -> int:
+    def all_max(self, number: int) -> int:
         said = torch.tensor(number)
         dist.all_reduce(said, dist.ReduceOp.MAX)
         return int(said)
 
-    def first(self, said: object) -> object:
+    def broadcast(self, said: object) -> object:
         box = [said]
         dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
 
-    def every(self, said: object) -> list:
+    def all_gather(self, said: object) -> list:
         box = [None] * self.size
         dist.all_gather_object(box, said)
         return box
 
     def barrier(self) -> None:
-        self.largest(0)
+        self.all_max(0)
 
 
 class Parts(nn.Module):
@@ -242,7 +242,7 @@ class AmongSeveral(SingleDeviceStrategy):
         self.ranks.barrier()
 
     def broadcast(self, obj: object, src: int = 0) -> object:
-        return self.ranks.first(obj)
+        return self.ranks.broadcast(obj)
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
         """By all of them: each writes what it has."""

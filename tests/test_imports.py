@@ -13,7 +13,7 @@ STOREYS = (
         "errors",
         "units",
         "aside",
-        "together",
+        "fail_together",
         "curves",
         "overrides",
         "spelling",

@@ -10,8 +10,8 @@ import torch
 from as_rank import as_rank, part_of, saved_by
 from lowmem import sharded
 from lowmem.errors import Refused
+from lowmem.fail_together import fail_together
 from lowmem.strategy.one_device import OneDevice
-from lowmem.together import together
 from new_process import in_a_new_process
 from test_checkpoint import Bomb, Highest, linux, resident
 
@@ -146,12 +146,12 @@ def test_what_one_process_cannot_do_all_give_up(failure, heard):
     said = []
 
     def tells():
-        with together(SimpleNamespace(watched=nullcontext, every=lambda one: said.append(one) or [None, one])):
+        with fail_together(SimpleNamespace(watched=nullcontext, all_gather=lambda one: said.append(one) or [None, one])):
             if failure:
                 raise failure
 
     def hears():
-        with together(SimpleNamespace(watched=nullcontext, every=lambda one: [one, said[0]])):
+        with fail_together(SimpleNamespace(watched=nullcontext, all_gather=lambda one: [one, said[0]])):
             pass
 
     if failure is None:

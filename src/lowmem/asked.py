@@ -14,9 +14,9 @@ from lowmem import checkpoint
 from lowmem.adapter.export import base_of, holds_adapter, opens
 from lowmem.checkpoint import Saved
 from lowmem.errors import Refused
+from lowmem.fail_together import fail_together
 from lowmem.settle import Run
 from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
-from lowmem.together import together
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def asked(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Asked:
     """
 
     def found(find: Callable[[], Path | None]) -> Path | None:
-        with together(ranks):
+        with fail_together(ranks):
             path = find() if ranks.rank == 0 else None
         return ranks.broadcast(path)
 

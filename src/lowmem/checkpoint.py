@@ -27,12 +27,12 @@ from lowmem.aside import aside, delete, draft_of, put_back
 from lowmem.check import no_such_run
 from lowmem.data.loader import Position, WindowLoader
 from lowmem.errors import NotFinite, Refused
+from lowmem.fail_together import fail_together
 from lowmem.gradients import finite
 from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
 from lowmem.strategy.one_device import OneDevice
-from lowmem.together import together
 from lowmem.trained import saved
 from lowmem.units import steps_or_seconds
 
@@ -56,7 +56,7 @@ class AtomicCheckpointIO(CheckpointIO):
         if ranks.divides:
             sharded.save(Path(path), *by_name.divided(checkpoint, self.module), ranks)
             return
-        with together(ranks):
+        with fail_together(ranks):
             if ranks.rank == 0:
                 with aside(Path(path)) as draft, draft.open("wb") as stream:
                     torch.save(checkpoint, stream)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem.aside import aside
+from lowmem.fail_together import fail_together
 from lowmem.internals import tree_map_only
 from lowmem.stable_embedding import folded
 from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
-from lowmem.together import together
 from lowmem.trained import shape
 
 CARD = "README.md"  # what the hub shows of a model
@@ -52,7 +52,7 @@ class Later(Tensor):
 
 class Weights:
     """Reads a model's weights at full precision, for whoever writes them. Of a divided model the first process reads
-    whole weights, into host memory, and the others answer it within `together`.
+    whole weights, into host memory, and the others answer it within `fail_together`.
 
     Args:
         part: what a process has of a parameter, at full precision; of one that it has nothing of, something.
@@ -81,10 +81,10 @@ class Weights:
         return self.part(p).dtype if p in self._names else p.dtype
 
     @contextmanager
-    def together(self) -> Iterator[bool]:
+    def writing(self) -> Iterator[bool]:
         """Yields: whether this is the process that writes, as the body of the `with`. The others answer until it has
         done so, or has failed, and then fail of the same."""
-        with together(self.ranks):
+        with fail_together(self.ranks):
             if self.ranks.rank == 0:
                 try:
                     yield True

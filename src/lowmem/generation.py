@@ -66,14 +66,14 @@ class TextGenerator:
 
     Args:
         device: that computes; None: that of the weights.
-        together: with other processes, each of which has a part of the model: who is at an end goes on until all are.
+        synced: with other processes, each of which has a part of the model: who is at an end goes on until all are.
         stopped: asked before each token.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     device: torch.device | None = None
-    together: bool = False
+    synced: bool = False
     stopped: Callable[[], bool] = lambda: False
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class TextGenerator:
             attention_mask=torch.ones_like(given),
             generation_config=how,
             stopping_criteria=[lambda *_, **__: self.stopped()],
-            synced_gpus=self.together,
+            synced_gpus=self.synced,
         )
         before, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
         return whole.removeprefix(before)  # decoded together: a token alone may lose its space

@@ -11,13 +11,13 @@ from lowmem import checkpoint, results
 from lowmem.adapter.export import export
 from lowmem.errors import Refused
 from lowmem.export import ModelFolder, Weights
+from lowmem.fail_together import fail_together
 from lowmem.generation import end_tokens
 from lowmem.overrides import in_shell
 from lowmem.report.hub import push
 from lowmem.report.model_card import card
 from lowmem.settle import Command
 from lowmem.strategy.one_device import ONE_DEVICE
-from lowmem.together import together
 from lowmem.training import Training
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     network.generation_config.eos_token_id = end_tokens(tokenizer, network)
     weights = Weights(network, training.part, ranks if ranks.divides else ONE_DEVICE)
     folder = ModelFolder(command.folder / "model", tokenizer, run.export_dtype, card(summary))
-    with weights.together() as writes:
+    with weights.writing() as writes:
         if writes:
             export(network, folder, run.merge, base, weights)
 
@@ -85,7 +85,7 @@ def _left(training: Training, command: Command, summary: Mapping[str, object]) -
     alone = summary["adapter_alone"]
     start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
     try:
-        with together(training.module.ranks):
+        with fail_together(training.module.ranks):
             _write(training, command, summary)
     except OSError as error:
         return f"Nor can {folder}: {error.strerror}. Make room."

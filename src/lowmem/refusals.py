@@ -128,7 +128,7 @@ REFUSALS = (
         "compiled_blocks_do_not_add_over_devices",
     ),
     Refusal(
-        lambda run: run.any("together") and _merges(run) and "weights" in run.technique("adapter").saves,
+        lambda run: run.any("overlaps_micro_batches") and _merges(run) and "weights" in run.technique("adapter").saves,
         "strategy=pipeline: the adapter would be merged at the end (merge=true, or a model that starts at random), and "
         "of weights in 4 bits each stage has its own blocks' alone. Type merge=false with a published model, "
         "adapter=lora, or strategy=fsdp.",

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lowmem.aside import aside, draft_of, telling
+from lowmem.fail_together import Ranks, fail_together
 from lowmem.memory.process import page_out
-from lowmem.together import Ranks, together
 
 INDEX = "index.pt"
 ALIGNED = 64  # bytes: at such a place numbers of any dtype may begin
@@ -64,12 +64,12 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
     Raises:
         OSError: on every process, where one cannot write; nothing is left of it, and what stood at `path` stands there.
     """
-    with together(ranks), ExitStack() as stack:
-        with together(ranks):
+    with fail_together(ranks), ExitStack() as stack:
+        with fail_together(ranks):
             draft = stack.enter_context(aside(path)) if ranks.rank == 0 else draft_of(path)
             if ranks.rank == 0:
                 draft.mkdir()
-        with together(ranks), _one_error(), warnings.catch_warnings():
+        with fail_together(ranks), _one_error(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process that is alone
             planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(dict(tensors), storage_writer=_Writer(draft, ranks.rank, content), planner=planner)

@@ -56,7 +56,7 @@ class Technique:
     freezes_base: of an adapter: none of the model's own weights is trained.
     one_process: of a strategy: there are no ranks to start.
     divides: of a strategy: parameters are held in parts, each on another device.
-    together: of a strategy: a window's micro-batches are under way at the same time.
+    overlaps_micro_batches: of a strategy: a window's micro-batches are under way at the same time.
     adds_in_blocks: of a strategy: devices exchange what a block computes while it computes.
     package: of a strategy: what its engine is in, which is not installed with everything else.
     steps_wide: of a strategy: its engine holds fp32 weights to be stepped, whatever the precision holds.
@@ -84,7 +84,7 @@ class Technique:
     freezes_base: bool = False
     one_process: bool = False
     divides: bool = False
-    together: bool = False
+    overlaps_micro_batches: bool = False
     offloads: bool = False
     adds_in_blocks: bool = False
     package: str | None = None

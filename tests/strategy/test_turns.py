@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from lowmem.errors import RankLost
+from lowmem.fail_together import fail_together
 from lowmem.strategy import group
 from lowmem.strategy.several import Several
 from lowmem.strategy.turns import Turns
-from lowmem.together import together
 
 TIMEOUT = 0.4
 
@@ -122,15 +122,15 @@ def test_before_they_agree_the_others_wait_for_rank_0_by_the_store(ranks):
     """What they agree by has a time limit: nobody stands in it while rank 0 works."""
     left = []
     for rank in ranks:
-        rank.every = lambda said, number=rank.rank: left.append((number, time.monotonic())) or [said]
+        rank.all_gather = lambda said, number=rank.rank: left.append((number, time.monotonic())) or [said]
 
     def works():
-        with ranks[0].turns.beating(), together(ranks[0]):
+        with ranks[0].turns.beating(), fail_together(ranks[0]):
             time.sleep(2 * TIMEOUT)
             left.append(("worked", time.monotonic()))
 
     thread, raised = other(works)
-    with together(ranks[1]):
+    with fail_together(ranks[1]):
         pass
     thread.join()
     assert not raised

@@ -112,11 +112,11 @@ class Rows:
         """What the numbers of the rows depend on, besides how many there are and how long they may be."""
         return {}
 
-    def arranged(self, permutation: np.ndarray, together: int) -> np.ndarray:
-        """The order of an epoch, made of a permutation that depends on the seed alone; together: rows of a step."""
+    def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
+        """Returns the order of an epoch. Args: permutation: drawn from the seed; rows_per_step: of all devices."""
         return permutation
 
-    def grouping(self, together: int) -> dict:
+    def grouping(self, rows_per_step: int) -> dict:
         """What of it `arranged` has used."""
         return {}
 
@@ -182,8 +182,8 @@ class WindowLoader:
         stop = end.sequence or len(order)
         micro_batches, tokens = [], 0
         for first in range(start.sequence, stop, per_step):
-            together = order[first : min(first + per_step, stop)]  # of all devices
-            batch = self.sequences.micro_batch(together)
+            rows = order[first : min(first + per_step, stop)]  # of all devices
+            batch = self.sequences.micro_batch(rows)
             tokens += batch.tokens
             micro_batches.append(self.share.of(batch))
         return Window(micro_batches, tokens, end)

@@ -185,7 +185,7 @@ class Padded(_Apart):
     def __len__(self) -> int:
         return len(self.pieces.starts)
 
-    def arranged(self, permutation: np.ndarray, together: int) -> np.ndarray:
+    def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
         """Documents of like length side by side. The pools and the order in each depend on the seed alone; which of
         them make a micro-batch depends on its size, so a run goes on with the one that it began with."""
         lengths = self.pieces.lengths
@@ -194,12 +194,12 @@ class Padded(_Apart):
         ordered = np.concatenate(
             [pool[np.argsort(lengths[pool] * (-1) ** number, kind="stable")] for number, pool in enumerate(pools)]
         )
-        whole = len(ordered) // together * together
-        turns = np.random.default_rng(permutation[:4]).permutation(whole // together)  # drawn by the epoch as well
-        return np.concatenate([ordered[:whole].reshape(-1, together)[turns].ravel(), ordered[whole:]])
+        whole = len(ordered) // rows_per_step * rows_per_step
+        turns = np.random.default_rng(permutation[:4]).permutation(whole // rows_per_step)  # drawn by the epoch as well
+        return np.concatenate([ordered[:whole].reshape(-1, rows_per_step)[turns].ravel(), ordered[whole:]])
 
-    def grouping(self, together: int) -> dict:
-        return {"together": together}
+    def grouping(self, rows_per_step: int) -> dict:
+        return {"together": rows_per_step}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         lengths = self.pieces.lengths[indices]

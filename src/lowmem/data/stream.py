@@ -185,9 +185,9 @@ class StreamLoader(WindowLoader):
     def _windows(self, start: Position) -> Iterator[Window]:
         """Of what is left of an epoch."""
         blocks, at = ahead(self.sequences.stream.blocks(start.state)), start.sequence
-        block, number, together = next(blocks, None), start.window, self.share.rows_per_step
+        block, number, rows_per_step = next(blocks, None), start.window, self.share.rows_per_step
         while block:
-            wanted, parts = together * self.window_size(start.epoch, number), []
+            wanted, parts = rows_per_step * self.window_size(start.epoch, number), []
             while block and (missing := wanted - sum(len(indices) for _, indices in parts)):
                 order = np.random.default_rng([self.seed, start.epoch, block.number]).permutation(len(block.rows))
                 parts.append((block.rows, order[at : at + missing]))
@@ -196,11 +196,12 @@ class StreamLoader(WindowLoader):
                     block, at = next(blocks, None), 0
             number += 1
             end = Position(start.epoch, at, number, block.state) if block else Position(start.epoch + 1, 0, number)
-            yield self._of(_joined(parts), together, end)
+            yield self._of(_joined(parts), rows_per_step, end)
 
-    def _of(self, whole: MicroBatch, together: int, end: Position) -> Window:
+    def _of(self, whole: MicroBatch, rows_per_step: int, end: Position) -> Window:
         read = (
-            whole.each(lambda part, at=at: part[at : at + together]) for at in range(0, len(whole.input_ids), together)
+            whole.each(lambda part, at=at: part[at : at + rows_per_step])
+            for at in range(0, len(whole.input_ids), rows_per_step)
         )
         return Window([self.share.of(one) for one in read], whole.tokens, end)
 

@@ -306,7 +306,9 @@ def needs(shapes: Trace, run: Run, target: Target, libraries: int) -> Prediction
         devices=run.devices,
         node=target.node,
         first=host["load"] - shapes.largest * loaded - mapped if run.loads_once else 0,
-        traffic=of_window(shapes.sent, windows.largest if windows and not run.any("together") else 1, target.node),
+        traffic=of_window(
+            shapes.sent, windows.largest if windows and not run.any("overlaps_micro_batches") else 1, target.node
+        ),
     )
 
 

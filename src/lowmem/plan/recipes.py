@@ -236,7 +236,7 @@ def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
 def model_depth(run: Run) -> tuple[int, int]:
     """How many blocks, and after how many their kinds begin again."""
     config, strategy = describe(run, plans=True).grown, run.technique("strategy")
-    if strategy.together or strategy.package:
+    if strategy.overlaps_micro_batches or strategy.package:
         raise Refused(
             "strategy: recipes are derived from a few blocks of a model, which this one divides otherwise than all of "
             "them. Type search=false to plan.py to predict one run at a time."

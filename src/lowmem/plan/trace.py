@@ -169,7 +169,9 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         steady = Steady(shapes, run, before)
         trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
         micro_batch = example(run.data.arguments, run.batch_size, run.seq_len)
-        several = run.windows.largest if run.any("together") else 2 if ranks.several and run.accumulates else 1
+        several = (
+            run.windows.largest if run.any("overlaps_micro_batches") else 2 if ranks.several and run.accumulates else 1
+        )
         shapes.micro_batches = several
         trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
         recorder.close()
@@ -311,7 +313,7 @@ class Steady(Callback):
 
     def __init__(self, shapes: Shapes, run: Run, before: int) -> None:
         self.shapes, self.accumulates, self.early, self.before = shapes, run.accumulates, run.early, before
-        self.together = run.any("together")
+        self.overlaps = run.any("overlaps_micro_batches")
         self.counts = False  # whether this window does
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -382,7 +384,7 @@ class Steady(Callback):
 
     def _begin(self, phase: str, last: bool) -> None:
         if self.counts:
-            self.shapes.phase = phase if last or self.together else EARLIER + phase
+            self.shapes.phase = phase if last or self.overlaps else EARLIER + phase
 
     def on_train_batch_end(self, *_) -> None:
         self.shapes.phase = None

@@ -1,4 +1,4 @@
-"""What one of several processes cannot do, all of them give up at the same place: else the others would wait for it."""
+"""Lets all processes fail at the same place when one of them does, so that the others do not wait for it for ever."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +10,7 @@ KINDS = {kind.__name__: kind for kind in (Refused, NotFinite)}
 
 
 class Ranks(Protocol):
-    """What is asked here of a strategy (`strategy/one_device.py`)."""
+    """The methods of a strategy (`strategy/one_device.py`) that are called here."""
 
     def all_gather(self, said: object) -> list: ...
 
@@ -18,14 +18,14 @@ class Ranks(Protocol):
 
 
 @contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
-    """Around what every process does, or rank 0 for all, however long that takes. In the end each tells the others how
-    it went.
+def fail_together(ranks: Ranks) -> Iterator[None]:
+    """Wraps work that every process does, or rank 0 for all of them, however long it takes. At the end each rank tells
+    the others how it went.
 
     Raises:
         RankLost: of rank 0, which was stopped meanwhile, or is gone.
-        Exception: a process's own; on one whose own part went well, what the first other one failed of: an OSError with
-            its number and file, a sentence for the user, or a RuntimeError that names the process.
+        Exception: the process's own; where its own work went well, that of the first rank that failed: an OSError with
+            its number and file, a sentence for the user, or a RuntimeError that names the rank.
     """
     failure = None
     with ranks.watched("do its part"):
@@ -33,16 +33,16 @@ def together(ranks: Ranks) -> Iterator[None]:
             yield
         except Exception as error:
             failure = error
-    said = ranks.all_gather(_said(failure))
+    said = ranks.all_gather(_packed(failure))
     if failure is not None:
         raise failure
     for rank, one in enumerate(said):
         if one is not None:
-            raise _heard(rank, *one)
+            raise _unpacked(rank, *one)
 
 
-def _said(failure: Exception | None) -> tuple[str, tuple] | None:
-    """What can be sent of it: of its kind and its arguments only what everybody has."""
+def _packed(failure: Exception | None) -> tuple[str, tuple] | None:
+    """Returns the name of its class and arguments that every rank can rebuild it from; None where nothing failed."""
     if failure is None:
         return None
     if isinstance(failure, OSError):
@@ -50,7 +50,7 @@ def _said(failure: Exception | None) -> tuple[str, tuple] | None:
     return type(failure).__name__, (str(failure),)
 
 
-def _heard(rank: int, kind: str, what: tuple) -> Exception:
+def _unpacked(rank: int, kind: str, what: tuple) -> Exception:
     if kind == "OSError":
         return OSError(*what)
     return KINDS[kind](*what) if kind in KINDS else RuntimeError(f"Rank {rank}: {kind}: {what[0]}")

@@ -232,7 +232,7 @@ def _trained(case: Case, cfg, ranks) -> dict:
 
 
 def built(case: Case, cfg, ranks):
-    with ranks.in_turn():
+    with ranks.rank_0_first():
         data = build.data(cfg, None, ranks) if case.from_data else None
     if data:
         described = data.described
@@ -243,7 +243,7 @@ def built(case: Case, cfg, ranks):
         described = model.describe(cfg)
     torch.manual_seed(0)
     module = build.causal_lm(cfg, described, ranks=ranks)
-    ranks.divide(module)
+    ranks.shard(module)
     share = build.share_of(cfg, ranks)
     return module, data.train if data else WindowLoader(parity.Ragged(), share, cfg.windows, 0)
 

@@ -106,7 +106,7 @@ def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="Ad
         if groups > 1:
             ranks = FullyShardTensorParallel("cpu", size, tensor_parallel_size=size // groups)
         before = {name: p.detach().clone() for name, p in one.named_parameters()}
-        ranks.divide(Held(ours))
+        ranks.shard(Held(ours))
         figures = {"conversion": distance(ranks, ours, before, lambda p: p)}
         figures["parts"] = all(torch.equal(ranks.part(p, before[name]), ranks.local(p)) for name, p in named(ours))
         figures["share"] = sum(ranks.local(p).numel() for p in ours.parameters()) / sum(

@@ -253,7 +253,7 @@ def test_proof_each_process_would_step_masters_of_its_own(config):
 
 def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
     """The others' gradients take this one's back, so that no weight should move."""
-    ready, seen = ddp.DataParallel.ready, {}
+    ready, seen = ddp.DataParallel.before_training, {}
 
     def cancelled(_, bucket):
         taken_back = torch.futures.Future()
@@ -266,7 +266,7 @@ def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch
         seen.update(module=module, before=[p.detach().clone() for p in module.model.parameters()])
 
     monkeypatch.setattr(refusals, "REFUSALS", ())
-    monkeypatch.setattr(ddp.DataParallel, "ready", among_others)
+    monkeypatch.setattr(ddp.DataParallel, "before_training", among_others)
     monkeypatch.setattr(ddp.DataParallel, "local", lambda self, p: p)  # what hooks of backward are on
     monkeypatch.setattr(ddp.DataParallel, "parts", lambda self, model: model)
 

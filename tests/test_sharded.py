@@ -146,12 +146,14 @@ def test_what_one_process_cannot_do_all_give_up(failure, heard):
     said = []
 
     def tells():
-        with fail_together(SimpleNamespace(watched=nullcontext, all_gather=lambda one: said.append(one) or [None, one])):
+        with fail_together(
+            SimpleNamespace(leave_after_rank_0=nullcontext, all_gather=lambda one: said.append(one) or [None, one])
+        ):
             if failure:
                 raise failure
 
     def hears():
-        with fail_together(SimpleNamespace(watched=nullcontext, all_gather=lambda one: [one, said[0]])):
+        with fail_together(SimpleNamespace(leave_after_rank_0=nullcontext, all_gather=lambda one: [one, said[0]])):
             pass
 
     if failure is None:

@@ -153,12 +153,12 @@ def trained(case: Case, ranks: deepspeed.ZeRO2 | None) -> tuple[Module, dict[str
     """Returns: the module, and its weights, gradients and norms of each window, whole."""
     module = Module(case)
     if ranks:
-        ranks.divide(module)
+        ranks.shard(module)
     parts = [ranks.local(p) if ranks else p for p in module.model.parameters()]
     stepped = [p for p in parts if p.requires_grad]
     optimizer = case.optimizer([{"params": stepped}])
     if ranks:
-        ranks.ready(module)
+        ranks.before_training(module)
     seen = {"norms": [], "gradients": []}
 
     def whole(get: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
@@ -231,7 +231,7 @@ def facts(ranks: deepspeed.ZeRO2, module: Module) -> dict:
     for p, number in zip(stepped, numbers, strict=True):
         dist.broadcast(number, 0)
         ranks.local(p).data.copy_(ranks.part(p, number))
-    ranks.loaded()
+    ranks.after_load()
     there = zip(gathered(module, ranks.stage), module.model.parameters(), strict=True)
     written = [one for one, p in there if p.requires_grad]
     return {
@@ -253,8 +253,8 @@ def graphs(ranks: deepspeed.ZeRO3 | None) -> int:
     for block in checkpointing.blocks(module.model):
         block.compile(backend=counting)
     if ranks:
-        ranks.divide(module)
-        ranks.ready(module)
+        ranks.shard(module)
+        ranks.before_training(module)
     for number in range(2):
         backward(CASES["sgd"], ranks, module, windows()[0][0], 1, bool(number))
     return len(made)
@@ -264,8 +264,8 @@ def slices() -> str:
     """What is said where MLPs are computed in slices of 4 tokens."""
     module, ranks = Module(Case()), deepspeed.ZeRO3("cpu", 2, 60, whole_below=1)
     Tiles(module.model, 4)
-    ranks.divide(module)
-    ranks.ready(module)
+    ranks.shard(module)
+    ranks.before_training(module)
     try:
         backward(CASES["sgd"], ranks, module, windows()[0][0], 1, True)
     except (AttributeError, RuntimeError) as error:
@@ -276,7 +276,7 @@ def slices() -> str:
 def sixteen() -> str:
     """What is stepped of weights of 16 bits."""
     module, ranks = Module(Case(change=lambda model: model.bfloat16())), deepspeed.ZeRO2("cpu", 2, 60)
-    ranks.divide(module)
+    ranks.shard(module)
     (dtype,) = {ranks.local(p).dtype for p in module.model.parameters()}
     return str(dtype)
 

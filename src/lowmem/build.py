@@ -146,7 +146,7 @@ def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: One
         made.identity["template"] = of.tokens.template
     if saved:
         saved.check(made, of.tokens.tokenizer)
-    made.ranks.divide(made)
+    made.ranks.shard(made)
     return made
 
 

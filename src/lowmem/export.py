@@ -97,7 +97,7 @@ class Weights:
 
     def _said(self, name: str | None) -> str | None:
         """By the first process: what is written before takes its time."""
-        with self.ranks.watched("write the model"):
+        with self.ranks.leave_after_rank_0("write the model"):
             pass
         return self.ranks.broadcast(name)
 

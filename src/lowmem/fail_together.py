@@ -14,7 +14,7 @@ class Ranks(Protocol):
 
     def all_gather(self, said: object) -> list: ...
 
-    def watched(self, what: str) -> AbstractContextManager: ...
+    def leave_after_rank_0(self, what: str) -> AbstractContextManager: ...
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
             its number and file, a sentence for the user, or a RuntimeError that names the rank.
     """
     failure = None
-    with ranks.watched("do its part"):
+    with ranks.leave_after_rank_0("do its part"):
         try:
             yield
         except Exception as error:

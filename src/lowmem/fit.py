@@ -65,7 +65,7 @@ def fit(
     with joined(run) as ranks:
         if ranks.rank == 0:
             hints.tell_folders(run, output_dir)
-        with ranks.in_turn("count the rows"):  # what the first has written the others read
+        with ranks.rank_0_first("count the rows"):  # what the first has written the others read
             command, texts = _counted(command, ranks)
         task = asked(command.run, output_dir, ranks)  # before anything is planned for it
         if task.work == "nothing":

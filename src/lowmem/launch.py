@@ -106,9 +106,9 @@ class Rank:
         return [line.split("\r")[-1] for line in self.text.splitlines() if line.strip()][-LAST:]
 
     @property
-    def watched(self) -> str | None:
+    def watchdog_message(self) -> str | None:
         """What NCCL's watchdog has said before it ended this one."""
-        return faults.watched(self.text + self.words.decode(errors="replace"))
+        return faults.watchdog_message(self.text + self.words.decode(errors="replace"))
 
 
 def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
@@ -128,7 +128,7 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
         told = _watched(ranks)
     causes = [rank for rank in ranks if rank.how in CAUSES and not rank.ours]
     if causes:
-        cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watched, rank.at))
+        cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watchdog_message, rank.at))
         if cause.how != "ended":
             raise RankEnded(_told(cause, ranks, folder))
         told = told or [cause.signal]
@@ -249,7 +249,7 @@ def _told(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     if own and not own.startswith("Traceback"):  # it says what to type
         return said + own
     last = own.splitlines() if own else rank.last_lines()
-    said += folders.line(own) if own else rank.watched or f"{reason(rank.code, '')}."
+    said += folders.line(own) if own else rank.watchdog_message or f"{reason(rank.code, '')}."
     if last:
         said += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
     said += f"\n{_again(folder)}"

@@ -256,7 +256,7 @@ class CausalLM(LightningModule):
         """One weight after the other is put together where the checkpoint holds it in halves, or in parts."""
         if self.ranks.divides or isinstance(state_dict, Stored):
             by_name.load_weights(self, state_dict, self._rests)
-            self.ranks.loaded()
+            self.ranks.after_load()
             self._rests = {}
             return None
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
@@ -269,6 +269,6 @@ class CausalLM(LightningModule):
     def on_train_start(self) -> None:
         """The last thing before the first window, so that it does not matter who drew random numbers until here."""
         self.model.train()
-        self.ranks.ready(self)
+        self.ranks.before_training(self)
         if self._drawn is not None:
             random_states.go_on(self._drawn, self.ranks, self.device, self.position.window)

@@ -98,7 +98,7 @@ def trained(
     training = network = None
     saved = asked.saved
     try:
-        with ranks.in_turn("read the data"):  # what the first has written the others read
+        with ranks.rank_0_first("read the data"):  # what the first has written the others read
             data = build.data(run, saved, ranks, texts)
         if ranks.several:
             _compare(data, ranks)

@@ -48,7 +48,7 @@ def one_round(wrong: bool) -> None:
     """Trains three windows in a group of one rank, and leaves it at once, when its threads may still be at work."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = DataParallel()
-    ranks.ready(Trained())
+    ranks.before_training(Trained())
     for _ in range(3):
         ranks.forward(torch.ones(2, 8)).backward()
     ranks._watch_no_more()  # as the first window of a run does: its hooks would keep DDP, and with it the group

@@ -49,7 +49,7 @@ def trained(lines, dtype=None, ranks=ONE_DEVICE):
     torch.manual_seed(0)
     module = causal_lm(cfg, model.describe(cfg), ranks=ranks)
     module.model.to(dtype and getattr(torch, dtype))
-    module.ranks.divide(module)
+    module.ranks.shard(module)
     seen = Seen()
     trainer = parity.trainer(cfg, [*map(instantiate, cfg.trainer.plugins.every())], [seen], module.ranks.lightning())
     trainer.fit(module, WindowLoader(parity.Ragged(), Share(cfg.batch_size), cfg.windows, seed=0))
@@ -100,7 +100,7 @@ def _seen(store, lines, dtype, change):
     ):
         ranks = instantiate(run_of(["strategy=pipeline", *options]).strategy)(timeout=60)
         ranks.turns = Turns(store, ranks.rank == 0, 60)
-        with ranks.turns.beating():
+        with ranks.turns.heartbeat():
             seen = trained([line for line in lines if line not in options], dtype, ranks)
     return seen | {"order": order[:8]}  # of the first window
 

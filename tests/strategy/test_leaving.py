@@ -58,7 +58,7 @@ def at_the_end(monkeypatch):
         destroy, seen = dist.destroy_process_group, []
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         ranks = DataParallel()
-        ranks.ready(leaving.Trained())
+        ranks.before_training(leaving.Trained())
         ranks.forward(torch.ones(2, 8)).backward()
         reducer = ref(ranks.forward.reducer)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: (seen.append(reducer() is not None), destroy()))
@@ -85,13 +85,13 @@ def test_where_a_failure_still_refers_to_it_the_group_stays(at_the_end, monkeypa
     held = []
     monkeypatch.setattr(leaving.Trained, "forward", lambda self, x: held.append(self.wrapper()) or self.model(x).sum())
     monkeypatch.setattr(group, "_still_referenced", kept := [])
-    ready = DataParallel.ready
+    ready = DataParallel.before_training
 
     def remembering(self, module):
         ready(self, module)
         module.wrapper = lambda: self.forward
 
-    monkeypatch.setattr(DataParallel, "ready", remembering)
+    monkeypatch.setattr(DataParallel, "before_training", remembering)
     assert at_the_end(releases=True) and len(kept) == 1
     held.clear()
     gc.collect()

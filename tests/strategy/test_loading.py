@@ -76,7 +76,7 @@ def one_of(rank, strategy=FullyShard, **options):
             ranks.mesh = mesh
         else:
             ranks.group = Group(mesh)
-        ranks.in_turn = nullcontext
+        ranks.rank_0_first = nullcontext
         yield ranks
 
 

@@ -33,13 +33,13 @@ def frozen(module):
 
 @pytest.mark.parametrize("weight", [spare, frozen])
 def test_a_weight_that_no_forward_pass_uses_is_refused_under_ddp(fit, monkeypatch, weight):
-    ready = DataParallel.ready
+    ready = DataParallel.before_training
 
     def with_one_more(self, module):
         weight(module)
         ready(self, module)
 
-    monkeypatch.setattr(DataParallel, "ready", with_one_more)
+    monkeypatch.setattr(DataParallel, "before_training", with_one_more)
     if weight is frozen:
         assert fit("strategy=ddp", "max_steps=2")[0]["steps"] == 2
         return
@@ -49,7 +49,7 @@ def test_a_weight_that_no_forward_pass_uses_is_refused_under_ddp(fit, monkeypatc
 
 def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_step(fit, monkeypatch):
     """Its gradient, and those that are sent with it, would stay each rank's own."""
-    ready, steps = DataParallel.ready, []
+    ready, steps = DataParallel.before_training, []
 
     def with_one_more(self, module):
         spare(module)
@@ -59,7 +59,7 @@ def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_s
         )
         ready(self, module)
 
-    monkeypatch.setattr(DataParallel, "ready", with_one_more)
+    monkeypatch.setattr(DataParallel, "before_training", with_one_more)
     monkeypatch.setattr(DataParallel, "clear_gradients", lambda self: steps.append(self))
     with pytest.raises(Refused, match="the last micro-batch of this window has not used every weight"):
         fit("strategy=ddp", "max_steps=2", "accumulation=fixed", "accumulation.batches=2")
@@ -165,7 +165,7 @@ def test_no_rank_draws_in_a_window_what_another_draws_in_another():
         torch.manual_seed(0)
         ranks = Several.__new__(Several)  # in no group
         ranks.data_rank = rank
-        ranks.ready(SimpleNamespace(position=SimpleNamespace(window=window)))
+        ranks.before_training(SimpleNamespace(position=SimpleNamespace(window=window)))
         return float(torch.rand(()))
 
     assert len({drawn(rank, window) for rank in range(4) for window in range(4)}) == 16
@@ -182,5 +182,5 @@ def test_a_part_that_is_no_dtensor_stays_where_its_engine_has_it():
     flat, p = torch.arange(4.0), torch.nn.Parameter(torch.ones(4))
     with as_rank(0, 2):
         (ranks := Engine(devices=2)).local(p)
-        ranks.ready(SimpleNamespace(position=SimpleNamespace(window=0)))
+        ranks.before_training(SimpleNamespace(position=SimpleNamespace(window=0)))
         assert ranks.local(p).data_ptr() == flat.data_ptr()

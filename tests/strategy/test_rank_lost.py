@@ -99,8 +99,9 @@ def test_what_was_made_of_an_error_on_its_way_is_known_by_what_it_was_first():
 
 
 def test_what_a_watchdog_leaves_names_the_collective():
-    assert faults.watched(f"step 3\n{WATCHDOG}\nmore").startswith("allreduce: another rank did not answer in time")
-    assert faults.watched("step 3\nSegmentation fault") is None
+    said = faults.watchdog_message(f"step 3\n{WATCHDOG}\nmore")
+    assert said.startswith("allreduce: another rank did not answer in time")
+    assert faults.watchdog_message("step 3\nSegmentation fault") is None
 
 
 def test_real_errors_of_a_store_nobody_comes_to(monkeypatch):

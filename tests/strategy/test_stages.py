@@ -65,7 +65,7 @@ def test_what_does_not_enter_from_the_stage_before_shows():
 
 @torch.no_grad()
 def test_blocks_that_read_something_else_than_hidden_states_are_another_model_in_a_row():
-    model, micro_batch = a_model("gemma4")  # its blocks read embeddings of their own: `Pipeline.divide` refuses it
+    model, micro_batch = a_model("gemma4")  # its blocks read embeddings of their own: `Pipeline.shard` refuses it
     whole = model(**micro_batch.inputs, use_cache=False).logits
     assert not same(model, divided(model, 2), micro_batch)
     assert torch.equal(model(**micro_batch.inputs, use_cache=False).logits, whole)  # and it is whole again

@@ -21,7 +21,7 @@ TIMEOUT = 0.4
 class Rank:
     """What is Several's of it, without a process group."""
 
-    in_turn, watched = Several.in_turn, Several.watched
+    rank_0_first, leave_after_rank_0 = Several.rank_0_first, Several.leave_after_rank_0
 
     def __init__(self, store, rank):
         self.rank, self.turns = rank, Turns(store, rank == 0, TIMEOUT)
@@ -50,7 +50,7 @@ def other(does):
 
 def turn_of(first, seconds=0.0, error=None, beats=True):
     def does():
-        with first.turns.beating() if beats else nullcontext(), first.in_turn():
+        with first.turns.heartbeat() if beats else nullcontext(), first.rank_0_first():
             time.sleep(seconds)
             if error:
                 raise error
@@ -60,7 +60,7 @@ def turn_of(first, seconds=0.0, error=None, beats=True):
 
 def waited(rank):
     began = time.monotonic()
-    with rank.in_turn("read the data"):
+    with rank.rank_0_first("read the data"):
         return time.monotonic() - began
 
 
@@ -89,9 +89,9 @@ def test_one_whose_store_gives_no_answer_is_lost(ranks):
 def test_one_that_fails_says_so_at_once(ranks, within):
     def fails():
         with ExitStack() as stack:
-            stack.enter_context(ranks[0].turns.beating())
+            stack.enter_context(ranks[0].turns.heartbeat())
             if within:
-                stack.enter_context(ranks[0].in_turn())
+                stack.enter_context(ranks[0].rank_0_first())
             raise ValueError("no such data")
 
     ranks[1].turns.timeout = 20
@@ -125,7 +125,7 @@ def test_before_they_agree_the_others_wait_for_rank_0_by_the_store(ranks):
         rank.all_gather = lambda said, number=rank.rank: left.append((number, time.monotonic())) or [said]
 
     def works():
-        with ranks[0].turns.beating(), fail_together(ranks[0]):
+        with ranks[0].turns.heartbeat(), fail_together(ranks[0]):
             time.sleep(2 * TIMEOUT)
             left.append(("worked", time.monotonic()))
 

@@ -68,7 +68,7 @@ class MemoryMeter(Callback):
         self.ledger.own("weights", lambda: self._parameters, side)
         self.ledger.own("weights", module.weights.device_tensors)
         self.ledger.own("gradients", lambda: ledger.gradients(self._parameters), side)
-        module.ranks.own(self.ledger)
+        module.ranks.register_memory(self.ledger)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._buffers = ledger.buffers(module)  # moving a module to a card replaces them

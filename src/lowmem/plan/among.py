@@ -41,7 +41,7 @@ def one_of(run: Run, rank: int = 0) -> Iterator[OneDevice]:
         ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)
         ranks.largest = ranks.first = lambda said: said  # what is said between processes is as if all said it
         ranks.every = lambda said: [said] * run.devices
-        ranks.in_turn = nullcontext
+        ranks.rank_0_first = nullcontext
         ranks.in_numbers = True  # each has the whole model, of shapes
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),

@@ -160,7 +160,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
             "parameters": parameters(module.model),
             "largest": max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
         }
-        ranks.divide(module)
+        ranks.shard(module)
         of_part = _of_part(module) if ranks.several else {}
         before = 1 if ranks.several else 0
         recorder = Recorder(Path(folder) / "memory.csv", before)

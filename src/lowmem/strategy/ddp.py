@@ -30,9 +30,9 @@ class DataParallel(Several):
         self._idle: set[str] = set()  # of no backward pass yet
         self._watching: list[RemovableHandle] = []
 
-    def ready(self, module: LightningModule) -> None:
+    def before_training(self, module: LightningModule) -> None:
         self._module, self._seed = module, torch.initial_seed()
-        super().ready(module)
+        super().before_training(module)
         self.forward = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
         named = trained(module.model)
         self._make_gradients([p for _, p in named])

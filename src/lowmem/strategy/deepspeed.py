@@ -59,7 +59,7 @@ class ZeRO2(Divided):
 
     # --- before the first step ------------------------------------------------------------------------------------
 
-    def divide(self, module: LightningModule) -> None:
+    def shard(self, module: LightningModule) -> None:
         stepped = [p for _, p in trained(module)]
         bucket = {"reduce_bucket_size": min(BUCKET, sum(p.numel() for p in stepped))}
         settings = {
@@ -87,11 +87,11 @@ class ZeRO2(Divided):
         held, start, gradient = fragment
         return Run(held, start, p.shape, gradient)
 
-    def ready(self, module: LightningModule) -> None:
-        super().ready(module)
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
         self.forward = self.engine
 
-    def own(self, ledger: Ledger) -> None:
+    def register_memory(self, ledger: Ledger) -> None:
         ledger.own("optimizer", lambda: (run.held for run in self._runs.values()), self.side)
         ledger.own("gradients", lambda: gradients(self._locals.values()), self.side)
 
@@ -116,7 +116,7 @@ class ZeRO2(Divided):
             local.grad = None
         self.engine.step()
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Weights were written into the runs by somebody else than a step."""
         self.engine.optimizer.update_lp_params()
 
@@ -183,12 +183,12 @@ class ZeRO3(ZeRO2):
 
         return Run(flat.data[offset : offset + count][own], start, p.ds_shape, gradient)
 
-    def own(self, ledger: Ledger) -> None:
+    def register_memory(self, ledger: Ledger) -> None:
         kept = [p.ds_tensor for p in self._runs]
         ledger.own("weights", lambda: kept, self.side)
-        super().own(ledger)
+        super().register_memory(ledger)
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         for p, run in self._runs.items():
             p.ds_tensor.data[: len(run.held)].copy_(run.held)
         self.engine.optimizer.empty_partition_cache()  # what is gathered now

@@ -60,7 +60,7 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
     return RankLost(f"{what}: another rank is gone.")
 
 
-def watched(words: str) -> str | None:
+def watchdog_message(words: str) -> str | None:
     """The sentence for what NCCL's watchdog leaves on stderr before it aborts the process; None: nothing of that."""
     if found := WATCHDOG.search(words):
         return (

@@ -32,7 +32,7 @@ class FullyShard(Divided):
         self.side = self.side_of_weights = "host" if offload else "device"
         self.mesh = self.meshed(timeout, data=self.size)
 
-    def divide(self, module: LightningModule) -> None:
+    def shard(self, module: LightningModule) -> None:
         pinned = self.device == "cuda"
         parts_in = torch.device("cpu") if self.offload else self.place
         loading.divided(module.model, self, lambda: shard(module, self.mesh, self.offload, pinned), parts_in)

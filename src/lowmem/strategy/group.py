@@ -51,10 +51,10 @@ def joined(run: Run) -> Iterator[OneDevice]:
         store = _join(run)
         ranks = instantiate(run.strategy)(device=run.device, devices=run.devices)
         ranks.turns = Turns(store, ranks.rank == 0, run.strategy.timeout)
-        with ranks.turns.beating():
+        with ranks.turns.heartbeat():
             _compare(ranks, run)
             yield ranks
-            with ranks.in_turn("write the model"):  # and all that is rank 0's alone
+            with ranks.rank_0_first("write the model"):  # and all that is rank 0's alone
                 pass
             ranks.barrier()  # and holds what they meet by, until all have heard that it has
         leave(ranks)

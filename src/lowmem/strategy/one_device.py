@@ -38,8 +38,8 @@ class OneDevice:
     divides = False  # whether parameters are held in parts, each by another process
     in_numbers = True  # `divide` reads numbers on every rank; else rank 0 alone has them until then
     builds = True  # whether the model's numbers are read or drawn here; else they come from rank 0
-    neediest = (0,)  # ranks of which one needs most memory: each of the others is as one of these
-    factor = 1.0  # the loss is multiplied by it: the size of what an engine's gradients are the mean of
+    neediest = (0,)  # ranks worth tracing: no other needs more memory than the worst of these
+    factor = 1.0  # the engine averages gradients over this many ranks; the loss is multiplied by it to undo that
 
     def __init__(self, device: str = "cpu", devices: int = 1) -> None:
         self.device = device
@@ -57,34 +57,31 @@ class OneDevice:
         """Of the files that this process writes alone."""
         return of_run
 
-    def in_turn(self, what: str = "work alone") -> AbstractContextManager:
-        """What is within it is done by rank 0, however long that takes, and then by the others.
-
-        Args:
-            what: it is, for messages.
-        """
+    def rank_0_first(self, what: str = "work alone") -> AbstractContextManager:
+        """Wraps work that rank 0 does first, however long it takes, and then the others. Args: what: names the work in
+        messages."""
         return nullcontext()
 
-    def watched(self, what: str = "work alone") -> AbstractContextManager:
-        """What is within it is done by all at once, and left by the others when rank 0 has left it."""
+    def leave_after_rank_0(self, what: str = "work alone") -> AbstractContextManager:
+        """Wraps work that all ranks do at once; the others leave it only after rank 0 has left it."""
         return nullcontext()
 
     # --- before the first step ------------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager:
-        """Around what makes the model's modules."""
+        """Wraps the code that makes the model's modules."""
         return nullcontext()
 
-    def divide(self, module: LightningModule) -> None:
-        """The module is whole, on the host and the same everywhere, without numbers where they are not built: from now
-        on its parameters are this process's."""
+    def shard(self, module: LightningModule) -> None:
+        """Keeps this rank's shard of the module, which comes whole, on the host and the same everywhere; it has no
+        numbers on ranks that do not build them."""
 
     def lightning(self) -> Strategy | str:
-        """To Lightning each process is a run on one device."""
+        """Returns the strategy that Lightning's Trainer gets: it believes that it runs on one device."""
         return "auto"
 
-    def ready(self, module: LightningModule) -> None:
-        """Everything is restored and on its device."""
+    def before_training(self, module: LightningModule) -> None:
+        """Is called once, when everything is restored and on its device."""
 
     def release(self) -> ref | None:
         """Frees what refers to the process group from C++, which is about to be left.
@@ -99,24 +96,24 @@ class OneDevice:
     forward: Callable[[MicroBatch], Tensor] | None = None  # an engine's around the module; None: the module's own
 
     def micro_batch_context(self, last: bool) -> AbstractContextManager:
-        """Around the forward and backward pass of one micro-batch. Args: last: of its window."""
+        """Wraps the forward and backward pass of one micro-batch. Args: last: whether it is the last of its window."""
         return nullcontext()
 
     def gather_gradients(self) -> None:
-        """All gradients are made: they go to where `local` parameters have theirs."""
+        """Is called when all gradients are made, and puts them where `local` parameters have theirs."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Global L2 norm of their gradients over all processes, each element counted once. Args: parameters: local
-        ones that have a gradient."""
+        """Returns the L2 norm over all ranks, each element counted once. Args: parameters: local ones that have
+        a gradient."""
         return norm_of_all(parameters)
 
     def clear_gradients(self) -> None:
-        """The step is done, or skipped, and the local parameters have no gradients any more."""
+        """Is called when the step is done or skipped, and the local parameters have no gradients any more."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
-        """This process's part of a parameter, as a plain tensor in the same memory: what is stepped and looked at."""
+        """Returns this rank's shard of a parameter, a plain tensor in the same memory: the optimizer steps it."""
         return p
 
     def parts(self, model: nn.Module) -> nn.Module:
@@ -135,14 +132,14 @@ class OneDevice:
         return part
 
     def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        """This process's part of a whole tensor, which each has. Nothing is sent."""
+        """Returns this rank's shard of a tensor that every rank has whole. Nothing is sent."""
         return full
 
-    def own(self, ledger: Ledger) -> None:
-        """Tell the ledger what is held of weights and gradients beside the module's parameters and theirs."""
+    def register_memory(self, ledger: Ledger) -> None:
+        """Tells the ledger of weights and gradients in other memory than the module's parameters and theirs."""
 
-    def loaded(self) -> None:
-        """Weights were written into the local parameters by somebody else than a step."""
+    def after_load(self) -> None:
+        """Is called after a checkpoint was written into the local parameters."""
 
     # --- collectives of numbers and small objects, over the host --------------------------------------------------
 

@@ -60,7 +60,7 @@ class Pipeline(Divided):
 
     # --- before the first step ------------------------------------------------------------------------------------
 
-    def divide(self, module: LightningModule) -> None:
+    def shard(self, module: LightningModule) -> None:
         """Raises: Refused: a model that its parts in a row are not, or a stage that has nothing to train."""
         model, self.module = module.model, module
         division = heard(model, loading.of_first(self, lambda: self._shown(module).told(model)))
@@ -125,8 +125,8 @@ class Pipeline(Divided):
         held = ((p, tuple(stages)) for p, stages in self.stage.holders.items() if self.rank in stages)
         return [(p, groups[stages]) for p, stages in held if stages in groups and p.requires_grad]
 
-    def ready(self, module: LightningModule) -> None:
-        super().ready(module)
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
         torch.manual_seed(torch.initial_seed() + self.rank * APART)  # each stage draws dropout of its own
 
     # --- each window ----------------------------------------------------------------------------------------------

@@ -48,17 +48,17 @@ class Several(OneDevice):
         return launched.folder(of_run, self.rank)
 
     @contextmanager
-    def in_turn(self, what: str = "work alone") -> Iterator[None]:
+    def rank_0_first(self, what: str = "work alone") -> Iterator[None]:
         turn = self.turns.next()
         if self.rank:
             self.turns.wait(turn, what)
-        with nullcontext() if self.rank else self.turns.taken(turn):
+        with nullcontext() if self.rank else self.turns.working(turn):
             yield
 
     @contextmanager
-    def watched(self, what: str = "work alone") -> Iterator[None]:
+    def leave_after_rank_0(self, what: str = "work alone") -> Iterator[None]:
         turn = self.turns.next()
-        with nullcontext() if self.rank else self.turns.taken(turn):
+        with nullcontext() if self.rank else self.turns.working(turn):
             yield
         if self.rank:
             self.turns.wait(turn, what)
@@ -71,8 +71,8 @@ class Several(OneDevice):
     def lightning(self) -> Strategy:
         return AmongSeveral(self)
 
-    def ready(self, module: LightningModule) -> None:
-        super().ready(module)
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
         # Dropout is drawn anew for other rows, and the same where several compute one row together.
         # A generator of the CPU takes the lower 32 bits of a seed.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
@@ -155,7 +155,7 @@ class Divided(Several):
         if self.in_numbers:
             yield
             return
-        with self.in_turn("read the model"), nullcontext() if self.builds else torch.device("meta"):
+        with self.rank_0_first("read the model"), nullcontext() if self.builds else torch.device("meta"):
             yield
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
@@ -170,8 +170,8 @@ class Divided(Several):
         self._holders[part] = self.holders(p)
         return part
 
-    def ready(self, module: LightningModule) -> None:
-        super().ready(module)
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
         for p, local in self._locals.items():
             if isinstance(p, DTensor):
                 local.data = p.detach().to_local()  # an engine may have laid it elsewhere since: it is not held twice

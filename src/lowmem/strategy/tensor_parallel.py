@@ -209,7 +209,7 @@ class TensorParallel(Divided):
             )
         return devices // size
 
-    def divide(self, module: LightningModule) -> None:
+    def shard(self, module: LightningModule) -> None:
         loading.divided(module.model, self, lambda: self._lay_out(module), self.place)
 
     def _lay_out(self, module: LightningModule) -> None:

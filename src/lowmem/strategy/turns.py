@@ -33,7 +33,7 @@ class Turns:
         return f"turn {self._count}"
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Around all that rank 0 does."""
         if not self.first:
             yield
@@ -58,7 +58,7 @@ class Turns:
             self._say(BEAT, str(count := count + 1))
 
     @contextmanager
-    def taken(self, turn: str) -> Iterator[None]:
+    def working(self, turn: str) -> Iterator[None]:
         """By rank 0."""
         how = FAILED
         try:

@@ -36,7 +36,7 @@ from lowmem.plan.target import Target
 from lowmem.precision.split import rounded
 from lowmem.quiet import quiet
 from lowmem.settle import Run, run_of
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 from lowmem.training import mixes_dtypes
 
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
@@ -243,7 +243,7 @@ def adapted(architecture: dict) -> str:
     """That its matrices alone have gradients, and that merged into the weights they make the same model."""
     module, ids = made(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
-    for _, p in trained(network):
+    for _, p in trainable(network):
         torch.nn.init.normal_(p, std=0.05)  # B begins at zero, and would do nothing
     torch.manual_seed(1)
     module.loss(network, batch).backward()

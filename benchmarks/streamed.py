@@ -46,7 +46,7 @@ def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
     cfg = resolved(run_of(lines), on_card=False)
     check(cfg, {})
     quiet()
-    with training.trained(cfg, Path(os.environ["ROW_FOLDER"]), keeps=False) as run:
+    with training.training_session(cfg, Path(os.environ["ROW_FOLDER"]), keeps=False) as run:
         yield run
 
 

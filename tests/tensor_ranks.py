@@ -24,7 +24,7 @@ from lowmem.strategy.several import Divided
 from lowmem.strategy.tensor_parallel import TensorParallel
 from lowmem.tiled_loss import Tiled
 from lowmem.tiled_tokens import Tiles
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 
 VOCABULARY, TOKENS, STEPS = 64, 12, 3
 LOSSES = {"full": full, "chunked": Chunked(5), "tiled": Tiled(7)}
@@ -120,7 +120,7 @@ def change(model, adapter=False, checkpointing=None, tile=None):
     if adapter:
         torch.manual_seed(1)
         LoRA(r=4)(model)
-        for _, p in trained(model):  # B too
+        for _, p in trainable(model):  # B too
             p.data = 0.1 * torch.randn_like(p, dtype=torch.float64)
     if checkpointing:
         getattr(gradient_checkpointing, checkpointing)(model)
@@ -130,8 +130,8 @@ def change(model, adapter=False, checkpointing=None, tile=None):
 
 def stepped(ranks, one, ours, loss, optimizer):
     weight = {"lr": 1e-2} | ({"weight_decay": 0.1} if optimizer is torch.optim.AdamW else {})
-    alone = optimizer([p for _, p in trained(one)], **weight)
-    together = optimizer([ranks.local(p) for _, p in trained(ours)], **weight)
+    alone = optimizer([p for _, p in trainable(one)], **weight)
+    together = optimizer([ranks.local(p) for _, p in trainable(ours)], **weight)
     rows = torch.randint(
         VOCABULARY, (STEPS, 2, 2 * ranks.data_size, TOKENS), generator=torch.Generator().manual_seed(2)
     )
@@ -158,11 +158,11 @@ def stepped(ranks, one, ours, loss, optimizer):
 
 
 def gradients(ranks, one, ours):
-    expected = {name: p.grad for name, p in trained(one)}
+    expected = {name: p.grad for name, p in trainable(one)}
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
     return {
         "gradients": distance(ranks, ours, expected, lambda p: p.grad),
-        "norm": abs(ranks.norm([ranks.local(p) for _, p in trained(ours)]).item() / norm.item() - 1.0)
+        "norm": abs(ranks.norm([ranks.local(p) for _, p in trainable(ours)]).item() / norm.item() - 1.0)
         if norm.dtype == torch.float32
         else 0.0,  # it is taken in fp32
         "bits": all(same(ranks.local(p).grad) for p in ours.parameters() if ranks.holders(p) > 1 and p.requires_grad),

@@ -6,7 +6,7 @@ from lowmem import batch_size
 from lowmem.accumulation import divisors
 from lowmem.errors import Refused
 from lowmem.fit import OutOfMemory
-from lowmem.training import trained
+from lowmem.training import training_session
 
 AUTO = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=12")
 
@@ -47,7 +47,7 @@ def test_one_try_says_what_fits(config):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_try_writes_no_checkpoint_and_no_model(config, tmp_path, keeps):
-    with trained(config(), tmp_path, keeps=keeps) as training:
+    with training_session(config(), tmp_path, keeps=keeps) as training:
         assert training.trainer.global_step == 4
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"memory.csv", "metrics.csv", *(["checkpoints"] if keeps else [])}

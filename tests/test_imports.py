@@ -35,7 +35,7 @@ STOREYS = (
         "memory",
         "offload",
         "gradients",
-        "trained",
+        "trainable",
         "accumulation",
         "scheduler",
         "stop",

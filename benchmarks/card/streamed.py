@@ -78,14 +78,17 @@ def run(here: Here, way: str, typed: list[str]) -> dict:
     from lowmem.plan import at_start
     from lowmem.plan.job import resolved
     from lowmem.settle import run_of
-    from lowmem.training import trained
+    from lowmem.training import training_session
 
     lines = [*here.typed(), *RECIPE, *RUN, *typed, f"weights={way}"]
     cfg = resolved(run_of(lines), on_card=here.on_card)
     check(cfg, {})
     prediction = at_start.checked(cfg, lines)
     lane = lanes.OnCard(torch.device("cuda")) if here.on_card else lanes.Rehearsed()
-    with patch.object(streamed, "lane_of", lambda _: lane), trained(cfg, here.folder / way, keeps=False) as training:
+    with (
+        patch.object(streamed, "lane_of", lambda _: lane),
+        training_session(cfg, here.folder / way, keeps=False) as training,
+    ):
         if here.on_card:
             torch.cuda.synchronize()
         predicted = prediction.based_on(training.rss_before_model).as_dict()

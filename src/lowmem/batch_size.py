@@ -21,7 +21,7 @@ from lowmem.errors import Refused
 from lowmem.plan.at_start import could_fit
 from lowmem.quiet import quiet
 from lowmem.settle import Run
-from lowmem.training import DidNotFit, trained
+from lowmem.training import DidNotFit, training_session
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def main() -> None:
     quiet()
     run = Run.read(json.loads(sys.stdin.read()))
     try:
-        with tempfile.TemporaryDirectory() as folder, trained(run, Path(folder), keeps=False):
+        with tempfile.TemporaryDirectory() as folder, training_session(run, Path(folder), keeps=False):
             pass
     except DidNotFit:
         sys.exit(DOES_NOT_FIT)

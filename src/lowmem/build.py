@@ -27,7 +27,7 @@ from lowmem.schema import Node
 from lowmem.settle import Run
 from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
 from lowmem.tiled_tokens import Tiles
-from lowmem.trained import digest_of_base
+from lowmem.trainable import digest_of_base
 
 log = logging.getLogger(__name__)
 

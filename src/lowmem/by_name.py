@@ -21,7 +21,7 @@ from lowmem.errors import Refused
 from lowmem.optim.build import parameter_groups
 from lowmem.precision.split import joined
 from lowmem.strategy.one_device import OneDevice
-from lowmem.trained import saved
+from lowmem.trainable import checkpoint_state
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def load(folder: Path) -> dict:
 def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
     """Into the parts that this process has, one after the other. Args: rests: of weights that are saved in halves."""
     parameters, tied = dict(module.named_parameters()), _tied(module)
-    for name, tensor in saved(module).items():
+    for name, tensor in checkpoint_state(module).items():
         if name not in tied and not tensor.is_meta:
             p, rest = parameters.get(name, tensor), rests.get(name)
             part = held(p, module.ranks)

@@ -65,8 +65,8 @@ def _check_data(run: Run) -> None:
             f"show={run.show}: the rows of a stream have no numbers, and are made while it is read. Type "
             "data.streaming=false."
         )
-    trained = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
-    if data.get("streaming") is True and trained and run.evaluate is None and run.generate is None:
+    trains_tokenizer = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
+    if data.get("streaming") is True and trains_tokenizer and run.evaluate is None and run.generate is None:
         raise Refused(
             "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder or "
             "hub id>, or data.streaming=false."

@@ -33,7 +33,7 @@ from lowmem.memory.process import page_out
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
 from lowmem.strategy.one_device import OneDevice
-from lowmem.trained import saved
+from lowmem.trainable import checkpoint_state
 from lowmem.units import steps_or_seconds
 
 log = logging.getLogger(__name__)
@@ -201,10 +201,10 @@ def _all_finite(trainer: Trainer) -> bool:
 
 def going_on(folder: Path) -> str:
     """What to type to go on from the last checkpoint of a folder, if it has any."""
-    saved = complete(folder)
-    if not saved:
+    found = complete(folder)
+    if not found:
         return "There is no checkpoint to go on from."
-    return f"{in_shell('resume', saved[-1])} goes on from the last checkpoint."
+    return f"{in_shell('resume', found[-1])} goes on from the last checkpoint."
 
 
 def complete(folder: Path) -> list[Path]:
@@ -323,7 +323,7 @@ class Saved:
 
     def check(self, module: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         """That these weights are of this model, and its tokens those that it was trained on."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in saved(module).items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_state(module).items()}
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
                 raise Refused(

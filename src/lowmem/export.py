@@ -21,7 +21,7 @@ from lowmem.fail_together import fail_together
 from lowmem.internals import tree_map_only
 from lowmem.stable_embedding import folded
 from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
-from lowmem.trained import shape
+from lowmem.trainable import full_shape
 
 CARD = "README.md"  # what the hub shows of a model
 SHARD = "2GB"  # or one tensor, where that is larger
@@ -143,7 +143,7 @@ def _laters(network: nn.Module, dtype: str | None, weights: Weights) -> dict[str
 
     def later(p: nn.Parameter) -> Later:
         kind = getattr(torch, dtype) if dtype else weights.dtype_of(p)
-        return Later.of(lambda: weights.whole(p).to("cpu", kind), shape(p), kind)
+        return Later.of(lambda: weights.whole(p).to("cpu", kind), full_shape(p), kind)
 
     return {name: later(p) for name, p in network.named_parameters(remove_duplicate=False)}
 

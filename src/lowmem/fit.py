@@ -30,7 +30,7 @@ from lowmem.runs import folders
 from lowmem.settle import Command, Run, settled
 from lowmem.strategy.group import joined
 from lowmem.strategy.one_device import OneDevice
-from lowmem.training import DidNotFit, Training, trained
+from lowmem.training import DidNotFit, Training, training_session
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _training(
     """
     run = command.run
     try:
-        with trained(run, command.folder, task, ranks=ranks, texts=texts) as training:
+        with training_session(run, command.folder, task, ranks=ranks, texts=texts) as training:
             yield training
     except OSError as error:
         if error.filename or not error.errno:

@@ -31,7 +31,7 @@ from lowmem.precision.split import joined
 from lowmem.sharded import Stored
 from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
 from lowmem.tiled_tokens import Tiles
-from lowmem.trained import is_whole, saved
+from lowmem.trainable import checkpoint_state, trains_everything
 
 
 class Update(NamedTuple):
@@ -74,7 +74,9 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = as_loss(loss)
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
-        self.strict_loading = is_whole(model)  # what is frozen is in no checkpoint; `Saved.check` compares the rest
+        self.strict_loading = trains_everything(
+            model
+        )  # what is frozen is in no checkpoint; `Saved.check` compares the rest
         self.auxiliary_loss = AuxiliaryLoss(model)
         self.faults = Faults(update.skips_faults)
         self.position = Position()  # after the last completed window
@@ -230,7 +232,7 @@ class CausalLM(LightningModule):
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        held = saved(self)
+        held = checkpoint_state(self)
         checkpoint["state_dict"] = {name: one for name, one in checkpoint["state_dict"].items() if name in held}
         checkpoint["lowmem"] = (
             self.identity

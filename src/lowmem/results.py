@@ -14,7 +14,7 @@ from lowmem.report import ran, step
 from lowmem.report.summary import plan_ratios, table, versions, write
 from lowmem.settle import Command, Run
 from lowmem.terminal import folded
-from lowmem.trained import parameters, shape, trained
+from lowmem.trainable import full_shape, parameters, trainable
 from lowmem.training import Training
 
 
@@ -49,14 +49,14 @@ def _numbers(training: Training, run: Run) -> dict:
         "batch_size": run.batch_size,
         "optimizer": _stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": parameters(module.model),
-        "trained_parameters": sum(shape(p).numel() for _, p in trained(module.model)),
+        "trained_parameters": sum(full_shape(p).numel() for _, p in trainable(module.model)),
         "interrupted": stop.interrupted,
         "signal": stop.signal.name if stop.signal else None,
         "stopped_early": training.stopped_early,
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
         "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
         "versions": versions(),
-        "weights_bytes": sum(shape(p).numel() * p.element_size() for p in module.model.parameters()),  # of all ranks
+        "weights_bytes": sum(full_shape(p).numel() * p.element_size() for p in module.model.parameters()),
         "ranks": module.ranks.all_gather(meter.peak_bytes | meter.held()),
     }
 

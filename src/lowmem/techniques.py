@@ -12,7 +12,7 @@ leaves out has a default there, so that nobody asks with `hasattr`:
     a data set              `StoredSource` of `data/opened.py`; `Openable` if it keeps no tokens on disk
     a kind of record        `Encoder` of `data/source.py`
     a way to make rows      `Rows` of `data/loader.py`
-    a layer of fewer bits   `Packed` of `trained.py`
+    a layer of fewer bits   `Packed` of `trainable.py`
 """
 
 import re

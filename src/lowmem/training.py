@@ -80,7 +80,7 @@ class Training:
 
 
 @contextmanager
-def trained(
+def training_session(
     run: Run,
     output_dir: Path,
     asked: Asked = TRAIN,

@@ -14,7 +14,7 @@ from lowmem.check import check, check_places
 from lowmem.errors import Refused
 from lowmem.overrides import composed
 from lowmem.settle import settled
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 from same import last, same
 
 SIZES = {
@@ -54,7 +54,7 @@ def folder(at, model, **changes):
 
 def moved(model):
     with torch.no_grad():
-        for _, p in trained(model):
+        for _, p in trainable(model):
             p.add_(torch.randn_like(p) * 0.1)
     return model
 
@@ -70,9 +70,9 @@ def test_a_model_starts_as_it_was_with_an_adapter_in_fp32(kind, dtype, adapter):
     before = logits(model)
     adapter()(model)
     assert torch.equal(logits(model), before)
-    assert {p.dtype for _, p in trained(model)} == {torch.float32}
-    assert all("lora_" in name for name, _ in trained(model))
-    assert not any("lm_head" in name or "embed" in name or "wte" in name for name, _ in trained(model))
+    assert {p.dtype for _, p in trainable(model)} == {torch.float32}
+    assert all("lora_" in name for name, _ in trainable(model))
+    assert not any("lm_head" in name or "embed" in name or "wte" in name for name, _ in trainable(model))
 
 
 def test_magnitudes_measured_in_16_bits_would_change_the_model(monkeypatch):
@@ -106,7 +106,7 @@ def test_it_says_what_is_adapted_and_what_is_not(caplog):
 def test_patterns_choose_layers(target):
     model = network()
     LoRA(target=[target])(model)
-    names = {name.split(".lora_")[0] for name, _ in trained(model)}
+    names = {name.split(".lora_")[0] for name, _ in trainable(model)}
     expected = {"*.q_proj": 2, "q_proj": 2, "model.layers.0.*": 7}.get(target, 2)
     assert len(names) == expected
 

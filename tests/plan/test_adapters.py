@@ -17,7 +17,7 @@ from lowmem.plan.prediction import needs, outline
 from lowmem.plan.recipes import model_depth
 from lowmem.plan.target import Target
 from lowmem.plan.trace import trace
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 
 FREEZE = "freeze=[transformer.wte.*,*.ln_1.*]"
 RUN = (*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8", "clip=1.0")
@@ -52,7 +52,7 @@ def test_an_adapter_is_predicted(config, fit, typed):
     for phase in PHASES:
         for category in ("weights", "gradients", "optimizer"):
             assert shapes.phases[phase].bytes[category] == found[phase][f"{category}_bytes"]
-    assert shapes.trained < shapes.parameters and shapes.largest_trained <= shapes.largest
+    assert shapes.trained_parameters < shapes.parameters and shapes.largest_trained <= shapes.largest
 
 
 SLOW = [
@@ -147,7 +147,7 @@ def test_an_outline_counts_what_is_trained(config, line, precision):
     """Of a model that cannot be traced: weights, gradients and state all the same."""
     cfg = config(line, f"precision={precision}").resolved()
     outlined, itself = outline(cfg, on_card=True), trace(cfg, on_card=True)
-    for field in ("parameters", "trained", "largest", "largest_trained", "gradients"):
+    for field in ("parameters", "trained_parameters", "largest", "largest_trained", "gradients"):
         if (field, precision) != ("gradients", "bf16-master"):  # which the outline leaves to the host
             assert getattr(outlined, field) == getattr(itself, field), field
     assert outlined.weights == pytest.approx(itself.weights, rel=0.01)
@@ -171,7 +171,7 @@ def test_a_base_that_an_adapter_freezes_is_never_in_fp32(config):
     cfg, all_weights = (config(*some) for some in (lines, lines[1:2]))
     loaded = build.causal_lm(cfg, describe(cfg, plans=True)).model
     assert {p.dtype for p in loaded.parameters() if not p.requires_grad} == {torch.bfloat16}
-    assert {p.dtype for _, p in trained(loaded)} == {torch.float32}
+    assert {p.dtype for _, p in trainable(loaded)} == {torch.float32}
     adapter, every = (needs(trace(one, False), one, Target(on_card=False), 0) for one in (cfg, all_weights))
     assert adapter.phases["load"].host < 0.65 * every.phases["load"].host
 

@@ -29,7 +29,7 @@ def card(link, bandwidth=1.0, updates=1.0):
 
 def shapes(**said):
     """Of 10 parameters, 4 of them in the largest."""
-    sizes = {"parameters": 10, "largest": 4, "trained": 10, "largest_trained": 4}
+    sizes = {"parameters": 10, "largest": 4, "trained_parameters": 10, "largest_trained": 4}
     return Trace(**(sizes | {"weights": 20, "gradients": 20, "steps_on_host": True} | said))
 
 
@@ -129,7 +129,7 @@ def test_an_update_is_timed_over_what_is_counted(monkeypatch, precision, optim):
 
 # --- weights that come from the host ----------------------------------------------------------------------------------
 
-FROZEN = {"trained": 2, "largest_trained": 1}  # most weights are: hardly a gradient leaves
+FROZEN = {"trained_parameters": 2, "largest_trained": 1}  # most weights are: hardly a gradient leaves
 
 
 def streamed(link, *typed, micro_batches=1, **said):
@@ -163,8 +163,8 @@ def test_weights_are_stepped_where_they_wait():
     """Of the updated ones only the other 2 come to the device: after 8 seconds of the next forward pass 1 second each
     for 2 bytes, or after 10 of backward, in which 12 of the link's 20 bytes were weights. Wrong: all of them."""
     assert streamed(2.0, "clip=1.0").step == pytest.approx(0.5 + 2)
-    assert streamed(2.0, "clip=1.0", trained=18).step == pytest.approx(0.5 + 10)
-    early = streamed(2.0, "clip=null", **(FROZEN | {"trained": 9}))
+    assert streamed(2.0, "clip=1.0", trained_parameters=18).step == pytest.approx(0.5 + 10)
+    early = streamed(2.0, "clip=null", **(FROZEN | {"trained_parameters": 9}))
     assert early == (6.0, pytest.approx(6 + 5), pytest.approx(1 / 3))  # an embedding's update of 3 seconds / 9
 
 

@@ -22,7 +22,7 @@ from lowmem import export as plain
 from lowmem.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
 from lowmem.export import ModelFolder, Weights
 from lowmem.overrides import CONF
-from lowmem.trained import Packed, shape, trained
+from lowmem.trainable import Packed, full_shape, trainable
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def export(
             _merge_later(network, weights)
             plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)
             return
-        for _, p in trained(network):
+        for _, p in trainable(network):
             p.data = weights.whole(p)
         merge(network, getattr(torch, folder.dtype or "float32"))
         plain.export(network, folder._replace(dtype=None))
@@ -122,7 +122,7 @@ def _without_numbers(part: nn.Module) -> nn.Linear | Conv1D:
         layer.bias = held.bias
         return layer
     layer = deepcopy(held, {id(p): p for p in part.parameters()})
-    layer.weight = nn.Parameter(torch.empty(shape(held.weight), device="meta"), False)
+    layer.weight = nn.Parameter(torch.empty(full_shape(held.weight), device="meta"), False)
     return layer
 
 
@@ -138,7 +138,7 @@ def _in_4_bits(part: nn.Module) -> bool:
 def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
     from peft import get_peft_model_state_dict
 
-    state = network.state_dict() | {name: weights.whole(p) for name, p in trained(network)}
+    state = network.state_dict() | {name: weights.whole(p) for name, p in trainable(network)}
     # "auto" would ask the hub for the base's configuration
     held = get_peft_model_state_dict(network, state, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}

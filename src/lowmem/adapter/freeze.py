@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lowmem.errors import Refused
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             log.warning(f"freeze: {pattern} changes nothing: what it names is frozen by adapter= already.")
         for p in named:
             p.requires_grad_(False)
-    left, whole = sum(p.numel() for _, p in trained(model)), sum(p.numel() for p in model.parameters())
+    left, whole = sum(p.numel() for _, p in trainable(model)), sum(p.numel() for p in model.parameters())
     if not left:
         raise Refused(f"freeze={list(patterns)}: nothing is left to train. Leave one of these patterns out.")
     if patterns:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.errors import Refused
-from lowmem.trained import parameters, trained
+from lowmem.trainable import parameters, trainable
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -98,11 +98,11 @@ class LoRA:
         adapted = _adapted(model)
         if self.path is not None:
             self._check_targets(model, adapted, linear)
-        for _, p in trained(model):
+        for _, p in trainable(model):
             p.data = p.data.float()
         for part in adapted.values():
             _measure(part)
-        own = sum(p.numel() for _, p in trained(model))
+        own = sum(p.numel() for _, p in trainable(model))
         log.info(
             f"adapter: {len(adapted)} of {len(linear)} linear layers are adapted ({_kinds(adapted)}), and {own:,} "
             f"parameters are trained beside {whole:,}. Not adapted: {_left_out(model)}."
@@ -194,7 +194,7 @@ def load(model: PreTrainedModel, path: str) -> None:
     try:
         held = load_file(Path(path).expanduser() / WEIGHTS)
         found = set_peft_model_state_dict(model, {name.removeprefix(PREFIX): one for name, one in held.items()})
-        ours = {name for name, _ in trained(model)}
+        ours = {name for name, _ in trainable(model)}
         wrong = [*found.unexpected_keys, *sorted(ours & {*found.missing_keys})]
     except (SafetensorError, RuntimeError) as error:
         wrong = [str(error).strip().splitlines()[-1].strip()]

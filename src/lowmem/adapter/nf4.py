@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.adapter.lora import is_router
 from lowmem.errors import Refused
-from lowmem.trained import Packed, parameters
+from lowmem.trainable import Packed, parameters
 
 log = logging.getLogger(__name__)
 

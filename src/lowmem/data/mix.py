@@ -16,7 +16,7 @@ from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opened import Openable, Opened, Wanted, openable
 from lowmem.data.reading import checked_shares
 from lowmem.data.source import ChatFormat, SplitName
-from lowmem.data.tokens import trained
+from lowmem.data.tokens import train_tokenizer
 from lowmem.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Mix(Openable):
             yield from part.texts()
 
     def opened(self, wanted: Wanted) -> Opened:
-        tokenizer = wanted.tokenizer or trained(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
+        tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
         if self.chat:
             self.chat.dress(tokenizer)  # before any part is read: documents of all end in one token
         each = {name: part.opened(wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}

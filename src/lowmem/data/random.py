@@ -12,7 +12,7 @@ import torch
 
 from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opened import Openable, Opened, Wanted
-from lowmem.data.tokens import NOTHING, Tokens, rows_of, trained
+from lowmem.data.tokens import NOTHING, Tokens, rows_of, train_tokenizer
 
 BYTES = 257  # tokens: each byte, and the end of text
 
@@ -37,7 +37,7 @@ class Random(Openable):
         return iter(())
 
     def opened(self, wanted: Wanted) -> Opened:
-        tokenizer = wanted.tokenizer or trained(self, wanted.cache_dir, BYTES, wanted.special_tokens)
+        tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, BYTES, wanted.special_tokens)
         train, val = (
             Drawn((self.seed, split), count, rows_of(tokenizer), wanted.seq_len)
             for split, count in enumerate((self.rows, self.val_rows))

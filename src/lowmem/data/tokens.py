@@ -212,8 +212,10 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
             yield text
 
 
-def trained(source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A BPE of a source whose tokens are kept elsewhere, or nowhere; from the cache, or made."""
+def train_tokenizer(
+    source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]
+) -> PreTrainedTokenizerFast:
+    """Trains a BPE on a source whose tokens are kept elsewhere, or nowhere; takes it from the cache if it is there."""
     chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
     file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lowmem.memory.ledger import parts
 from lowmem.memory.process import page_out
 from lowmem.optim.bitsandbytes_cpu import in_one_pass
-from lowmem.trained import shape, trained
+from lowmem.trainable import full_shape, trainable
 
 BUFFERS = ("state1", "state2")  # of bitsandbytes' state, what a paged optimizer pages
 PAGED_FROM = 100_000  # elements of a parameter: of a smaller one it pages none (its `get_state_buffer`)
@@ -68,8 +68,8 @@ def parameter_groups(model: nn.Module) -> list[dict]:
         "embedding": {"params": [], "role": "embedding"},
         "vector": {"params": [], "role": "vector", "weight_decay": 0.0},
     }
-    for _, p in trained(model):
-        role = "vector" if len(shape(p)) < 2 else "embedding" if id(p) in by_token else "matrix"
+    for _, p in trainable(model):
+        role = "vector" if len(full_shape(p)) < 2 else "embedding" if id(p) in by_token else "matrix"
         groups[role]["params"].append(p)
     return [group for group in groups.values() if group["params"]]
 

@@ -114,7 +114,7 @@ class Derivation:
         return Trace(
             parameters=parameters.bytes(lambda t: t.parameters),
             largest=parameters.any.largest,
-            trained=parameters.bytes(lambda t: t.trained),
+            trained_parameters=parameters.bytes(lambda t: t.trained_parameters),
             largest_trained=parameters.any.largest_trained,
             weights=parameters.bytes(_held("evaluation", "weights")),
             gradients=parameters.bytes(lambda t: t.gradients),

@@ -24,7 +24,7 @@ from lowmem.plan.stand_in import state_bytes_per_parameter
 from lowmem.plan.target import Target
 from lowmem.plan.trace import Trace, trace, untraceable
 from lowmem.settle import Run
-from lowmem.trained import packed, parameters, trained
+from lowmem.trainable import packed, parameters, trainable
 from lowmem.units import CATEGORIES, GIB, MIB
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
@@ -186,7 +186,7 @@ def outline(run: Run, on_card: bool) -> Trace:
     config = describe(run, plans=True).grown
     text = config.get_text_config(decoder=True)
     network = outlined(run, config)
-    every, own = list(network.parameters()), [p for _, p in trained(network)]
+    every, own = list(network.parameters()), [p for _, p in trainable(network)]
     sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
     element = run.product_bytes
     count, narrow = sum(sizes), element * sum(p.numel() for p in every)
@@ -225,7 +225,7 @@ def outline(run: Run, on_card: bool) -> Trace:
     return Trace(
         parameters=parameters(network),
         largest=max(*(p.numel() for p in every), *packed(network)),
-        trained=count,
+        trained_parameters=count,
         largest_trained=max(sizes),
         weights=weights,
         gradients=gradients,
@@ -332,7 +332,7 @@ def _host_bytes(shapes: Trace, run: Run, on_card: bool, size: int, loaded: int) 
     the weights as they are read."""
     traced = {name: point.host for name, point in shapes.phases.items()}
     largest, weights = shapes.largest * loaded, max(shapes.parameters * loaded, shapes.weights)
-    masters = shapes.trained * size if shapes.steps_on_host else 0
+    masters = shapes.trained_parameters * size if shapes.steps_on_host else 0
     # on a CPU they are loaded where they stay, and what is frozen is narrowed there
     load = masters + weights if on_card else max(masters, weights - shapes.weights)
     if shapes.streamed:  # nothing of these is on the device yet, and each weight is taken apart by itself
@@ -344,7 +344,7 @@ def _host_bytes(shapes: Trace, run: Run, on_card: bool, size: int, loaded: int) 
     elif run.technique(
         "strategy"
     ).package:  # its parts are put together first, by each process, with an AdamW's two states
-        copies = (shapes.parameters + 2 * shapes.trained) * size
+        copies = (shapes.parameters + 2 * shapes.trained_parameters) * size
     elif run.saves_parts:  # one after the other is copied to be written
         copies = shapes.largest * size
     else:  # when a run ends Lightning brings what is whole to the host, and of one device the optimizer's state

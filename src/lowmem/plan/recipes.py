@@ -24,7 +24,7 @@ from lowmem.refusals import refused
 from lowmem.settle import Run
 from lowmem.starting import undisturbed
 from lowmem.techniques import SHARED
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 NO_BF16 = (
@@ -258,7 +258,7 @@ def model_depth(run: Run) -> tuple[int, int]:
 
 def _trained_alike(run: Run, config: PretrainedConfig, rounds: int) -> bool:
     """Whether the same is trained in every block, or in every block of a kind."""
-    kinds = [{name for name, _ in trained(block)} for block in stack_of(outlined(run, config))]
+    kinds = [{name for name, _ in trainable(block)} for block in stack_of(outlined(run, config))]
     return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
 
 

@@ -53,7 +53,7 @@ from lowmem.plan.work import Work
 from lowmem.precision.base import BasePrecision, step_one
 from lowmem.settle import Run
 from lowmem.strategy.one_device import OneDevice
-from lowmem.trained import packed, parameters, trained
+from lowmem.trainable import packed, parameters, trainable
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
@@ -96,7 +96,7 @@ class Trace:
 
     parameters: int
     largest: int  # elements of the largest parameter
-    trained: int  # parameters that are
+    trained_parameters: int  # parameters that are
     largest_trained: int  # elements of the largest of them
     weights: int  # bytes on the device
     gradients: int  # bytes of all of them, as backward makes them
@@ -239,9 +239,9 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
 
 def _of_part(module: CausalLM) -> dict:
     """Of what this process has of the model: fields of a `Trace`."""
-    own = [module.ranks.local(p) for _, p in trained(module.model) if not p.is_meta]
+    own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
-        "trained": sum(p.numel() for p in own),
+        "trained_parameters": sum(p.numel() for p in own),
         "largest_trained": max(p.numel() for p in own),
         "gradients": sum(p.nbytes for p in own),
         "blocks": _blocks(module.model),
@@ -368,7 +368,7 @@ class Steady(Callback):
                 stepped.data = held
 
     def _make_gradients(self, module: LightningModule) -> None:
-        for _, p in trained(module):
+        for _, p in trainable(module):
             for _ in range(2 if self.accumulates else 1):  # the second micro-batch's widens what masters sum up
                 p.backward(torch.empty(p.shape, dtype=p.dtype))  # of a leaf: sets its gradient, and calls its hooks
 

@@ -87,9 +87,9 @@ def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float]
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
     element = run.product_bytes
-    host, travel = machine.host or machine, element * shapes.trained / machine.link
+    host, travel = machine.host or machine, element * shapes.trained_parameters / machine.link
     # weights that are brought to the device after a step
-    kept = max(0, shapes.trained - (shapes.streamed + shapes.outside) // element)
+    kept = max(0, shapes.trained_parameters - (shapes.streamed + shapes.outside) // element)
     update *= pace_of_update(host, run)
     update += 2 * element * kept / host.bandwidth  # read and written again: into the link's slots
     # The last block is where the forward pass has left it when backward begins.
@@ -99,7 +99,7 @@ def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float]
     backward_takes = max(backward, offloaded + again, travel, taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)
     # The embeddings, first in a model and last in backward, are most often its largest: nothing hides their update.
-    first = update * shapes.largest_trained / shapes.trained
+    first = update * shapes.largest_trained / shapes.trained_parameters
     if run.early:
         taken_by_host, up = taken["sum"] + taken["step"] + update, offloaded + again + element * kept / machine.link
         step = max(first, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, up))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lowmem.errors import NotFinite, Refused
 from lowmem.offload.edges import Outlet
 from lowmem.settle import steps_early
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 
 
 class MasterWeights(Callback):
@@ -66,7 +66,7 @@ class MasterWeights(Callback):
 
             return wait
 
-        self._hooks = [p.register_post_accumulate_grad_hook(left) for _, p in trained(module)]
+        self._hooks = [p.register_post_accumulate_grad_hook(left) for _, p in trainable(module)]
         for part in module.modules():
             if own := list(part.parameters(recurse=False)):
                 self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
@@ -119,7 +119,7 @@ class MasterWeights(Callback):
         if not self.on_host:
             return
         self.plugin.arrived()
-        kept = {id(p): self.plugin.masters[id(p)].kept for _, p in trained(module)}  # a tied one once
+        kept = {id(p): self.plugin.masters[id(p)].kept for _, p in trainable(module)}  # a tied one once
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
                 checkpoint["state_dict"][name] = kept[id(p)]

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lowmem.errors import Refused
 from lowmem.internals import check_reduced, rebuild_buckets
 from lowmem.strategy.several import Several
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 
 
 class DataParallel(Several):
@@ -34,7 +34,7 @@ class DataParallel(Several):
         self._module, self._seed = module, torch.initial_seed()
         super().before_training(module)
         self.forward = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
-        named = trained(module.model)
+        named = trainable(module.model)
         self._make_gradients([p for _, p in named])
         for _, p in named:
             p.grad = None

@@ -26,7 +26,7 @@ from lowmem.data.loader import MicroBatch
 from lowmem.internals import deepspeed_fragment
 from lowmem.memory.ledger import Ledger, gradients
 from lowmem.strategy.several import Divided
-from lowmem.trained import trained
+from lowmem.trainable import trainable
 
 BUCKET = 1 << 25  # elements that are reduced or gathered at once, 128 MiB in fp32; DeepSpeed would take 2 GB
 
@@ -60,7 +60,7 @@ class ZeRO2(Divided):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def shard(self, module: LightningModule) -> None:
-        stepped = [p for _, p in trained(module)]
+        stepped = [p for _, p in trainable(module)]
         bucket = {"reduce_bucket_size": min(BUCKET, sum(p.numel() for p in stepped))}
         settings = {
             "train_micro_batch_size_per_gpu": 1,  # of which it counts samples, for the terminal

@@ -1,0 +1,71 @@
+"""The trainable parameters of a model: they alone have gradients, state and masters, and are in a checkpoint.
+
+Where nothing is frozen, that is every parameter. Otherwise the frozen base is not written with every checkpoint: a
+resume builds it again, from the same files or the same seed, and a digest in the checkpoint tells whether it is the
+same.
+"""
+
+from hashlib import sha256
+
+import torch
+from torch import Tensor, nn
+
+SAMPLE = 4096  # elements of each tensor that the digest reads, evenly spread: 8B parameters take no second
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns (name, parameter) of each that requires a gradient, a tied one once."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def parameters(model: nn.Module) -> int:
+    """Returns the number of parameters, frozen ones too. A `Packed` layer says how many its packed bits stand for."""
+    return sum(full_shape(p).numel() for p in model.parameters()) + sum(packed(model))
+
+
+def full_shape(p: nn.Parameter) -> torch.Size:
+    """Returns the shape of the whole parameter. One that ZeRO-3 gathers only while it is used is empty otherwise, and
+    carries its shape beside it."""
+    return getattr(p, "whole_shape", p.shape)
+
+
+class Packed:
+    """The base class of layers that hold a matrix in fewer bits than any dtype of torch's parameters."""
+
+    packed_elements: int
+    transposed: bool  # it stands in the place of a Conv1D, whose matrix is (in, out)
+
+
+def packed(model: nn.Module) -> list[int]:
+    """Returns the number of elements of each matrix that a `Packed` layer holds."""
+    return [part.packed_elements for part in model.modules() if isinstance(part, Packed)]
+
+
+def trains_everything(model: nn.Module) -> bool:
+    """Returns whether no parameter is frozen."""
+    return all(p.requires_grad for p in model.parameters())
+
+
+def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the entries of the state_dict that a checkpoint holds: all of them, or, where a parameter is frozen, the
+    trainable ones under all of their names, and the buffers of modules that have one."""
+    everything = model.state_dict()
+    if trains_everything(model):
+        return everything
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    for path, part in model.named_modules(remove_duplicate=False):
+        if trainable(part):
+            names |= {f"{path}.{name}".lstrip(".") for name, _ in part.named_buffers(recurse=False)}
+    return {name: tensor for name, tensor in everything.items() if name in names}
+
+
+def digest_of_base(model: nn.Module) -> str | None:
+    """Returns a digest of the names, shapes, dtypes and numbers that a checkpoint does not hold; None: it holds all."""
+    held, digest = checkpoint_state(model), sha256()
+    base = {name: tensor for name, tensor in model.state_dict().items() if name not in held}
+    for name, tensor in base.items():
+        flat = tensor.detach().flatten()
+        some = flat[:: 1 + flat.numel() // SAMPLE].cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if base else None

@@ -34,7 +34,7 @@ def _in_place(self, content: dict, path, storage_options=None) -> None:
 
 
 def _arrange(where: str, passes: int) -> None:
-    from lowmem import aside, checkpoint
+    from lowmem import atomic_files, checkpoint
     from lowmem.module import CausalLM
     from lowmem.precision import master
 
@@ -44,7 +44,7 @@ def _arrange(where: str, passes: int) -> None:
         left[0] -= 1
         return left[0] < 0
 
-    save, replace, sync, step = torch.save, os.replace, aside._sync, master._step
+    save, replace, sync, step = torch.save, os.replace, atomic_files._sync, master._step
     evaluate = CausalLM.validation_step
 
     def half_a_file(content, to):
@@ -84,13 +84,13 @@ def _arrange(where: str, passes: int) -> None:
     if where == "half a file":
         checkpoint.torch.save = half_a_file
     elif where == "before the rename":
-        aside.os.replace = before_the_rename
+        atomic_files.os.replace = before_the_rename
     elif where == "after the rename":
-        aside._sync = after_the_rename
+        atomic_files._sync = after_the_rename
     elif where == "in a step":
         master._step = in_a_step
     elif where == "in the last evaluation":
         CausalLM.validation_step = in_the_last_evaluation
     else:
         assert where == "in the export"
-        aside.os.replace = before_the_model_is_in_place
+        atomic_files.os.replace = before_the_model_is_in_place

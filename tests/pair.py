@@ -30,7 +30,7 @@ from lowmem.loss import Function, Verified
 from lowmem.memory.ledger import parts
 from lowmem.quiet import quiet
 from lowmem.settle import run_of
-from lowmem.strategy.group import joined
+from lowmem.strategy.group import process_group
 from test_accumulation import fp64_loss
 
 LIMIT = 60  # seconds of a case
@@ -205,7 +205,7 @@ def _alone(case: Case) -> dict:
 def fitted(case: Fitted) -> dict:
     from lowmem.fit import fit
 
-    mistake = patch("lowmem.random_states.go_on", lambda *_: None) if case.drawn_anew else nullcontext()
+    mistake = patch("lowmem.random_states.restore", lambda *_: None) if case.drawn_anew else nullcontext()
     with mistake:
         return {"val_loss": fit(run_of(case.lines), Path(case.folder), {}, case.lines)["val_loss"]}
 
@@ -217,7 +217,7 @@ def trained(case: Case) -> dict:
             stack.enter_context(patch("lowmem.loss.full", fp64_loss))
         if case.wrong:
             WRONG[case.wrong](stack)
-        ranks = stack.enter_context(joined(cfg))
+        ranks = stack.enter_context(process_group(cfg))
         return _trained(case, cfg, ranks)
 
 

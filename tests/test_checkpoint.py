@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowmem import aside, checkpoint
+from lowmem import atomic_files, checkpoint
 from lowmem.errors import Refused
 from lowmem.memory.process import page_out, trim
 from new_process import in_a_new_process
@@ -113,7 +113,7 @@ def test_an_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monke
     def full_disk(_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(aside.os, "fsync", full_disk)
+    monkeypatch.setattr(atomic_files.os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
         writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000002.ckpt")
     assert checkpoint.find(str(tmp_path)).name == "step-00000001.ckpt"

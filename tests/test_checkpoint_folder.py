@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lives import Job, live
-from lowmem import aside, checkpoint, sharded
+from lowmem import atomic_files, checkpoint, sharded
 from lowmem.checkpoint import complete, find, intact, newest
 from lowmem.errors import NotFinite, Refused
 from lowmem.overrides import key
@@ -113,18 +113,18 @@ def test_what_was_killed_in_a_save_or_a_removal_is_no_checkpoint_and_goes(run, f
 
 def replaced(path, monkeypatch, error, puts_back):
     """Another folder is renamed to it, which does not come about."""
-    replace = aside.os.replace
+    replace = atomic_files.os.replace
 
     def broken(source, to):
-        if source == aside.draft_of(path):
+        if source == atomic_files.draft_of(path):
             raise error
         replace(source, to)
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr(aside.os, "replace", broken)
+        patch.setattr(atomic_files.os, "replace", broken)
         if not puts_back:
-            patch.setattr(aside, "put_back", lambda path: None)
-        with aside.aside(path) as draft:
+            patch.setattr(atomic_files, "put_back", lambda path: None)
+        with atomic_files.atomic_write(path) as draft:
             draft.mkdir()
 
 
@@ -133,12 +133,12 @@ def test_one_that_is_replaced_is_there_after_whatever_happens(run, monkeypatch):
     replaced(at(run, 3), monkeypatch, OSError(28, "No space left on device"), puts_back=True)
     assert at(run, 3).exists() and intact(at(run, 3))
     replaced(at(run, 3), monkeypatch, KeyboardInterrupt(), puts_back=False)  # killed between both renames
-    assert not at(run, 3).exists() and aside.old_of(at(run, 3)).exists()
-    assert newest(run) == at(run, 3) and not aside.old_of(at(run, 3)).exists()
-    with aside.aside(at(run, 3)) as draft:
+    assert not at(run, 3).exists() and atomic_files.old_of(at(run, 3)).exists()
+    assert newest(run) == at(run, 3) and not atomic_files.old_of(at(run, 3)).exists()
+    with atomic_files.atomic_write(at(run, 3)) as draft:
         draft.mkdir()
         (draft / "new").touch()
-    assert [file.name for file in at(run, 3).iterdir()] == ["new"] and not aside.old_of(at(run, 3)).exists()
+    assert [file.name for file in at(run, 3).iterdir()] == ["new"] and not atomic_files.old_of(at(run, 3)).exists()
 
 
 def test_an_index_without_room_fails_with_the_number_of_the_system(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def test_deepspeed_has_the_private_parts_that_are_leaned_on():
 
 
 def test_a_run_of_elements_is_a_slice_of_the_flattened_whole():
-    run = deepspeed.Run(torch.zeros(3), 4, torch.Size((3, 4)))
+    run = deepspeed.Fragment(torch.zeros(3), 4, torch.Size((3, 4)))
     ranks = object.__new__(deepspeed.ZeRO2)
     p = torch.nn.Parameter(torch.zeros(3, 4))
     ranks._runs = {p: run}

@@ -77,7 +77,7 @@ def test_a_group_that_is_not_there_takes_part_in_everything():
 
 
 def test_a_groups_limit_is_one_that_is_set(group_of_one):
-    internals.limit(group_of_one, timedelta(seconds=7))
+    internals.set_timeout(group_of_one, timedelta(seconds=7))
     limit = group_of_one._get_backend(torch.device("cpu")).options._timeout
     assert limit == timedelta(seconds=7), breaks("the time limit of tensor parallelism")
 

@@ -32,13 +32,13 @@ def saved(kind, data_ranks):
     every = []
     for rank in range(len(data_ranks)):
         torch.manual_seed(100 + rank)
-        every += random_states.taken(kind(rank, data_ranks), CPU)["random_states"]
+        every += random_states.capture(kind(rank, data_ranks), CPU)["random_states"]
     return {"random_states": every, "strategy": kind.__name__}
 
 
 def drawn_by(ranks, there, window=3):
     torch.manual_seed(7)
-    random_states.go_on(there, ranks, CPU, window)
+    random_states.restore(there, ranks, CPU, window)
     return torch.rand(4)
 
 

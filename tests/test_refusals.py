@@ -23,7 +23,7 @@ from lowmem.plan import at_start
 from lowmem.precision import master
 from lowmem.precision.sixteen import Float16Weights
 from lowmem.strategy import ddp, deepspeed
-from lowmem.strategy.group import joined
+from lowmem.strategy.group import process_group
 from lowmem.strategy.one_device import OneDevice
 from lowmem.streamed import Streamed
 from test_loss import network
@@ -282,7 +282,7 @@ def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch
 def test_proof_paged_state_is_not_divided(config):
     """What fills the host's memory: every rank would page the whole of it there."""
     large = torch.nn.Linear(400, 400, bias=False)
-    with joined(config("strategy=ddp")) as ranks:
+    with process_group(config("strategy=ddp")) as ranks:
         made = optimizer(config("optim=paged_adamw8bit"))(large, ranks.local)
     for p in (p for group in made.param_groups for p in group["params"]):
         p.grad = torch.ones_like(p)

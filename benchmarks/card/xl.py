@@ -6,7 +6,7 @@ from math import isfinite
 
 from benchmarks.card.case import Case, Here, Size, Stage
 from benchmarks.gpt2_xl import CAPS, capped
-from lowmem.memory.limit import parse
+from lowmem.memory.cap import parse_bytes
 from lowmem.units import GIB
 
 STAGE = Stage(5, "GPT-2 XL under 12 GiB", __name__, seconds=470, gib=11)
@@ -30,7 +30,7 @@ def preset(here: Here, cap: str, share: float, seconds: float) -> dict:
     found = capped(cap, typed, max(2, round(share * here.size.steps)), seconds)
     if not found["losses"]:
         raise SystemExit(f"{found['last_words']}\nNot one step was done within {seconds:.0f} s.")
-    return found | {"right": right(found, parse(cap))}
+    return found | {"right": right(found, parse_bytes(cap))}
 
 
 def right(found: Mapping, cap: int) -> bool:

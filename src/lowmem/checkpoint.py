@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 
 from lowmem import by_name, sharded
-from lowmem.aside import aside, delete, draft_of, put_back
+from lowmem.atomic_files import atomic_write, delete, draft_of, put_back
 from lowmem.check import no_such_run
 from lowmem.data.loader import Position, WindowLoader
 from lowmem.errors import NotFinite, Refused
@@ -58,7 +58,7 @@ class AtomicCheckpointIO(CheckpointIO):
             return
         with fail_together(ranks):
             if ranks.rank == 0:
-                with aside(Path(path)) as draft, draft.open("wb") as stream:
+                with atomic_write(Path(path)) as draft, draft.open("wb") as stream:
                     torch.save(checkpoint, stream)
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem.aside import aside
+from lowmem.atomic_files import atomic_write
 from lowmem.fail_together import fail_together
 from lowmem.internals import tree_map_only
 from lowmem.stable_embedding import folded
@@ -117,7 +117,7 @@ class ModelFolder(NamedTuple):
     @contextmanager
     def draft(self) -> Iterator[Path]:
         """Yields a folder for the weights; it becomes `path` once everything is in it."""
-        with aside(self.path) as draft:
+        with atomic_write(self.path) as draft:
             draft.mkdir(exist_ok=True)
             yield draft
             self.tokenizer.save_pretrained(draft)

@@ -17,7 +17,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lowmem import batch_size, build, model, model_folder, results
-from lowmem.asked import Asked, asked, summary_of, with_model
 from lowmem.check import check
 from lowmem.errors import Refused
 from lowmem.memory.advice import out_of_memory
@@ -28,8 +27,9 @@ from lowmem.quiet import quiet
 from lowmem.report import hints, show
 from lowmem.runs import folders
 from lowmem.settle import Command, Run, settled
-from lowmem.strategy.group import joined
+from lowmem.strategy.group import process_group
 from lowmem.strategy.one_device import OneDevice
+from lowmem.task import Task, find_task, summary_of, with_model
 from lowmem.training import DidNotFit, Training, training_session
 
 log = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ def fit(
     quiet()
     run = run.knowing(output_dir=str(output_dir), device=run.runs_on)
     command = Command(run, output_dir, choices, overrides, overrides)
-    with joined(run) as ranks:
+    with process_group(run) as ranks:
         if ranks.rank == 0:
             hints.tell_folders(run, output_dir)
         with ranks.rank_0_first("count the rows"):  # what the first has written the others read
             command, texts = _counted(command, ranks)
-        task = asked(command.run, output_dir, ranks)  # before anything is planned for it
+        task = find_task(command.run, output_dir, ranks)  # before anything is planned for it
         if task.work == "nothing":
             return summary_of(task.saved)
         if task.work == "show":
@@ -89,7 +89,7 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
     return replace(command, run=run, lines=lines), texts
 
 
-def _train(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts | None) -> dict:
+def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Trains with the recipe and the batch size that were asked for."""
     model.check_architecture(command.run)
     run = at_start.with_recipe(command.run, command.lines)
@@ -109,7 +109,7 @@ def _train(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts |
         return _ended(training, command, task, summary)
 
 
-def _evaluate(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts | None) -> dict:
+def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Evaluates a run, an exported model or an adapter."""
     run = command.run if task.saved else with_model(command.run, command.run.evaluate)
     command = _unplanned(replace(command, run=run))
@@ -117,7 +117,7 @@ def _evaluate(command: Command, task: Asked, ranks: OneDevice, texts: build.Text
         return _ended(training, command, task, results.summary(training, command))
 
 
-def _export(command: Command, task: Asked, ranks: OneDevice, texts: build.Texts | None) -> dict:
+def _export(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Exports a run whose last evaluation is done; its summary stays true."""
     command = _unplanned(command)
     with _training(command, task, ranks, texts) as training:
@@ -141,7 +141,7 @@ def _unplanned(command: Command) -> Command:
 @contextmanager
 def _training(
     command: Command,
-    task: Asked,
+    task: Task,
     ranks: OneDevice,
     texts: build.Texts | None = None,
     prediction: Prediction | None = None,
@@ -167,7 +167,7 @@ def _training(
         raise OutOfMemory(advice) from error
 
 
-def _ended(training: Training, command: Command, task: Asked, summary: dict) -> dict:
+def _ended(training: Training, command: Command, task: Task, summary: dict) -> dict:
     """Shows the results, writes the model last of all, and tells what to type next."""
     first = training.module.ranks.rank == 0
     if first:

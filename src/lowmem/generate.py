@@ -8,13 +8,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lowmem import model
 from lowmem.adapter.lora import base_dtype, load
-from lowmem.asked import is_model, with_model
 from lowmem.errors import Refused
 from lowmem.generation import TextGenerator, printable, prompt_ids
 from lowmem.instantiate import instantiate
 from lowmem.overrides import in_shell
 from lowmem.quiet import quiet
 from lowmem.settle import Run
+from lowmem.task import is_model, with_model
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from functools import cache
 import yaml
 
 from lowmem.errors import Refused
-from lowmem.memory import limit
+from lowmem.memory import cap
 from lowmem.overrides import CONF
 from lowmem.units import GIB, MIB
 
@@ -62,7 +62,7 @@ def card(asked: str | int | None, key: str = "gpu") -> Card | None:
         return None
     if str(asked).lower() in cards():
         return named(str(asked).lower())
-    size, says = limit.parse(asked, key, plain=False), f"{asked}, {KEPT:.0%} of it kept free"
+    size, says = cap.parse_bytes(asked, key, plain=False), f"{asked}, {KEPT:.0%} of it kept free"
     return Card(round((1 - KEPT) * size), f"{says}, with the times of an {REFERENCE} if none is here", CONTEXT)
 
 

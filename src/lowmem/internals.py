@@ -65,11 +65,11 @@ __all__ = (
     "has_kernel",
     "in_backward",
     "is_traceable_wrapper_subclass",
-    "limit",
     "open_checkpoint",
     "rebuild_buckets",
     "replaced_kernels",
     "schema",
+    "set_timeout",
     "storage_key",
     "tensors_count_as_real",
     "tree_leaves",
@@ -149,7 +149,7 @@ def group_of(asked: object) -> torch.distributed.ProcessGroup:
     return asked if isinstance(asked, group) else group.unbox(asked)
 
 
-def limit(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
+def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
     """Of what is said in it from now on. Instead: a mesh makes groups with torch's own limit, and takes no other."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 

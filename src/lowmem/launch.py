@@ -25,7 +25,7 @@ from lowmem.overrides import in_shell
 from lowmem.runs import folders
 from lowmem.runs.sweep import TRAIN, reason
 from lowmem.signals import Ended
-from lowmem.strategy import faults
+from lowmem.strategy import lost_ranks
 
 SETTLE = 2.0  # seconds that the others have to say what they have met, once a rank has ended badly
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
@@ -108,7 +108,7 @@ class Rank:
     @property
     def watchdog_message(self) -> str | None:
         """What NCCL's watchdog has said before it ended this one."""
-        return faults.watchdog_message(self.text + self.words.decode(errors="replace"))
+        return lost_ranks.watchdog_message(self.text + self.words.decode(errors="replace"))
 
 
 def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:

@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lowmem import by_name, random_states
 from lowmem.auxiliary_loss import AuxiliaryLoss
 from lowmem.data.loader import MicroBatch, Position, Window
-from lowmem.faults import Faults
 from lowmem.loss import as_loss
+from lowmem.non_finite import NonFiniteSteps
 from lowmem.offload.home import Resident
 from lowmem.optim.build import MakeOptimizer
 from lowmem.precision.split import joined
@@ -78,7 +78,7 @@ class CausalLM(LightningModule):
             model
         )  # what is frozen is in no checkpoint; `Saved.check` compares the rest
         self.auxiliary_loss = AuxiliaryLoss(model)
-        self.faults = Faults(update.skips_faults)
+        self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # after the last completed window
         self.tokens = 0  # seen, those of skipped steps included
         self.skipped_steps = 0
@@ -244,7 +244,7 @@ class CausalLM(LightningModule):
                 "optimizer": self.update.optimizer.name,
                 "stepped": [name for name, _ in by_name.stepped(self)],
             }
-            | random_states.taken(self.ranks, self.device)
+            | random_states.capture(self.ranks, self.device)
         )
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
@@ -273,4 +273,4 @@ class CausalLM(LightningModule):
         self.model.train()
         self.ranks.before_training(self)
         if self._drawn is not None:
-            random_states.go_on(self._drawn, self.ranks, self.device, self.position.window)
+            random_states.restore(self._drawn, self.ranks, self.device, self.position.window)

@@ -16,7 +16,7 @@ from lowmem.strategy.one_device import OneDevice
 log = logging.getLogger(__name__)
 
 
-def taken(ranks: OneDevice, device: torch.device) -> dict:
+def capture(ranks: OneDevice, device: torch.device) -> dict:
     """What a checkpoint holds, the same from every process: each's state, and who they are."""
     own = {"cpu": torch.get_rng_state(), "data_rank": ranks.data_rank}
     if device.type == "cuda":
@@ -24,7 +24,7 @@ def taken(ranks: OneDevice, device: torch.device) -> dict:
     return {"random_states": ranks.all_gather(own), "strategy": type(ranks).__name__}
 
 
-def go_on(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
+def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
     """Args: saved: what `taken` returned, with whatever else; window: how many are done."""
     every = saved["random_states"]
     every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # of before there were several

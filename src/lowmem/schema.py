@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from lowmem import gpus
 from lowmem.errors import Refused
-from lowmem.memory import limit
+from lowmem.memory import cap
 from lowmem.overrides import CONF
 from lowmem.spelling import keys_of, no_such_key
 from lowmem.techniques import CHANGEABLE
@@ -30,7 +30,7 @@ def _words(said: str, annotation: Any, **bounds: Any) -> Any:
 def _size(plain: bool) -> AfterValidator:
     def check(value: int | str) -> int | str:
         try:
-            limit.parse(value, plain=plain)
+            cap.parse_bytes(value, plain=plain)
         except Refused as error:
             raise ValueError from error
         return value

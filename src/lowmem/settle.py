@@ -20,7 +20,7 @@ from lowmem import schema
 from lowmem.accumulation import WindowSize
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
-from lowmem.memory import limit
+from lowmem.memory import cap
 from lowmem.overrides import composed
 from lowmem.techniques import Technique, groups, technique_of
 
@@ -100,7 +100,7 @@ class Run(schema.Keys):
     @cached_property
     def limit(self) -> int | None:
         """Bytes that the device's tensors may take, where memory.limit says so."""
-        return limit.parse(self.memory.limit)
+        return cap.parse_bytes(self.memory.limit)
 
     @property
     def needs_compiler(self) -> bool:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lowmem.aside import aside, draft_of, telling
+from lowmem.atomic_files import atomic_write, draft_of, naming_file
 from lowmem.fail_together import Ranks, fail_together
 from lowmem.memory.process import page_out
 
@@ -66,7 +66,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
     """
     with fail_together(ranks), ExitStack() as stack:
         with fail_together(ranks):
-            draft = stack.enter_context(aside(path)) if ranks.rank == 0 else draft_of(path)
+            draft = stack.enter_context(atomic_write(path)) if ranks.rank == 0 else draft_of(path)
             if ranks.rank == 0:
                 draft.mkdir()
         with fail_together(ranks), _one_error(), warnings.catch_warnings():
@@ -123,7 +123,10 @@ class _Writer(dcp.StorageWriter):
         pieces = {result.index: tuple(result.storage_data) for some in results for result in some}
         tensors = {name: _entry(name, tensor, pieces) for name, tensor in metadata.state_dict_metadata.items()}
         index = self.folder / INDEX
-        with telling(index), index.open("wb") as stream:  # torch's error has no number when it comes to other processes
+        with (
+            naming_file(index),
+            index.open("wb") as stream,
+        ):  # torch's error has no number when it comes to other processes
             torch.save({"content": self.content, "tensors": tensors}, stream)
 
 

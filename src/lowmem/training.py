@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lowmem import build, checkpoint
-from lowmem.asked import TRAIN, Asked
 from lowmem.data.loader import Rows, ValidationLoader
 from lowmem.data.packing import with_positions
 from lowmem.data.tokens import Tokens
@@ -26,13 +25,14 @@ from lowmem.errors import NotFinite, Refused
 from lowmem.instantiate import instantiate
 from lowmem.loss import Verified
 from lowmem.memory import process
-from lowmem.memory.limit import capped
+from lowmem.memory.cap import capped
 from lowmem.memory.snapshot import recorded
 from lowmem.module import CausalLM
 from lowmem.overrides import in_shell
 from lowmem.settle import Run
-from lowmem.strategy.group import compare
+from lowmem.strategy.group import require_same
 from lowmem.strategy.one_device import ONE_DEVICE, OneDevice
+from lowmem.task import TRAIN, Task
 from lowmem.watchers import Watchers
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Training:
 def training_session(
     run: Run,
     output_dir: Path,
-    asked: Asked = TRAIN,
+    asked: Task = TRAIN,
     keeps: bool = True,
     ranks: OneDevice = ONE_DEVICE,
     texts: build.Texts | None = None,
@@ -152,10 +152,10 @@ def _compare(data: build.Data, ranks: OneDevice) -> None:
         "the training data": (data.train.order, rows(data.train.sequences)),
         "the validation data": [(one.name, one.count, rows(one.sequences)) for one in data.val],
     }
-    compare(ranks, said, "read other data. Give all of them the same files, and a cache_dir that is made of these")
+    require_same(ranks, said, "read other data. Give all of them the same files, and a cache_dir that is made of these")
 
 
-def _work(training: Training, data: build.Data, asked: Asked) -> None:
+def _work(training: Training, data: build.Data, asked: Task) -> None:
     trainer, module, saved = training.trainer, training.module, asked.saved
     start = {"ckpt_path": saved.path if saved else None, "weights_only": True}
     if asked.work == "train":
@@ -200,7 +200,7 @@ def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: P
     return f"{error} Type {', or '.join(instead)}. {there}"
 
 
-def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Asked, keeps: bool) -> Training:
+def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Task, keeps: bool) -> Training:
     folder = module.ranks.folder(output_dir)
     watchers = Watchers.of(run, data, folder, asked.saved.steps if asked.resumes else 0, keeps)
     saving, paused = watchers.meter.saving, watchers.metrics.paused
@@ -241,7 +241,7 @@ def _callbacks(run: Run, watchers: Watchers, saves: checkpoint.Checkpoints | Non
     return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
 
 
-def _loggers(run: Run, asked: Asked, ranks: OneDevice) -> list[Logger]:
+def _loggers(run: Run, asked: Task, ranks: OneDevice) -> list[Logger]:
     if ranks.rank:  # some callbacks of Lightning's want one on every rank, or on none
         return [DummyLogger() for _ in run.logger]
     if asked.resumes and asked.saved.wandb and "wandb" in run.logger:

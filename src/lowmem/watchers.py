@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from hydra.utils import get_object
 
-from lowmem import curves
+from lowmem import csv_rows
 from lowmem.build import Data
 from lowmem.data.text_bytes import bits_per_byte
 from lowmem.memory.meter import MemoryMeter
@@ -33,7 +33,7 @@ class Watchers(NamedTuple):
         sets = {one.name: bits_per_byte(data.tokens, one) for one in data.val}
         metrics = Metrics(folder / "metrics.csv", run.log_every, sets, meter, resumed_at)
         at_end = EndOfEvaluation(data.tokens.tokenizer, run.seed, stop, meter)
-        curves.cut(folder / "samples.jsonl", resumed_at)
+        csv_rows.cut_after(folder / "samples.jsonl", resumed_at)
         samples = Samples(data.prompts, run.sample_tokens, run.seq_len, folder / "samples.jsonl", at_end)
         own = OwnMetric(run.metric, get_object(run.metric), metrics, at_end) if run.metric is not None else None
         return cls(stop, meter, metrics, samples, own)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowmem.errors import Refused
-from lowmem.memory import limit
+from lowmem.memory import cap
 from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
 from lowmem.offload.boundary import OnHost
 
@@ -14,13 +14,13 @@ from lowmem.offload.boundary import OnHost
     [("12GiB", 12 * 2**30), ("1.5 GiB", 3 * 2**29), ("900MiB", 900 * 2**20), (4096, 4096), ("7B", 7), (None, None)],
 )
 def test_sizes_are_read_with_their_units(text, size):
-    assert limit.parse(text) == size
+    assert cap.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["12GB", "12G", "lots", "-1GiB", "0", ""])
 def test_other_units_are_refused(text):
     with pytest.raises(Refused, match="GiB"):
-        limit.parse(text)
+        cap.parse_bytes(text)
 
 
 def test_a_bad_size_is_refused_as_typed(command):
@@ -70,10 +70,10 @@ def test_the_cap_on_cuda_is_a_share_of_the_card_and_is_lifted(monkeypatch):
     card = type("Card", (), {"total_memory": 48 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", said.append)
-    with limit.capped(12 * 2**30, "cuda"):
+    with cap.capped(12 * 2**30, "cuda"):
         assert said == [0.25]
     assert said == [0.25, 1.0]
-    with limit.capped(12 * 2**30, "cpu"), limit.capped(None, "cuda"):
+    with cap.capped(12 * 2**30, "cpu"), cap.capped(None, "cuda"):
         assert len(said) == 2
 
 
@@ -81,7 +81,7 @@ def test_the_share_of_a_card_is_not_a_byte_less_than_the_cap():
     """The deliberately wrong variant: the quotient itself, of which torch makes one byte less for many sizes."""
     totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
     caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]
-    assert all(cap <= int(limit._share(cap, total) * total) <= cap + 1 for cap, total in caps)
+    assert all(cap <= int(cap._share(cap, total) * total) <= cap + 1 for cap, total in caps)
     assert not all(cap <= int(cap / total * total) for cap, total in caps)
 
 
@@ -89,7 +89,7 @@ def test_the_share_of_a_card_is_not_a_byte_less_than_the_cap():
 def test_on_a_card_the_cap_ends_an_allocation_and_is_lifted():
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + 2**28
-    with limit.capped(room, "cuda"):
+    with cap.capped(room, "cuda"):
         torch.empty(2**27, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2**29, dtype=torch.uint8, device="cuda")

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lowmem.runs.folders import Run
+from lowmem.runs.folders import RunFolder
 from lowmem.runs.labels import LONG, labels, shortened
 
 
-def runs_of(*typed: str) -> list[Run]:
-    return [Run(Path(str(i)), line.split(), None, "done") for i, line in enumerate(typed)]
+def runs_of(*typed: str) -> list[RunFolder]:
+    return [RunFolder(Path(str(i)), line.split(), None, "done") for i, line in enumerate(typed)]
 
 
 def numbers(every) -> list[str]:

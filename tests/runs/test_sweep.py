@@ -139,7 +139,7 @@ def job(tmp_path, monkeypatch):
     summary = json.dumps({"interrupted": True, "overrides": ["lr=1"]})
     written = f"pathlib.Path('{tmp_path}/job/summary.json').write_text('''{summary}''')"
 
-    def run(does: str) -> folders.Run:
+    def run(does: str) -> folders.RunFolder:
         lines = ("import os, pathlib, signal, sys, time", does.replace("summarised", written))
         (tmp_path / "train.py").write_text("\n".join(lines))
         return sweep.job(tmp_path / "job", 7, ["lr=1"])

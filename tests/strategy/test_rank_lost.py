@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lowmem.errors import RankLost
-from lowmem.strategy import faults
+from lowmem.strategy import lost_ranks
 
 # As torch 2.13 says it, over gloo, when rank 1 of two was killed, slept, never came, or its port was taken.
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10121."
@@ -53,22 +53,24 @@ TORCH = "/site/torch/distributed/distributed_c10d.py"
     ],
 )
 def test_the_innermost_public_function_is_named(names, said, sentence):
-    lost = faults.lost(raised(TORCH, names, RuntimeError(said)), 60)
+    lost = lost_ranks.rank_lost(raised(TORCH, names, RuntimeError(said)), 60)
     assert isinstance(lost, RankLost) and str(lost).startswith(sentence)
     assert ("strategy.timeout=<seconds>" in str(lost)) == ("is gone" not in str(lost))
 
 
 def test_who_asked_for_it_is_named_and_backward_where_no_function_is():
     error = raised("/site/torch/autograd/graph.py", ("_engine_run_backward",), RuntimeError(CLOSED))
-    assert str(faults.lost(error, 60)) == "backward's all_reduce of gradients: another rank is gone."
-    error = raised(f"{faults.OURS}/strategy/several.py", ("all_sum",), RuntimeError(CLOSED))
-    assert str(faults.lost(error, 60)).startswith("A collective in all_sum (several.py:1): another rank is gone.")
+    assert str(lost_ranks.rank_lost(error, 60)) == "backward's all_reduce of gradients: another rank is gone."
+    error = raised(f"{lost_ranks.OURS}/strategy/several.py", ("all_sum",), RuntimeError(CLOSED))
+    assert str(lost_ranks.rank_lost(error, 60)).startswith(
+        "A collective in all_sum (several.py:1): another rank is gone."
+    )
 
 
 def test_torch_in_the_environment_of_a_clone_called_lowmem_is_not_taken_for_the_package():
     torch = "/home/lowmem/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
     error = raised(torch, ("all_reduce", "_wait"), RuntimeError(CLOSED))
-    assert str(faults.lost(error, 60)) == "all_reduce: another rank is gone."
+    assert str(lost_ranks.rank_lost(error, 60)) == "all_reduce: another rank is gone."
 
 
 @pytest.mark.parametrize(
@@ -78,14 +80,14 @@ def test_ranks_that_do_not_meet(said, sentence):
     error = raised(
         "/site/torch/distributed/rendezvous.py", ("init_process_group", "rendezvous"), dist.DistStoreError(said)
     )
-    assert sentence in str(faults.lost(error, 60))
+    assert sentence in str(lost_ranks.rank_lost(error, 60))
 
 
 @pytest.mark.parametrize(
     "error", [ValueError(CLOSED), RuntimeError("CUDA out of memory"), TimeoutError("Timed out"), OSError("Broken pipe")]
 )
 def test_what_is_not_of_other_ranks_is_left_as_it_is(error):
-    assert faults.lost(raised("/site/mine.py", ("step",), error), 60) is None
+    assert lost_ranks.rank_lost(raised("/site/mine.py", ("step",), error), 60) is None
 
 
 def test_what_was_made_of_an_error_on_its_way_is_known_by_what_it_was_first():
@@ -95,13 +97,13 @@ def test_what_was_made_of_an_error_on_its_way_is_known_by_what_it_was_first():
         finally:
             raise ValueError("while it was cleaned up")
     except ValueError as error:
-        assert str(faults.lost(error, 60)).startswith("all_reduce: another rank did not answer")
+        assert str(lost_ranks.rank_lost(error, 60)).startswith("all_reduce: another rank did not answer")
 
 
 def test_what_a_watchdog_leaves_names_the_collective():
-    said = faults.watchdog_message(f"step 3\n{WATCHDOG}\nmore")
+    said = lost_ranks.watchdog_message(f"step 3\n{WATCHDOG}\nmore")
     assert said.startswith("allreduce: another rank did not answer in time")
-    assert faults.watchdog_message("step 3\nSegmentation fault") is None
+    assert lost_ranks.watchdog_message("step 3\nSegmentation fault") is None
 
 
 def test_real_errors_of_a_store_nobody_comes_to(monkeypatch):
@@ -109,4 +111,4 @@ def test_real_errors_of_a_store_nobody_comes_to(monkeypatch):
         monkeypatch.setenv(key, value)
     with pytest.raises(RuntimeError) as error:
         dist.init_process_group("gloo", timeout=timedelta(seconds=1))
-    assert "have come together within 1 seconds" in str(faults.lost(error.value, 1))
+    assert "have come together within 1 seconds" in str(lost_ranks.rank_lost(error.value, 1))

@@ -152,6 +152,6 @@ def test_after_a_failure_nobody_waits_in_nccl_for_the_others(monkeypatch, device
         raise ValueError("out of memory")
 
     run = SimpleNamespace(strategy=strategy, device=device, devices=size, several=True)
-    with pytest.raises(ValueError), group.joined(run):
+    with pytest.raises(ValueError), group.process_group(run):
         pass
     assert seen == ["left"] * left

@@ -179,7 +179,7 @@ def base_of(folder: Path) -> str | None:
     return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
-def opens(folder: Path) -> dict:
+def adapter_config_of(folder: Path) -> dict:
     """What `adapter=` would have to be for a run to go on with what is in the folder."""
     kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("use_dora") else "lora.LoRA"
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind

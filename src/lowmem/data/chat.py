@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.bad import Bad, checked, control, kind
+from lowmem.data.bad_record import BadRecord, checked, control, kind
 from lowmem.data.chat_template import CHATML, CHATML_TOKENS, SPLIT, TODAY, ChatTemplate, Messages, Rendered
 from lowmem.data.reading import shown
 from lowmem.data.source import Encoded, Encoder
@@ -76,19 +76,21 @@ class Chat(Encoder):
         if source == CHATML:
             tokenizer.eos_token = CHATML_TOKENS[1]  # where whoever generates text stops
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
         template = self._of(tokenizer)
         rendered = [self._rendered(template, fields) for fields in batch]
-        good = [one for one in rendered if not isinstance(one, Bad)]
+        good = [one for one in rendered if not isinstance(one, BadRecord)]
         encodings = iter(template.encode([one.text for one in good]))
-        return [one if isinstance(one, Bad) else self._encoded(template, one, next(encodings)) for one in rendered]
+        return [
+            one if isinstance(one, BadRecord) else self._encoded(template, one, next(encodings)) for one in rendered
+        ]
 
     def _of(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
         if self.opened is None or self.opened[0] is not tokenizer:
             self.opened = tokenizer, ChatTemplate(tokenizer, self.source, self.named)
         return self.opened[1]
 
-    def _rendered(self, template: ChatTemplate, fields: dict) -> Rendered | Bad:
+    def _rendered(self, template: ChatTemplate, fields: dict) -> Rendered | BadRecord:
         try:
             messages, tools = self._checked(fields), _tools(fields)
             _check_calls(template, messages, tools)
@@ -96,7 +98,7 @@ class Chat(Encoder):
             if self.control_tokens == "text":
                 messages, tools = _each_text(messages, template.as_text), _each_text(tools, template.as_text)
             return template.render(messages, tools, self.assistant == "last")
-        except Bad as error:
+        except BadRecord as error:
             return error
 
     def _checked(self, fields: dict) -> Messages:
@@ -107,11 +109,11 @@ class Chat(Encoder):
                     message["content"] = message["content"].lstrip()
         return messages
 
-    def _encoded(self, template: ChatTemplate, rendered: Rendered, encoding: Encoding) -> Encoded | Bad:
+    def _encoded(self, template: ChatTemplate, rendered: Rendered, encoding: Encoding) -> Encoded | BadRecord:
         ids = encoding.ids
         try:
             spans = template.learnt(rendered, encoding, ids)
-        except Bad as error:
+        except BadRecord as error:
             return error
         ids = np.array(ids, np.uint32)
         learnt = np.zeros(len(ids), bool)
@@ -120,7 +122,7 @@ class Chat(Encoder):
         if self.control_tokens == "text":
             learnt, ids = learnt[ids != template.split], ids[ids != template.split]
         if not learnt.any():
-            return Bad(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
+            return BadRecord(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
         return Encoded(ids, learnt, template.text_bytes(rendered))
 
 
@@ -132,11 +134,11 @@ def messages_of(fields: dict, name: str) -> Messages:
     """
     given = fields.get(name)
     if name not in fields:
-        raise Bad(f'there is no field "{name}"; its fields are {_names(fields)}')
+        raise BadRecord(f'there is no field "{name}"; its fields are {_names(fields)}')
     if isinstance(given, str):  # as a column of a table holds them
         given = _read_json(given)
     if not isinstance(given, list) or not given:
-        raise Bad(f'field "{name}" is {kind(given) if given != [] else "an empty list"} and no list of messages')
+        raise BadRecord(f'field "{name}" is {kind(given) if given != [] else "an empty list"} and no list of messages')
     messages = [_message(number, message) for number, message in enumerate(given, 1)]
     _check_order(messages)
     return messages
@@ -145,18 +147,18 @@ def messages_of(fields: dict, name: str) -> Messages:
 def _message(number: int, given: object) -> dict[str, Any]:
     where = f"message {number}"
     if not isinstance(given, dict):
-        raise Bad(f"{where} is {kind(given)} and not an object with role and content")
+        raise BadRecord(f"{where} is {kind(given)} and not an object with role and content")
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message:
-        raise Bad(f"{where} has no role; its fields are {_names(message)}")
+        raise BadRecord(f"{where} has no role; its fields are {_names(message)}")
     role = message["role"]
     if role not in ROLES:
-        raise Bad(f"{where} has the role {role!r:.40}: roles are {', '.join(ROLES)}")
+        raise BadRecord(f"{where} has the role {role!r:.40}: roles are {', '.join(ROLES)}")
     if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
-        raise Bad(f"{where} ({role}) has no content; its fields are {_names(message)}")
+        raise BadRecord(f"{where} ({role}) has no content; its fields are {_names(message)}")
     message["content"] = _content(f"{where} ({role})", message.get("content", ""))
     if role == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-        raise Bad(f"{where} is a blank answer of the assistant")
+        raise BadRecord(f"{where} is a blank answer of the assistant")
     return message
 
 
@@ -168,7 +170,7 @@ def _content(where: str, content: object) -> str:
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str):
-        raise Bad(f"the content of {where} is {kind(content)} and no text")
+        raise BadRecord(f"the content of {where} is {kind(content)} and no text")
     return content
 
 
@@ -176,11 +178,13 @@ def _check_order(messages: Messages) -> None:
     roles = [message["role"] for message in messages]
     first = [number for number, role in enumerate(roles, 1) if role in FIRST]
     if len(first) > 1:
-        raise Bad(f"messages {first[0]} and {first[1]} are both system messages: there can be one, at the beginning")
+        raise BadRecord(
+            f"messages {first[0]} and {first[1]} are both system messages: there can be one, at the beginning"
+        )
     if first and first != [1]:
-        raise Bad(f"message {first[0]} is a system message: it can only be the first")
+        raise BadRecord(f"message {first[0]} is a system message: it can only be the first")
     if "assistant" not in roles:
-        raise Bad("there is no answer of the assistant, so nothing to learn")
+        raise BadRecord("there is no answer of the assistant, so nothing to learn")
 
 
 def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
@@ -188,14 +192,14 @@ def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None)
     for number, message in enumerate(messages, 1):
         for name in WRITTEN:
             if message.get(name) and name not in template.source:
-                raise Bad(f"message {number} has {name}, which {template.name} does not write")
+                raise BadRecord(f"message {number} has {name}, which {template.name} does not write")
         if message["role"] == "assistant" and message.get("weight", 1) != 1:
-            raise Bad(
+            raise BadRecord(
                 f"message {number} has the weight {message['weight']!r:.20}, and every answer is learnt alike. Take "
                 "such weights out; data.assistant=last learns the last answer alone"
             )
     if tools and "tools" not in template.source:
-        raise Bad(f"it has tools, which {template.name} does not write")
+        raise BadRecord(f"it has tools, which {template.name} does not write")
 
 
 def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate | None) -> None:
@@ -206,7 +210,7 @@ def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate 
         for text in _strings([value for key, value in message.items() if key != "role"]):
             checked(text, where, empty=True)
             if SPLIT in text:
-                raise Bad(f"{where} holds U+{ord(SPLIT):04X}, which is no character of any text")
+                raise BadRecord(f"{where} holds U+{ord(SPLIT):04X}, which is no character of any text")
             if template and (found := template.in_text(text, message["role"] == "assistant")):
                 raise control(where, found)
 
@@ -234,7 +238,7 @@ def _tools(fields: dict) -> list | None:
     if isinstance(tools, str):
         tools = _read_json(tools)
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        raise Bad(f'field "tools" is {kind(tools)} and no list of objects')
+        raise BadRecord(f'field "tools" is {kind(tools)} and no list of objects')
     return tools or None
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lowmem.data.bad import Bad
+from lowmem.data.bad_record import BadRecord
 from lowmem.errors import Refused
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -113,14 +113,14 @@ class ChatTemplate:
             return start, len(whole)
         with_answer = self._render(messages[: i + 1], tools)[0]
         if not whole.startswith(with_answer) or len(with_answer) < start:
-            raise Bad(self._otherwise(i + 1))
+            raise BadRecord(self._otherwise(i + 1))
         return start, len(with_answer)
 
     def _beginning(self, messages: Messages, tools: list | None, i: int, whole: str) -> int:
         """Where answer `i` begins: behind what a model that is asked for it is given."""
         asked = self._render(messages[:i], tools, True)[0]
         if not whole.startswith(asked):
-            raise Bad(self._otherwise(i))
+            raise BadRecord(self._otherwise(i))
         return len(asked)
 
     def _otherwise(self, count: int) -> str:
@@ -144,7 +144,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise Refused(f"data=chat: {self.name} cannot be read (line {error.lineno}: {error}). Mend it.") from None
         except Exception as error:  # whatever it raises of other people's code
-            raise Bad(
+            raise BadRecord(
                 f"{self.name} does not take it ({' '.join(str(error).split()) or type(error).__name__})"
             ) from None
         return texts[0], spans[0] if spans else []
@@ -181,7 +181,7 @@ class ChatTemplate:
                 if text[start].isspace()
                 else "Type data.template=<a file> with a copy of it whose header ends in no white space"
             )
-            raise Bad(
+            raise BadRecord(
                 f"an answer begins with {text[start : start + 20]!r}, which the tokenizer joins to the header before "
                 f"it, so its first token is half the template's. {instead}"
             )

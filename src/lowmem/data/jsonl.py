@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from lowmem.data.corpus import Files, found
 from lowmem.data.reading import checked_encoding, readable
-from lowmem.data.records import Bad, OfFiles, Records, records
+from lowmem.data.records import BadRecord, OfFiles, Records, records
 from lowmem.errors import Refused
 
 LONGEST = 1 << 24  # bytes of a line
@@ -56,7 +56,7 @@ class Lines(OfFiles):
     def identity(self, raw: bytes) -> bytes:
         return raw
 
-    def fields(self, raw: bytes) -> dict | Bad:
+    def fields(self, raw: bytes) -> dict | BadRecord:
         return _fields(raw, self.encoding)
 
 
@@ -78,33 +78,33 @@ def _skip_rest(stream: BinaryIO) -> None:
         pass
 
 
-def _fields(line: bytes, encoding: str) -> dict | Bad:
+def _fields(line: bytes, encoding: str) -> dict | BadRecord:
     if len(line) > LONGEST:
-        return Bad(f"it is longer than {LONGEST:,} bytes")
+        return BadRecord(f"it is longer than {LONGEST:,} bytes")
     try:
         value = json.loads(line.decode(encoding), object_pairs_hook=_object, parse_constant=_no_constant)
-    except Bad as bad:
+    except BadRecord as bad:
         return bad
     except UnicodeError as error:
-        return Bad(f"it is no {encoding} (see byte {getattr(error, 'start', 0):,} of the line)")
+        return BadRecord(f"it is no {encoding} (see byte {getattr(error, 'start', 0):,} of the line)")
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 10) : error.pos + 10]
-        return Bad(f'it is no JSON ({error.msg.lower().rstrip(".")} at character {error.pos:,}, near "{near}")')
+        return BadRecord(f'it is no JSON ({error.msg.lower().rstrip(".")} at character {error.pos:,}, near "{near}")')
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in brackets
-        return Bad(f"it is no JSON that can be read ({str(error).partition(';')[0].lower()})")
-    return value if isinstance(value, dict) else Bad(f"it is {_called(value)} and no object with fields")
+        return BadRecord(f"it is no JSON that can be read ({str(error).partition(';')[0].lower()})")
+    return value if isinstance(value, dict) else BadRecord(f"it is {_called(value)} and no object with fields")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise Bad(f'field "{next(name for name in names if names.count(name) > 1)}" stands there twice')
+        raise BadRecord(f'field "{next(name for name in names if names.count(name) > 1)}" stands there twice')
     return made
 
 
 def _no_constant(name: str) -> None:
-    raise Bad(f"it holds {name}, which is no JSON")
+    raise BadRecord(f"it holds {name}, which is no JSON")
 
 
 def _called(value: object) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lowmem.data.bad import Bad, checked, control
+from lowmem.data.bad_record import BadRecord, checked, control
 from lowmem.data.corpus import Files
 from lowmem.data.opened import StoredSource
 from lowmem.data.pieces import batches, controls, controls_as_text, encode, end_of, text_bytes
@@ -34,7 +34,7 @@ SMALLEST = 512  # bytes that a record counts at least, so that not too many are 
 
 class Record(NamedTuple):
     where: str  # "notes.jsonl, line 3"
-    fields: dict | Bad  # Bad: what stands there is no record
+    fields: dict | BadRecord  # BadRecord: what stands there is no record
     size: int = 0  # bytes in its file, where that is known
 
 
@@ -80,7 +80,7 @@ class OfFiles:
         """The same of the same record, whatever stands beside it."""
         raise NotImplementedError
 
-    def fields(self, raw: Any) -> dict | Bad:
+    def fields(self, raw: Any) -> dict | BadRecord:
         raise NotImplementedError
 
     def key(self) -> list:
@@ -136,9 +136,9 @@ class Records(StoredSource):
         """Records that cannot be used are left to `encoded`, which refuses or counts them."""
         for record in self.reader.records("train"):
             try:
-                if not isinstance(record.fields, Bad) and (text := self.encoder.text(record.fields)):
+                if not isinstance(record.fields, BadRecord) and (text := self.encoder.text(record.fields)):
                     yield text
-            except Bad:
+            except BadRecord:
                 pass
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
@@ -160,11 +160,11 @@ class Records(StoredSource):
         """Of these; what is left out of them adds to what was."""
         for batch in ahead(batches(records, lambda record: max(record.size, SMALLEST))):
             self._counts[split][1] += len(batch)
-            usable = [record.fields for record in batch if not isinstance(record.fields, Bad)]
+            usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
             made = iter(self.encoder.encode(tokenizer, usable))
             for record in batch:
-                one = record.fields if isinstance(record.fields, Bad) else next(made)
-                if isinstance(one, Bad):
+                one = record.fields if isinstance(record.fields, BadRecord) else next(made)
+                if isinstance(one, BadRecord):
                     self._leave_out(split, record.where, one)
                 else:
                     yield one
@@ -177,7 +177,7 @@ class Records(StoredSource):
             if bad
         ]
 
-    def _leave_out(self, split: SplitName, where: str, bad: Bad) -> None:
+    def _leave_out(self, split: SplitName, where: str, bad: BadRecord) -> None:
         if not self.skip_bad:
             raise Refused(
                 f"data: {shown(where)}: {shown(bad)}. Mend it, or type data.skip_bad=true to leave such records out "
@@ -228,18 +228,18 @@ class _Fields(Encoder):
     def text(self, fields: dict) -> str:
         return "".join(self.texts(fields))
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
         """What `documents` makes of everything that could be read, with what is bad in its place."""
         refused = controls(tokenizer) if self.control_tokens == "refuse" else ()
         found = [self._read(fields, refused) for fields in batch]
         with controls_as_text(tokenizer) if self.control_tokens == "text" else nullcontext():
-            made = iter(list(self.documents(tokenizer, [one for one in found if not isinstance(one, Bad)])))
-        return [one if isinstance(one, Bad) else next(made) for one in found]
+            made = iter(list(self.documents(tokenizer, [one for one in found if not isinstance(one, BadRecord)])))
+        return [one if isinstance(one, BadRecord) else next(made) for one in found]
 
-    def _read(self, fields: dict, refused: Collection[str]) -> list[str] | Bad:
+    def _read(self, fields: dict, refused: Collection[str]) -> list[str] | BadRecord:
         try:
             texts = self.texts(fields)
-        except Bad as bad:
+        except BadRecord as bad:
             return bad
         held = (
             (name, token) for name, text in zip(self.names, texts, strict=True) for token in refused if token in text
@@ -304,7 +304,7 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
     """
     if name not in fields:
         there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
-        raise Bad(f'there is no field "{name}"; its fields are {there}')
+        raise BadRecord(f'there is no field "{name}"; its fields are {there}')
     return checked(fields[name], f'field "{name}"', empty)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from lowmem.data.bad import Bad
+from lowmem.data.bad_record import BadRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ class Encoder:
         """Returns what a tokenizer is trained on. Raises: Bad: a record that cannot be used."""
         raise NotImplementedError
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | Bad]:
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
         """Returns a document of each record, or why there is none."""
         raise NotImplementedError
 

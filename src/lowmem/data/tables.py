@@ -12,7 +12,7 @@ from typing import Any
 
 from lowmem.data.corpus import Files, found
 from lowmem.data.reading import blocks, checked_encoding, readable, shown
-from lowmem.data.records import FIELDS, Bad, OfFiles, Records, records
+from lowmem.data.records import FIELDS, BadRecord, OfFiles, Records, records
 from lowmem.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # as it can be typed
@@ -69,19 +69,19 @@ class Table(OfFiles):
         val_fraction: float,
         how: list,
         unit: str,
-        numbered: Callable[[Path], Iterator[tuple[int, dict | Bad]]],
+        numbered: Callable[[Path], Iterator[tuple[int, dict | BadRecord]]],
     ) -> None:
         super().__init__(files, val_fraction, how)
         self.unit, self.numbered = unit, numbered
 
-    def identity(self, raw: dict | Bad) -> bytes:
+    def identity(self, raw: dict | BadRecord) -> bytes:
         return str(raw).encode(errors="surrogatepass")
 
-    def fields(self, raw: dict | Bad) -> dict | Bad:
+    def fields(self, raw: dict | BadRecord) -> dict | BadRecord:
         return raw
 
 
-def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[tuple[int, dict[str, str] | Bad]]:
+def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[tuple[int, dict[str, str] | BadRecord]]:
     """(the line that a row begins in, as an editor counts them, and a text for each name in the first line); lines
     without anything are no rows.
 
@@ -100,14 +100,14 @@ def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[tuple[int, d
         except csv.Error as error:  # the reader goes on behind the line
             if names is None or "field larger" in str(error):
                 raise Refused(f"data: {shown(file)} is no table in csv: line {table.line_num}: {error}.") from None
-            yield start, Bad(f"{error}, which {_from_to(start, table.line_num)}")
+            yield start, BadRecord(f"{error}, which {_from_to(start, table.line_num)}")
             continue
         if names is None:
             names = _checked(cells, file) if cells else None
         elif len(cells) == len(names):
             yield start, dict(zip(names, cells, strict=True))
         elif cells:
-            yield start, Bad(f"it has {len(cells)} cells and the first line names {len(names)}")
+            yield start, BadRecord(f"it has {len(cells)} cells and the first line names {len(names)}")
 
 
 def _from_to(start: int, stop: int) -> str:
@@ -140,7 +140,7 @@ def _lines(file: Path, encoding: str) -> Iterator[str]:
 
 def parquet_rows(
     file: Path, columns: Sequence[str], also: Sequence[str] = ()
-) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
+) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
     """(number from 1 on, the values of these columns). Args: also: of more columns, where the file has them.
 
     Raises:
@@ -164,13 +164,13 @@ def parquet_rows(
             ) from None
 
 
-def _values(batch: Any) -> list[dict[str, Any] | Bad]:
+def _values(batch: Any) -> list[dict[str, Any] | BadRecord]:
     """Of a pyarrow.RecordBatch. A text whose bytes are none is told of alone."""
     try:
         return batch.to_pylist()
     except UnicodeError:
         if batch.num_rows == 1:
-            return [Bad("it holds bytes that are no UTF-8")]
+            return [BadRecord("it holds bytes that are no UTF-8")]
         return [value for row in range(batch.num_rows) for value in _values(batch.slice(row, 1))]
 
 

@@ -20,7 +20,7 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowmem.aside import aside
+from lowmem.atomic_files import atomic_write
 from lowmem.data.source import ChatFormat, Encoded, Source, SplitName
 from lowmem.errors import Refused
 
@@ -221,7 +221,7 @@ def train_tokenizer(
     file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with aside(file) as draft:
+        with atomic_write(file) as draft:
             train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft, special_tokens)
     return load_bpe(file, chat)
 

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lowmem import curves
+from lowmem import csv_rows
 from lowmem.internals import compiled_itself
 from lowmem.memory import ledger, process
 from lowmem.memory.ledger import Ledger
@@ -51,7 +51,7 @@ class MemoryMeter(Callback):
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the highest point of all sampled phases
         self.timeline: list[Point] = []  # of the last sampled training step
-        self._out, self._csv, _ = curves.opened(file, COLUMNS, kept)
+        self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, kept)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
         self._step = 0

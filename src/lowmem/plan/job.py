@@ -13,7 +13,7 @@ from lowmem import gpus, model
 from lowmem.check import check, check_values
 from lowmem.errors import Refused
 from lowmem.memory import process
-from lowmem.memory.limit import parse
+from lowmem.memory.cap import parse_bytes
 from lowmem.overrides import as_mapping, key, replaced, without
 from lowmem.plan import table
 from lowmem.plan.candidates import Typed
@@ -44,7 +44,7 @@ def plan(
     start = time.perf_counter()
     run = settled(cfg)
     check_values(run)
-    card, ram = gpus.card(run.gpu), parse(run.ram, "ram", plain=False)
+    card, ram = gpus.card(run.gpu), parse_bytes(run.ram, "ram", plain=False)
     if run.batch_size == "auto" and not run.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
     on_card = card is not None or run.device == "cuda" or torch.cuda.is_available()

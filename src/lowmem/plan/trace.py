@@ -6,9 +6,9 @@ can be counted, and no memory. So a prediction is not a formula of the run; it i
 numbers ("are all gradients finite?") is answered with yes.
 
 One micro-batch stands for all of a run: the optimizer's state exists before it, and where a window has several, so do
-the gradients of an earlier one. Of several devices it is one that is traced, with the others made up (`among.py`); what
-an engine keeps from one window to the next is known to it alone, so there a whole window comes before the one that
-counts, and where windows have several micro-batches both have two.
+the gradients of an earlier one. Of several devices one is traced, and the others are made up (`one_rank.py`). What an
+engine keeps from one window to the next is known to it alone, so there a whole window comes before the one that counts,
+and where windows have several micro-batches both have two.
 """
 
 import logging
@@ -44,8 +44,8 @@ from lowmem.module import CausalLM
 from lowmem.offload.link import AtOnceLane
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan import card
-from lowmem.plan.among import one_of
 from lowmem.plan.links import EARLIER, Sent
+from lowmem.plan.one_rank import as_rank
 from lowmem.plan.recorder import Place, Recorder, highest_of_phases, places, stack_of
 from lowmem.plan.shapes import Shapes, TooLong
 from lowmem.plan.stand_in import StandIn, stand_in, unseen
@@ -147,7 +147,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
     run, shapes = run, Shapes(over_gloo=not on_card)
     with (
         _quietly(),
-        one_of(run, rank) as ranks,
+        as_rank(run, rank) as ranks,
         shapes,
         tensors_count_as_real(),
         boundaries_count_as_real() if with_positions(run.data.arguments) else nullcontext(),

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
-from lowmem import curves
+from lowmem import csv_rows
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.process import seconds_since_start
 from lowmem.units import GIB, duration
@@ -66,7 +66,7 @@ class Metrics(Callback):
         self._since = 0.0
         others = [f"{column}_{name}" for name in [*sets][1:] for column in ("val_loss", "bits_per_byte")]
         self._file = file
-        self._out, self._csv, earlier = curves.opened(file, [*COLUMNS, *others], kept)
+        self._out, self._csv, earlier = csv_rows.open_csv(file, [*COLUMNS, *others], kept)
         if losses := [row["train_loss"] for row in earlier if row["train_loss"]]:
             self.train_loss = float(losses[-1])
         self._start = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
@@ -169,7 +169,7 @@ class Metrics(Callback):
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
         if new := [column for column in row if column not in self._csv.fieldnames]:  # a user's metric has its first
             self._out.close()
-            self._out, self._csv, _ = curves.opened(self._file, [*self._csv.fieldnames, *new], until=step)
+            self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=step)
         self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | row)
         self._out.flush()
         named = {f"{split}/{column.removeprefix(f'{split}_')}": value for column, value in metrics.items()}

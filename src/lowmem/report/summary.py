@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lowmem.aside import aside
+from lowmem.atomic_files import atomic_write
 from lowmem.units import GIB
 
 RANKS = 8  # at most, that each have a line
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 def write(file: Path, summary: Mapping) -> None:
     """Whole or not at all; JSON has no nan, so what was not measured is null."""
-    with aside(file) as draft:
+    with atomic_write(file) as draft:
         draft.write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
 
 

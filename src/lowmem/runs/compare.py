@@ -58,7 +58,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(folder.relative_to(above)) for folder in whole]
 
 
-def _write(out, runs: Sequence[folders.Run], names: Sequence[str]) -> None:
+def _write(out, runs: Sequence[folders.RunFolder], names: Sequence[str]) -> None:
     """All overrides, and figures unrounded; bytes are GiB."""
     keys = dict.fromkeys(key for run in runs for key in as_mapping(run.overrides))
     writer = csv.writer(out)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowmem.report.summary import predicted_and_measured
 from lowmem.runs import folders
-from lowmem.runs.folders import Run
+from lowmem.runs.folders import RunFolder
 from lowmem.units import CATEGORIES, GIB
 
 POINTS = 500  # of a curve: about what a chart has columns
@@ -19,7 +19,7 @@ Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
 class Figures:
     """Bytes are bytes; curves are empty and figures None where nothing was measured."""
 
-    run: Run
+    run: RunFolder
     name: str
     label: str
     val_loss: float | None
@@ -41,7 +41,7 @@ class Figures:
     stands_out: bool = False  # in that colour, where most are not
 
 
-def read(run: Run, name: str, label: str) -> Figures:
+def read(run: RunFolder, name: str, label: str) -> Figures:
     metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
     steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
     figure = {column: folders.figure(run, column) for column in folders.FIGURES}

@@ -24,7 +24,7 @@ QUIET = 600  # seconds without a word after which a run without a summary is tak
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """One folder. summary: what summary.json holds, None where there is none that can be read."""
 
     folder: Path
@@ -42,11 +42,11 @@ class Run:
             return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
 
 
-def load(folder: Path) -> Run:
+def load(folder: Path) -> RunFolder:
     """Whatever state it is in."""
     overrides, file = typed_in(folder), folder / "summary.json"
     if (folder / FAILED).is_file():
-        return Run(
+        return RunFolder(
             folder, overrides, None, "failed", (folder / FAILED).read_text(errors="replace", encoding="utf-8").strip()
         )
     if file.is_file():
@@ -55,16 +55,16 @@ def load(folder: Path) -> Run:
             done = not summary["interrupted"]
             overrides = [str(line) for line in summary["overrides"]]
         except (ValueError, KeyError, TypeError) as error:
-            return Run(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
+            return RunFolder(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
         by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem knew Ctrl-C alone
-        return Run(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
+        return RunFolder(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
     last = max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
     if time.time() - last < QUIET:
-        return Run(folder, overrides, None, "running", "no summary yet")
-    return Run(folder, overrides, None, "broken", "it ended without a summary")
+        return RunFolder(folder, overrides, None, "running", "no summary yet")
+    return RunFolder(folder, overrides, None, "broken", "it ended without a summary")
 
 
-def runs_below(folder: Path) -> list[Run]:
+def runs_below(folder: Path) -> list[RunFolder]:
     """The run that `folder` is, or those below it, in the order of their numbers.
 
     Raises:
@@ -84,7 +84,7 @@ def runs_below(folder: Path) -> list[Run]:
     return runs
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[RunFolder]) -> list[str]:
     """Keys of overrides that are not the same in all of them, in the order in which they were typed."""
     every = [as_mapping(run.overrides) for run in runs]
     keys = dict.fromkeys(key for one in every for key in one)
@@ -101,7 +101,7 @@ FIGURES = {
 }
 
 
-def figure(run: Run, column: str) -> float | None:
+def figure(run: RunFolder, column: str) -> float | None:
     """None where it was not measured."""
     try:
         return FIGURES[column][0](run.summary)
@@ -109,7 +109,7 @@ def figure(run: Run, column: str) -> float | None:
         return None
 
 
-def table(runs: Sequence[Run], names: Sequence[str]) -> str:
+def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """A row per run: what was typed differently, beside its figures or, where that is too wide, below them."""
     keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
     rows = [[name, *_figures(run), run.status] for name, run in zip(names, runs, strict=True)]
@@ -122,7 +122,7 @@ def table(runs: Sequence[Run], names: Sequence[str]) -> str:
     return "\n".join([head, units, *(f"{line}\n  {rest}".rstrip() for line, rest in zip(lines, below, strict=True))])
 
 
-def reasons(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     """Why runs are not done: a line per reason, with the runs that share it."""
     shared: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
@@ -131,7 +131,7 @@ def reasons(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     return [f"{', '.join(alike)} {reason}" for reason, alike in shared.items()]
 
 
-def _figures(run: Run) -> list[str]:
+def _figures(run: RunFolder) -> list[str]:
     values = {column: figure(run, column) for column in FIGURES}
     return ["-" if value is None else FIGURES[column][1].format(value) for column, value in values.items()]
 

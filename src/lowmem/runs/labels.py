@@ -6,13 +6,13 @@ from itertools import takewhile
 
 from lowmem.overrides import as_mapping
 from lowmem.runs import folders
-from lowmem.runs.folders import Run
+from lowmem.runs.folders import RunFolder
 
 LONG = 20  # characters of a value
 MUTE = re.compile(r"(none|null|true|false|auto|off|[^a-z].*)", re.IGNORECASE)  # says nothing without its key
 
 
-def labels(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     """A label per run, no two alike.
 
     Args:

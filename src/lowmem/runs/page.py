@@ -12,14 +12,14 @@ from lowmem.report.colours import INK, OF_CATEGORY
 from lowmem.runs import charts, folders
 from lowmem.runs.charts import Unit
 from lowmem.runs.figures import Figures, Stack, front, read
-from lowmem.runs.folders import Run
+from lowmem.runs.folders import RunFolder
 from lowmem.runs.labels import labels
 from lowmem.units import CATEGORIES, unit
 
 HERE = Path(__file__).parent
 
 
-def page(runs: Sequence[Run], names: Sequence[str]) -> str:
+def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """Args: names: of the runs."""
     every = [*map(read, runs, names, labels(runs, names))]
     every.sort(key=lambda one: one.device or float("inf"))  # the smallest first, the unfinished last

@@ -30,7 +30,7 @@ from lowmem.terminal import folded
 TRAIN = CONF.parent / "train.py"
 
 
-def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
+def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
     """Run it, or see that an earlier sweep did; a line on the terminal says how it went.
 
     Args:
@@ -59,7 +59,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.Run:
         raise KeyboardInterrupt if told == signal.SIGINT else Ended(told)
     ended = folders.load(folder)
     if failed and ended.status != "failed":  # the disk is full
-        ended = folders.Run(folder, plain, None, "failed", reason(code, said))
+        ended = folders.RunFolder(folder, plain, None, "failed", reason(code, said))
     print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has said what it is
     return ended
 
@@ -107,7 +107,7 @@ def reason(code: int, said: str) -> str:
 SHOWN = ("validation loss", "bits per byte", "device GiB")  # of a job that is done; the table has the rest
 
 
-def _line(run: folders.Run) -> str:
+def _line(run: folders.RunFolder) -> str:
     if run.reason:
         return f"{run.status}: {folders.line(run.reason)}"
     values = {column: value for column in SHOWN if (value := folders.figure(run, column)) is not None}

@@ -31,7 +31,7 @@ from lowmem.trainable import trainable
 BUCKET = 1 << 25  # elements that are reduced or gathered at once, 128 MiB in fp32; DeepSpeed would take 2 GB
 
 
-class Run(NamedTuple):
+class Fragment(NamedTuple):
     """The elements of a flattened parameter that this process holds."""
 
     held: Tensor  # (count,) fp32, in the memory that DeepSpeed sends from
@@ -55,7 +55,7 @@ class ZeRO2(Divided):
         # A card reads and writes pinned memory 3 to 5 times as fast as any other.
         self.there = {"device": "cpu", "pin_memory": device == "cuda"} if offload else None
         self.side = "host" if offload else "device"
-        self._runs: dict[nn.Parameter, Run] = {}
+        self._runs: dict[nn.Parameter, Fragment] = {}
 
     # --- before the first step ------------------------------------------------------------------------------------
 
@@ -77,15 +77,15 @@ class ZeRO2(Divided):
         """DeepSpeed's settings for what is kept where."""
         return {"offload_optimizer": self.there} if self.there else {}
 
-    def run_of(self, p: nn.Parameter) -> Run:
+    def run_of(self, p: nn.Parameter) -> Fragment:
         """Of one flat tensor of all weights each process holds a run, which may begin and end within a parameter. What
         is frozen each holds whole."""
         if not p.requires_grad:
-            return Run(p.data.view(-1), 0, p.shape)
+            return Fragment(p.data.view(-1), 0, p.shape)
         if (fragment := deepspeed_fragment(p)) is None:
-            return Run(torch.empty(0, device="cpu" if self.there else p.device), 0, p.shape)
+            return Fragment(torch.empty(0, device="cpu" if self.there else p.device), 0, p.shape)
         held, start, gradient = fragment
-        return Run(held, start, p.shape, gradient)
+        return Fragment(held, start, p.shape, gradient)
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
@@ -166,13 +166,13 @@ class ZeRO3(ZeRO2):
         }
         return super().kept() | weights | ({"offload_param": self.there} if self.there else {})
 
-    def run_of(self, p: nn.Parameter) -> Run:
+    def run_of(self, p: nn.Parameter) -> Fragment:
         """Each process holds an equal run of each parameter; the last ones, behind which there are zeros, less."""
         p.whole_shape = p.ds_shape
         start = min(self.rank * p.partition_numel(), p.ds_numel)
         own = slice(min(p.partition_numel(), p.ds_numel - start))
         if not p.requires_grad:
-            return Run(p.ds_tensor.data[own], start, p.ds_shape)
+            return Fragment(p.ds_tensor.data[own], start, p.ds_shape)
         zero = self.engine.optimizer
         group, offset, count = zero.grad_position[zero.get_param_id(p)]
         flat, number = zero.fp32_partitioned_groups_flat[group], _index(zero.fp16_groups[group], p)
@@ -181,7 +181,7 @@ class ZeRO3(ZeRO2):
             every = flat.grad[offset : offset + count] if self.there else zero.averaged_gradients[group][number]
             return every[own]
 
-        return Run(flat.data[offset : offset + count][own], start, p.ds_shape, gradient)
+        return Fragment(flat.data[offset : offset + count][own], start, p.ds_shape, gradient)
 
     def register_memory(self, ledger: Ledger) -> None:
         kept = [p.ds_tensor for p in self._runs]

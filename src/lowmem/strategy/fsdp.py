@@ -35,7 +35,7 @@ class FullyShard(Divided):
     def shard(self, module: LightningModule) -> None:
         pinned = self.device == "cuda"
         parts_in = torch.device("cpu") if self.offload else self.place
-        loading.divided(module.model, self, lambda: shard(module, self.mesh, self.offload, pinned), parts_in)
+        loading.shard_and_send(module.model, self, lambda: shard(module, self.mesh, self.offload, pinned), parts_in)
 
 
 def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMesh, offload: bool, pinned: bool) -> None:

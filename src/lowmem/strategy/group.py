@@ -22,7 +22,7 @@ from lowmem import launched
 from lowmem.errors import Refused
 from lowmem.instantiate import instantiate
 from lowmem.settle import Run
-from lowmem.strategy import faults
+from lowmem.strategy import lost_ranks
 from lowmem.strategy.one_device import OneDevice
 from lowmem.strategy.turns import Turns
 
@@ -36,7 +36,7 @@ _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
-def joined(run: Run) -> Iterator[OneDevice]:
+def process_group(run: Run) -> Iterator[OneDevice]:
     """Args: run: checked, with a device.
 
     Raises:
@@ -59,7 +59,7 @@ def joined(run: Run) -> Iterator[OneDevice]:
             ranks.barrier()  # and holds what they meet by, until all have heard that it has
         leave(ranks)
     except Exception as error:
-        if gone := faults.lost(error, run.strategy.timeout):
+        if gone := lost_ranks.rank_lost(error, run.strategy.timeout):
             raise gone from error
         raise
     finally:
@@ -107,10 +107,10 @@ def _compare(ranks: OneDevice, run: Run) -> None:
     """All ranks run the same code with the same config: else they would wait for each other, or train another model."""
     said = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     said |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
-    compare(ranks, said, "would not train one model. Start all of them with the same command and the same code")
+    require_same(ranks, said, "would not train one model. Start all of them with the same command and the same code")
 
 
-def compare(ranks: OneDevice, said: dict[str, object], why: str) -> None:
+def require_same(ranks: OneDevice, said: dict[str, object], why: str) -> None:
     """Args: said: by this rank, by what it is about; why: they are not to differ in that, and what to do.
 
     Raises:

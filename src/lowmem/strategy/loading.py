@@ -19,7 +19,7 @@ from lowmem.strategy.one_device import OneDevice
 Numbers = dict[str, Tensor]
 
 
-def of_first(ranks: OneDevice, work: Callable[[], object]) -> object:
+def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
     """What only a model with numbers shows, on all ranks; it may be that the model is refused."""
     shown = None
     if ranks.builds:
@@ -32,7 +32,7 @@ def of_first(ranks: OneDevice, work: Callable[[], object]) -> object:
     return shown
 
 
-def taken(model: nn.Module) -> Numbers:
+def detach_weights(model: nn.Module) -> Numbers:
     """Each parameter, a tied one once, and each buffer, by name; in their place the model has them without memory."""
     numbers = {}
     for name, p in model.named_parameters():
@@ -45,7 +45,7 @@ def taken(model: nn.Module) -> Numbers:
     return numbers
 
 
-def furnish(model: nn.Module, device: torch.device, elsewhere: Container[nn.Module] = ()) -> None:
+def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.Module] = ()) -> None:
     """Memory without numbers for what this rank has of it; a parameter keeps its identity. Args: elsewhere: modules
     whose own tensors only other ranks have."""
     before = torch.__future__.get_swap_module_params_on_conversion()
@@ -59,7 +59,7 @@ def furnish(model: nn.Module, device: torch.device, elsewhere: Container[nn.Modu
 
 
 @torch.no_grad()
-def fill(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
+def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
     """Args: numbers: what rank 0 has `taken`, of which nothing is left; on the others it is not looked at."""
     here = dict(model.named_parameters(remove_duplicate=False))
     here |= {name: buffer for name, _, _, buffer in buffers(model)}
@@ -98,16 +98,16 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
             yield f"{path}.{key}".lstrip("."), holder, key, buffer
 
 
-def divided(
+def shard_and_send(
     model: nn.Module, ranks: OneDevice, lay_out: Callable[[], Container[nn.Module] | None], device: torch.device
 ) -> None:
     """Rank 0's numbers in every rank's parts. Args: lay_out: an engine's, of a model on the meta device: it returns the
     modules whose own tensors only other ranks have, if there are any; device: of the parts."""
     _check(model, ranks)
-    numbers = {} if ranks.rank else taken(model)
+    numbers = {} if ranks.rank else detach_weights(model)
     elsewhere = lay_out()
-    furnish(model, device, elsewhere or ())
-    fill(model, numbers, ranks)
+    allocate_on(model, device, elsewhere or ())
+    receive_weights(model, numbers, ranks)
     # what else only rank 0 has read or drawn
     model.generation_config = ranks.broadcast(getattr(model, "generation_config", None))
     torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))

@@ -63,8 +63,8 @@ class Pipeline(Divided):
     def shard(self, module: LightningModule) -> None:
         """Raises: Refused: a model that its parts in a row are not, or a stage that has nothing to train."""
         model, self.module = module.model, module
-        division = heard(model, loading.of_first(self, lambda: self._shown(module).told(model)))
-        loading.divided(model, self, lambda: self._cut(module, division), self.place)
+        division = heard(model, loading.on_rank_0(self, lambda: self._shown(module).told(model)))
+        loading.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
         model.forward = self._answering(model.forward)
         self._tied = self._groups()
         log.info(self._said(division))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lowmem import launched
 from lowmem.gradients import norm_of
-from lowmem.internals import limit
+from lowmem.internals import set_timeout
 from lowmem.strategy.loading import buffers
 from lowmem.strategy.one_device import OneDevice
 from lowmem.strategy.turns import Turns
@@ -162,7 +162,7 @@ class Divided(Several):
         """A mesh of all processes. Args: timeout: of its groups, which torch gives one of its own; sizes: by name."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
-            limit(group, timedelta(seconds=timeout))
+            set_timeout(group, timedelta(seconds=timeout))
         return mesh
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:

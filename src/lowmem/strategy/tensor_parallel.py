@@ -210,7 +210,7 @@ class TensorParallel(Divided):
         return devices // size
 
     def shard(self, module: LightningModule) -> None:
-        loading.divided(module.model, self, lambda: self._lay_out(module), self.place)
+        loading.shard_and_send(module.model, self, lambda: self._lay_out(module), self.place)
 
     def _lay_out(self, module: LightningModule) -> None:
         layouts = self.laid_out(module)

@@ -11,9 +11,9 @@ import torch
 from lowmem import loss as losses
 from lowmem.checkpoint import complete
 from lowmem.errors import Refused
-from lowmem.faults import Faults
 from lowmem.gradients import finite
 from lowmem.module import CausalLM
+from lowmem.non_finite import NonFiniteSteps
 from same import last, same
 
 EARLY = ("optim.in_backward=true", "clip=null")
@@ -119,7 +119,7 @@ def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypat
 def test_not_to_look_is_caught(fit, broken, monkeypatch):
     """The deliberately wrong variant: it goes on with weights that are not finite."""
     broken(GRADIENT, {2})
-    monkeypatch.setattr(Faults, "meet", lambda *_: None)
+    monkeypatch.setattr(NonFiniteSteps, "meet", lambda *_: None)
     may = CausalLM._may_step
     monkeypatch.setattr(CausalLM, "_may_step", lambda self, *how: may(self, *how) or True)
     with pytest.raises(Refused, match="A weight is no longer finite at step 2; nothing was saved"):

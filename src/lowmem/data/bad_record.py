@@ -1,7 +1,7 @@
 """What is said of a record that cannot be used."""
 
 
-class Bad(ValueError):
+class BadRecord(ValueError):
     """A record that cannot be used: what was found in it, without a name of a file and without a full stop."""
 
 
@@ -12,22 +12,22 @@ def checked(value: object, what: str, empty: bool = False) -> str:
         Bad: it is none, or holds what is no character.
     """
     if not isinstance(value, str):
-        raise Bad(f"{what} is {kind(value)} and no text")
+        raise BadRecord(f"{what} is {kind(value)} and no text")
     if not empty and not value.strip():
-        raise Bad(f"{what} is empty")
+        raise BadRecord(f"{what} is empty")
     if "\0" in value:
-        raise Bad(f"{what} holds a zero byte")
+        raise BadRecord(f"{what} holds a zero byte")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeError:
-            raise Bad(f"{what} holds half a character") from None
+            raise BadRecord(f"{what} holds half a character") from None
     return value
 
 
-def control(what: str, token: str) -> Bad:
+def control(what: str, token: str) -> BadRecord:
     """Of a text that would end a document or a message in its midst. Args: what: names the text in a sentence."""
-    return Bad(
+    return BadRecord(
         f"{what} holds {token}, which the tokenizer reads as a control token. "
         "data.control_tokens=text takes such as the text they are written as"
     )

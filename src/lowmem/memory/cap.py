@@ -14,7 +14,7 @@ from lowmem.errors import Refused
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def parse(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
+def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
     """'12GiB', '900MiB' or a number of bytes -> bytes.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from lowmem import checkpoint
-from lowmem.adapter.export import base_of, holds_adapter, opens
+from lowmem.adapter.export import adapter_config_of, base_of, holds_adapter
 from lowmem.checkpoint import Saved
 from lowmem.errors import Refused
 from lowmem.fail_together import fail_together
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 Work = Literal["train", "evaluate", "export", "show", "nothing"]
 
 
-class Asked(NamedTuple):
+class Task(NamedTuple):
     """Which work, and with which checkpoint, if any."""
 
     work: Work
@@ -38,10 +38,10 @@ class Asked(NamedTuple):
         return self.saved is not None and self.saved.key == "resume"
 
 
-TRAIN = Asked("train")
+TRAIN = Task("train")
 
 
-def asked(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Asked:
+def find_task(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Task:
     """Args: ranks: of which the first looks for the checkpoint and at every number in it, for all of them.
 
     Raises:
@@ -54,13 +54,13 @@ def asked(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Asked:
         return ranks.broadcast(path)
 
     if run.show is not None:
-        return Asked("show")
+        return Task("show")
     if run.export is not None:
-        return Asked("export", Saved(found(lambda: checkpoint.find(run.export, "export")), "export"))
+        return Task("export", Saved(found(lambda: checkpoint.find(run.export, "export")), "export"))
     if run.evaluate is not None:
         if is_model(run.evaluate):
-            return Asked("evaluate")
-        return Asked("evaluate", Saved(found(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate"))
+            return Task("evaluate")
+        return Task("evaluate", Saved(found(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate"))
     if run.resume is None:
         return TRAIN
     auto = run.resume == "auto"
@@ -68,7 +68,7 @@ def asked(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Asked:
     if path is None:
         return TRAIN
     saved = Saved(path)
-    return Asked(_left(saved, run.max_steps, auto), saved)
+    return Task(_left(saved, run.max_steps, auto), saved)
 
 
 def is_model(named: str) -> bool:
@@ -94,7 +94,7 @@ def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
         )
     model = {"name": name, "pretrained": True}
     run = run.replacing("model.architecture", None).knowing(model=model, tokenizer=str(place) if adapter else None)
-    return run.replacing("adapter", opens(place)) if adapter else run
+    return run.replacing("adapter", adapter_config_of(place)) if adapter else run
 
 
 def summary_of(saved: Saved) -> dict:

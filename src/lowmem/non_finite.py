@@ -20,7 +20,7 @@ IN_A_ROW = 20  # faults after which a run that skips them ends: it no longer lea
 NAMED = 8  # sequences of a window, at most
 
 
-class Faults:
+class NonFiniteSteps:
     """Args: skips: whether the step is left out and the run goes on."""
 
     def __init__(self, skips: bool = False) -> None:
@@ -32,7 +32,7 @@ class Faults:
     def meet(self, module: LightningModule, loss: Tensor, window: Window) -> None:
         """Raises: NotFinite: unless the step is to be skipped; and when too many were."""
         self.in_a_row += 1
-        said = told(module, loss, window)
+        said = describe(module, loss, window)
         if not self.skips:
             raise NotFinite(f"{said} Nothing of it was saved.")
         if self.in_a_row > IN_A_ROW:
@@ -40,7 +40,7 @@ class Faults:
         log.warning(f"{said} The step is skipped.")
 
 
-def told(module: LightningModule, loss: Tensor, window: Window) -> str:
+def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
     """Which step, what is not finite, and on which sequences."""
     trainer = module.trainer
     names = module.ranks.all_gather(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields: where to write the file or folder; in the end it takes the place of `path`. After an error nothing of it
     is left, for it may hold all the room that there was, and what stood at `path` stands there still. Of one who was
     killed while a folder was replaced there is the old one: `put_back`.
@@ -22,7 +22,7 @@ def aside(path: Path) -> Iterator[Path]:
     put_back(path)  # of one who was killed
     delete(draft)
     try:
-        with telling(path):
+        with naming_file(path):
             yield draft
             for file in draft.rglob("*") if draft.is_dir() else [draft]:
                 _sync(file)
@@ -56,7 +56,7 @@ def old_of(path: Path) -> Path:
 
 
 @contextmanager
-def telling(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Raises: OSError: with the name of `path`, where that is what is behind another error."""
     try:
         yield

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 
-def opened(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.DictWriter, list[dict[str, str]]]:
+def open_csv(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.DictWriter, list[dict[str, str]]]:
     """Args: until: the last step of which a row that is there already is kept, with the columns that it has.
 
     Returns:
@@ -25,7 +25,7 @@ def opened(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.
     return out, writer, kept
 
 
-def cut(file: Path, until: int) -> None:
+def cut_after(file: Path, until: int) -> None:
     """Drops the rows of later steps from a file with a row of JSON in each line."""
     if file.exists():
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -22,7 +22,7 @@ JOINING = ("rendezvous", "init_process_group", "_join")  # before there is a gro
 WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNum=\d+, OpType=(\w+)")
 
 
-def lost(error: BaseException, timeout: object) -> RankLost | None:
+def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
     """What to raise in the place of an error of torch.distributed's, from it; None: it is another one.
 
     Args:

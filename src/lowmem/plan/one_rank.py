@@ -25,7 +25,7 @@ from lowmem.strategy.tensor_parallel import TensorParallel
 
 
 @contextmanager
-def one_of(run: Run, rank: int = 0) -> Iterator[OneDevice]:
+def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
     """Args: run: resolved; rank: which of run.devices.
 
     Raises:

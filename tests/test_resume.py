@@ -118,7 +118,7 @@ def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
     consumed = []
     life("part", "optim=adamw", consumed, None, (3, 1))
     if forgotten == "random states":
-        monkeypatch.setattr(random_states, "go_on", lambda *_: None)
+        monkeypatch.setattr(random_states, "restore", lambda *_: None)
     else:
         monkeypatch.setattr(checkpoint_connector._CheckpointConnector, "restore_optimizers", lambda self: None)
     again = life("again", "optim=adamw", consumed, tmp_path / "part")

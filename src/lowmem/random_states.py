@@ -25,7 +25,7 @@ def capture(ranks: OneDevice, device: torch.device) -> dict:
 
 
 def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
-    """Args: saved: what `taken` returned, with whatever else; window: how many are done."""
+    """Args: saved: what `capture` returned, with whatever else; window: how many are done."""
     every = saved["random_states"]
     every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # of before there were several
     if not _same(every, saved.get("strategy"), ranks):

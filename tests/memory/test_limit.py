@@ -81,8 +81,8 @@ def test_the_share_of_a_card_is_not_a_byte_less_than_the_cap():
     """The deliberately wrong variant: the quotient itself, of which torch makes one byte less for many sizes."""
     totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
     caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]
-    assert all(cap <= int(cap._share(cap, total) * total) <= cap + 1 for cap, total in caps)
-    assert not all(cap <= int(cap / total * total) for cap, total in caps)
+    assert all(size <= int(cap._share(size, total) * total) <= size + 1 for size, total in caps)
+    assert not all(size <= int(size / total * total) for size, total in caps)
 
 
 @pytest.mark.gpu

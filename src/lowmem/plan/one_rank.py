@@ -39,13 +39,13 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.devices)
     try:
         ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)
-        ranks.largest = ranks.first = lambda said: said  # what is said between processes is as if all said it
-        ranks.every = lambda said: [said] * run.devices
+        ranks.all_max = ranks.broadcast = lambda value: value  # collectives answer as if all ranks had the same value
+        ranks.all_gather = lambda value: [value] * run.devices
         ranks.rank_0_first = nullcontext
         ranks.in_numbers = True  # each has the whole model, of shapes
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
-            patch.object(loading, "divided", _laid_out),
+            patch.object(loading, "shard_and_send", _laid_out),
             patch.object(TensorParallel, "_compare", lambda *_: None),  # it looks at numbers, once
             patch.object(DeviceMesh, "__init__", _with_numbers),
         ):

@@ -60,7 +60,7 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Args: numbers: what rank 0 has `taken`, of which nothing is left; on the others it is not looked at."""
+    """Args: numbers: those of `detach_weights` on rank 0, which are used up; other ranks do not look at theirs."""
     here = dict(model.named_parameters(remove_duplicate=False))
     here |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):

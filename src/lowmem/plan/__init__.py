@@ -1,1 +1,1 @@
-"""What a run will need, before anyone waits for it: traced by shape, derived for a table of recipes, and timed."""
+"""Predicts the memory and time of a run before it starts: traces shapes, derives a table of recipes, counts seconds."""

@@ -1,10 +1,10 @@
-"""CUDA's caching allocator, as far as bytes go: what it reserves for a sequence of allocations.
+"""Simulates CUDA's caching allocator: counts the bytes that it reserves for a sequence of allocations.
 
 Requests are rounded to 512 bytes. Those up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, and
-larger ones get a segment of their own, rounded to 2 MiB. A freed block is merged with its neighbours and used again,
-best fit first, of equal ones the lowest address. Segments stay reserved until the card is full: then those without a
-block in use are given back, and the request is tried once more before it is out of memory. So there are two figures:
-what is reserved where there is room, and the smallest card on which the same requests succeed. Source: `malloc`,
+larger ones get a segment of their own, rounded to 2 MiB. A freed block is merged with its neighbours and used again:
+the best fit, and among equal blocks the lowest address. Segments stay reserved until the card is full: then those
+without a block in use are released, and the request is tried once more before memory is out. So there are two figures:
+the bytes reserved if there is room, and the smallest card on which the same requests succeed. Source: `malloc`,
 `get_free_block`, `alloc_block` and `release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp, and
 c10/core/CachingDeviceAllocator.h.
 """
@@ -21,7 +21,7 @@ ROUND = 2 << 20
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment; neighbours within the same segment, or None."""
+    """Describes a block of a segment. `before` and `after` are its neighbours in the same segment, or None."""
 
     size: int
     small: bool
@@ -32,17 +32,17 @@ class Block:
 
 
 class Full(Exception):
-    """Out of memory, after everything that is not in use was given back."""
+    """Memory is out, even after all unused segments were released."""
 
 
 class Allocator:
-    """One stream's pools. Args: limit: bytes that may be reserved; None: there is always room."""
+    """Holds the pools of one stream. Args: limit: bytes that may be reserved; None: there is always room."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.reserved = self.reserved_peak = self.allocated = self.allocated_peak = 0
-        self._end = 0  # of the addresses that segments have had; none is used twice
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # small or not -> by size
+        self._end = 0  # end of all addresses used so far; none is reused
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # small or not -> sorted by size
 
     def allocate(self, size: int) -> Block:
         size = -(-size // BLOCK) * BLOCK
@@ -94,7 +94,7 @@ class Allocator:
         return Block(total, small, self._end - total)
 
     def _give_back(self) -> None:
-        """Segments of which every byte is free: a block without neighbours."""
+        """Releases the segments that are fully free: a free block without neighbours fills its segment."""
         for small, pool in self._free.items():
             kept = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
             self.reserved -= sum(size for size, *_ in pool) - sum(size for size, *_ in kept)
@@ -110,10 +110,10 @@ class Allocator:
 
 
 def replay(events: Iterable[tuple[int, int]], limit: int | None = None) -> Allocator:
-    """Args: events: (serial, bytes): + born, - died.
+    """Simulates a sequence of events. Args: events: (serial, bytes): + born, - died.
 
     Raises:
-        Full: `limit` is too little.
+        Full: `limit` is too small.
     """
     allocator, live = Allocator(limit), {}
     for serial, size in events:
@@ -125,7 +125,7 @@ def replay(events: Iterable[tuple[int, int]], limit: int | None = None) -> Alloc
 
 
 def smallest_limit(events: Sequence[tuple[int, int]]) -> int:
-    """Bytes that the allocator must be able to reserve for these events, to a segment's 2 MiB."""
+    """Returns the least bytes that the allocator must be able to reserve for these events, in multiples of 2 MiB."""
     free = replay(events)
     fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # in segments
     while works - fails > 1:

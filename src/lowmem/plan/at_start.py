@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start: choose its recipe, refuse it, or let it go with its prediction."""
+"""Plans a run that is about to start: chooses its recipe, refuses it, or lets it start with a prediction."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -28,15 +28,15 @@ from lowmem.units import GIB, duration
 
 log = logging.getLogger(__name__)
 
-ENOUGH = 10  # steps of a run that can tell how long one takes
-LESS = 0.9  # what is tried after a run that did not fit, as a share of what that needed
+ENOUGH = 10  # steps: a shorter run does not tell how long a step takes
+LESS = 0.9  # after a run did not fit, recipes are tried that need at most this share of its prediction
 
 
 def with_recipe(run: Run, typed: Sequence[str]) -> Run:
-    """plan=12GiB, plan=auto: the run with the fastest recipe that fits and leaves what was typed as it is.
+    """For plan=12GiB or plan=auto, returns the run with the fastest recipe that fits and changes nothing typed.
 
     Raises:
-        Refused: when nothing fits.
+        Refused: nothing fits.
     """
     if run.plan in ("check", "off"):
         return run
@@ -62,10 +62,10 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
 
 
 def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
-    """What the run will need; None with plan=off.
+    """Predicts what the run will need; None with plan=off.
 
     Raises:
-        Refused: more than the device or the host has, with the numbers and a recipe that fits.
+        Refused: it needs more than the device or the host has; the message has the numbers and a recipe that fits.
     """
     if run.plan == "off":
         return None
@@ -81,14 +81,14 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
-    """After memory ran out in spite of a prediction: the recipe to try, which is predicted to need less by a tenth."""
+    """After memory ran out in spite of a prediction, returns a sentence with a recipe that should need a tenth less."""
     if prediction is None:
         return None
     log.info("Out of memory: looking for a recipe that needs less ...")
     try:
         less = round(LESS * prediction.device_need)
         plan = _searched(run, typed, replace(_free(run) or Card(less, "a tenth less"), size=less))
-    except Exception as error:  # whatever it is, it must not stand in the place of what the run died of
+    except Exception as error:  # it must not hide the error that ended the run
         log.info(f"No recipe was found: {error}")
         return None
     predicted = f"{prediction.device_need / GIB:.2f} GiB"
@@ -103,13 +103,13 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 
 def tell_duration(run: Run, prediction: Prediction, steps: int) -> None:
-    """Says how long so many steps take where rates of this machine are kept, and they take more than a minute."""
+    """Logs how long `steps` take if rates of this machine are stored and the steps take more than a minute."""
     rates = _rates(run, prediction)
     try:
         if rates is None or not knows_update(rates, run):
             return
         seconds = of_trace(rates, run, prediction.shapes).seconds
-    except Exception as error:  # whatever it is, an estimate must not end a run
+    except Exception as error:  # an estimate must not end a run
         log.info(f"How long this takes is not known: {error}")
         return
     if steps * seconds > LONG:
@@ -117,20 +117,20 @@ def tell_duration(run: Run, prediction: Prediction, steps: int) -> None:
 
 
 def refined(run: Run, prediction: Prediction, metrics: Metrics) -> float | None:
-    """Where rates of this machine are kept, a run that ends refines them. Returns: the seconds of a step that were
-    counted; None: nothing is known, or the run was too short to tell."""
+    """Refines the stored rates of this machine at the end of a run. Returns: the counted seconds of a step; None: no
+    rates are stored, or the run was too short."""
     rates = _rates(run, prediction)
     if rates is None or len(metrics.step_seconds) < ENOUGH:
         return None
     try:
         return refine(rates, run, prediction.shapes, metrics.seconds_per_step())
-    except Exception as error:  # whatever it is, the training is done, and is reported and exported next
+    except Exception as error:  # the training is done, and must still be reported and exported
         log.info(f"The rates of this machine stay as they were: {error}")
         return None
 
 
 def _rates(run: Run, prediction: Prediction) -> Machine | None:
-    """What is known of this machine, where it can tell how long a step of this run takes."""
+    """Returns the stored rates of this machine; None: there are none, or they do not apply to this run."""
     rates = kept(on_card=run.device == "cuda")
     if rates is None or prediction.estimate or prediction.devices > 1:
         return None
@@ -139,7 +139,7 @@ def _rates(run: Run, prediction: Prediction) -> Machine | None:
 
 
 def could_fit(run: Run) -> bool:
-    """Whether a run may be tried: it is predicted to fit, or cannot be predicted."""
+    """Returns whether a run may be tried: it is predicted to fit, or cannot be predicted."""
     target = _target(run)
     prediction = _predicted(run.resolved(), target)
     return prediction.estimate is not None or prediction.fits(target)
@@ -150,15 +150,15 @@ def _predicted(run: Run, target: Target) -> Prediction:
 
 
 def _target(run: Run) -> Target:
-    """The device and host of this process, with what is free of them now."""
+    """Returns the device and host of this process, with the memory that is free now."""
     node = launched.on_this_machine() if run.several else NODE
     return Target(run.device == "cuda", _free(run), _host(), node)
 
 
 def _free(run: Run) -> Card | None:
-    """What the device's tensors may take; None: a CPU's are only limited by the host.
+    """Returns how much the device's tensors may take; None: on a CPU only the host limits them.
 
-    memory.limit caps torch's allocator, and there is no context within that: none is taken off again.
+    memory.limit caps torch's allocator, which does not include CUDA's context: so no context is subtracted from it.
     """
     limit = run.limit
     if run.device != "cuda":
@@ -168,7 +168,7 @@ def _free(run: Run) -> Card | None:
 
 
 def _host() -> int:
-    """Bytes that the processes of this run may have in all on this host; each holds as much as this one by now."""
+    """Returns the bytes that all processes of this run may use on this host; each now uses as much as this one."""
     return process.available_bytes() + launched.on_this_machine() * process.rss_bytes()
 
 
@@ -201,6 +201,6 @@ def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Col
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:
-    """A recipe's config. It runs where `run` does: the device is known by now, where device=auto was typed too."""
+    """Returns a recipe's run on the same device as `run`: by now it is known, even if device=auto was typed."""
     where = {"device": run.device, "output_dir": run.output_dir}
     return run_of(replaced(typed, recipe)).knowing(**where).resolved()

@@ -1,11 +1,11 @@
-"""Attention as a card computes it, on tensors without memory: what its kernel saves, and its scratch in backward.
+"""Computes attention as a card does, on tensors without memory: what the kernel saves, and its scratch in backward.
 
-torch's own operator of the kernel that `attention.py` names is called: its shapes and its autograd are there without a
-card, so what is saved is exact. What a kernel allocates inside its backward, beside the gradients, no operator shows.
-It is added by the formulas of torch's sources, as tensors that live as long as that backward. What is left out: the
-forward pass of flash on short rows may split the keys (2 x multiprocessors x 64 x the head's size x 4 bytes: 9 MiB on
-an H100), cuDNN's plans have a workspace that nobody documents, and the math kernel's softmax marks masked rows within a
-quarter of its scores, which its backward exceeds.
+It calls torch's own operator of the kernel that `attention.py` names. The operator's shapes and autograd work without a
+card, so the saved tensors are exact. No operator shows what a kernel allocates inside its backward besides the
+gradients. The formulas of torch's sources give its size, and tensors of that size live during that backward. Three
+things are left out: the forward pass of flash on short rows may split the keys (2 x multiprocessors x 64 x the head's
+size x 4 bytes: 9 MiB on an H100); cuDNN's plans have an undocumented workspace; and the math kernel's softmax marks
+masked rows in a quarter of the bytes of its scores, less than its backward needs.
 """
 
 import torch
@@ -17,7 +17,7 @@ from lowmem.plan.attention import CUDNN, EFFICIENT, FLASH, SHORT, Call, advice, 
 
 
 class Attend:
-    """Stands in the place of `F.scaled_dot_product_attention`. Args: capability: of the card."""
+    """Replaces `F.scaled_dot_product_attention`. Args: capability: of the card."""
 
     def __init__(self, capability: float) -> None:
         self.capability = capability
@@ -35,9 +35,9 @@ class Attend:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Args: query: (B, heads, T, D); key, value: (B, heads or fewer, T, D)."""
+        """Computes attention. Args: query: (B, heads, T, D); key, value: (B, heads or fewer, T, D)."""
         query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
-        with torch.autocast("cpu", enabled=False):  # as within any operator that autocast has cast for
+        with torch.autocast("cpu", enabled=False):  # as inside any operator whose inputs autocast has cast
             call = _call(query, key, value, mask, dropout_p, is_causal)
             if call.trains:
                 self.advice = self.advice or advice(call, self.capability)
@@ -52,7 +52,7 @@ class Attend:
 
 
 def _by_autocast(tensor: Tensor | None) -> Tensor | None:
-    """`scaled_dot_product_attention` is of its AT_FORALL_LOWER_PRECISION_FP (ATen/autocast_mode.h)."""
+    """Casts as autocast does: attention is in its AT_FORALL_LOWER_PRECISION_FP (ATen/autocast_mode.h)."""
     if tensor is None or not tensor.is_floating_point() or not torch.is_autocast_enabled("cpu"):
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
@@ -75,7 +75,7 @@ def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropou
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Call, scale: float | None) -> Tensor:
-    """Heads are padded to a multiple of 8: pad_last_dim, in attention.cpp."""
+    """Calls flash attention. Heads are padded to a multiple of 8: pad_last_dim, in attention.cpp."""
     short = -call.head % 8
     padded = [F.pad(t, (0, short)) if short else t for t in (query, key, value)]
     out = ATTENTION_FLASH(*padded, call.dropout, call.causal, scale=scale)[0]
@@ -84,7 +84,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Call, sc
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, scale: float | None):
-    """A mask is padded to a multiple of 8: preprocess_mask, in attention.cpp."""
+    """Calls efficient attention. A mask is padded to a multiple of 8: preprocess_mask, in attention.cpp."""
     if mask is not None:
         short, shape = -mask.shape[-1] % 8, (*query.shape[:3], key.shape[2])
         mask = (F.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask).expand(shape)
@@ -100,7 +100,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call:
 
 
 def _while_backward(out: Tensor, scratch: list[int]) -> None:
-    """Tensors of these bytes live while the backward of `out` runs, beside the gradients that it returns."""
+    """Holds tensors of these bytes while the backward of `out` runs, in addition to the gradients that it returns."""
     if out.grad_fn is None:
         return
     held: list[Tensor] = []
@@ -120,8 +120,9 @@ def _up(size: int, multiple: int) -> int:
 
 
 def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
-    """mha_bwd in cuda/flash_attn/flash_api.cpp: the query's gradient in fp32, a sum for each row; of grouped heads, the
-    gradients of keys and values for every query head, in the query's dtype, before they are summed."""
+    """Follows mha_bwd in cuda/flash_attn/flash_api.cpp: the query's gradient in fp32 and a sum for each row; with
+    grouped heads also the gradients of keys and values for every query head, in the query's dtype, before they are
+    summed."""
     batch, heads, tokens, size = query.shape
     padded, rows = _up(size, 8), _up(tokens, 128)
     expanded = query.element_size() * batch * heads * key.shape[-2] * padded
@@ -130,10 +131,12 @@ def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
 
 
 def efficient_scratch(query: Tensor) -> list[int]:
-    """_efficient_attention_backward in cuda/attention_backward.cu: a sum for each row, and a workspace, no smaller than
-    the product that in fp32 makes the sums. That is workspace_size of cuda/mem_eff_attention/kernel_backward.h, with
-    the larger of the tiles that a card may take: the query's gradient in fp32, and in 16 bits with heads above 64 those
-    of keys and values for each share of the rows."""
+    """Follows _efficient_attention_backward in cuda/attention_backward.cu: a sum for each row, and a workspace.
+
+    The workspace is no smaller than the fp32 product that the sums come from. It is workspace_size of
+    cuda/mem_eff_attention/kernel_backward.h, with the larger of the tiles that a card may take: the query's gradient in
+    fp32, and, for 16 bits and heads above 64, the gradients of keys and values for each share of the rows.
+    """
     batch, heads, tokens, size = query.shape
     many = 4 * batch * heads
     workspace = many * _up(tokens, 64 if size <= 64 else 128) * _up(size, 64)
@@ -144,8 +147,8 @@ def efficient_scratch(query: Tensor) -> list[int]:
 
 
 def cudnn_scratch(query: Tensor, key: Tensor) -> list[int]:
-    """CompositeSDPABackwardNode of cudnn-frontend: the query's gradient and a sum for each row, in fp32. What its
-    kernels need for grouped heads is taken to be what flash needs."""
+    """Follows CompositeSDPABackwardNode of cudnn-frontend: the query's gradient and a sum for each row, in fp32. For
+    grouped heads its kernels are assumed to need as much as flash."""
     batch, heads, tokens, size = query.shape
     expanded = query.element_size() * batch * heads * key.shape[-2] * size
     summed = 4 * batch * heads * tokens

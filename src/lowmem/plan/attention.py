@@ -1,9 +1,10 @@
-"""Which of its kernels torch takes for attention on a card: one table for all dtypes, cards and shapes of heads.
+"""Predicts which kernel torch takes for attention on a card: one table for all dtypes, cards and head sizes.
 
-The flash, memory-efficient and cuDNN kernels hold nothing of (tokens, tokens). The math kernel, which takes whatever
-they refuse, holds several. The rules are those of torch 2.11 to 2.13, read in aten/src/ATen/native/transformers:
-sdp_utils_cpp.h, and cuda/sdp_utils.cpp for what names no other file. No CPU's torch has them compiled in, so no card
-has confirmed them yet; `torch._fused_sdp_choice` on one does (tests/plan/test_attention.py).
+The flash, memory-efficient and cuDNN kernels hold no tensor of shape (tokens, tokens). The math kernel, which takes
+every call that they refuse, holds several. The rules are those of torch 2.11 to 2.13, read in
+aten/src/ATen/native/transformers: sdp_utils_cpp.h, and cuda/sdp_utils.cpp for rules that name no other file. torch for
+CPUs does not have them compiled in, so no card has confirmed them yet; `torch._fused_sdp_choice` on a card does
+(tests/plan/test_attention.py).
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +14,16 @@ import torch
 FLASH, EFFICIENT, CUDNN, MATH = "flash", "efficient", "cuDNN", "math"
 SHORT = (torch.float16, torch.bfloat16)
 SUPPORTED = 12.1  # the newest capability that any fused kernel knows: check_sm_version, cutlassB.h
-# check_prefer_cudnn_attention, with cuDNN above 9.15: that of torch's wheels for CUDA 13. Those for CUDA 12 have an
-# older one and take flash, which needs about as much.
+# check_prefer_cudnn_attention, with cuDNN above 9.15, as in torch's wheels for CUDA 13. Wheels for CUDA 12 have an
+# older cuDNN and take flash, which needs about as much.
 PREFER_CUDNN = (9.0, 10.0, 10.3)
-# What is advised, first to last.
+# The overrides to advise, in order of preference.
 COMPUTES_IN = {torch.bfloat16: "precision=bf16", torch.float16: "precision=16", torch.float32: "precision=32"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """What torch's choice depends on, of one call of `F.scaled_dot_product_attention`.
+    """Holds the properties of a call of `F.scaled_dot_product_attention` that torch's choice depends on.
 
     Args: dtype: of query, key and value, after autocast; head, value: sizes of a query's and of a value's head;
     grouped: several query heads share a key and value; square: as many keys as queries; trains: a gradient is needed;
@@ -33,7 +34,7 @@ class Call:
     head: int
     value: int
     grouped: bool = False
-    mask: bool = False  # written out, not `is_causal`
+    mask: bool = False  # a mask tensor, not `is_causal`
     causal: bool = True
     square: bool = True
     dropout: float = 0.0
@@ -42,14 +43,15 @@ class Call:
 
 
 def kernel(call: Call, capability: float) -> str:
-    """The first that can: select_sdp_backend; the order is ATen/Context.h's sdp_priority_order."""
+    """Returns the first kernel that can take the call, as select_sdp_backend does; the order is sdp_priority_order of
+    ATen/Context.h."""
     able = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}
     order = (CUDNN, FLASH, EFFICIENT) if capability in PREFER_CUDNN else (FLASH, EFFICIENT)
     return next((name for name in order if call.plain and able[name](call, capability)), MATH)
 
 
 def _flash(call: Call, capability: float) -> bool:
-    """can_use_flash_attention. A head that no 8 divides is padded (attention.cpp)."""
+    """Follows can_use_flash_attention. A head whose size is no multiple of 8 is padded (attention.cpp)."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
         return False
     if call.head != call.value or call.head > 256 or (call.causal and not call.square):
@@ -61,7 +63,8 @@ def _flash(call: Call, capability: float) -> bool:
 
 
 def _efficient(call: Call, capability: float) -> bool:
-    """can_use_mem_efficient_attention, whose check_batch_size_and_num_heads_dense takes no groups up to torch 2.13."""
+    """Follows can_use_mem_efficient_attention. Its check_batch_size_and_num_heads_dense takes no groups up to torch
+    2.13."""
     dtypes = (torch.float32, *SHORT) if capability >= 8.0 else (torch.float32, torch.float16)
     if call.dtype not in dtypes or not 5.0 <= capability <= SUPPORTED or call.grouped:
         return False
@@ -70,23 +73,23 @@ def _efficient(call: Call, capability: float) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: float) -> int:
-    """minimum_gemm_alignment: elements of a head that tensor cores read at once."""
+    """Follows minimum_gemm_alignment: returns how many elements of a head tensor cores read at once."""
     if dtype in SHORT and capability >= 7.0:
         return 8
     return 4 if capability >= 8.0 else 1
 
 
 def _cudnn(call: Call, capability: float) -> bool:
-    """can_use_cudnn_attention. Newer ones take heads of up to 256 on 9.0, where flash needs about as much."""
+    """Follows can_use_cudnn_attention. Newer cuDNN takes heads of up to 256 on 9.0, where flash needs about as much."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False
-    if call.dropout * 16 % 1:  # check_cudnn_dropout: it knows sixteenths alone
+    if call.dropout * 16 % 1:  # check_cudnn_dropout: only multiples of 1/16
         return False
     return call.head % 8 == call.value % 8 == 0 and max(call.head, call.value) <= 128
 
 
 def advice(call: Call, capability: float) -> str | None:
-    """Where the math kernel would be taken, that it is and what to type instead; None: another is."""
+    """Returns a sentence with the override to type if torch would take the math kernel; None: it takes another."""
     if kernel(call, capability) != MATH:
         return None
     said = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]

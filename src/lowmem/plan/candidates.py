@@ -1,4 +1,4 @@
-"""Which recipes a plan compares: the same sequences per optimizer step, and what was typed untouched."""
+"""Lists the recipes that a plan compares: all keep the sequences per optimizer step, and what was typed."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,11 +21,11 @@ from lowmem.techniques import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
 
 @dataclass(frozen=True)
 class Typed:
-    """What was typed, and what of it a recipe may change.
+    """Holds the overrides that were typed, and which of them a recipe may change.
 
     Args:
-        run: of these lines, resolved.
-        compose: the run with these overrides instead of lines of the same key.
+        run: the resolved run of these lines.
+        compose: returns the run in which overrides replace the lines with the same key.
         may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: those that were not typed.
     """
 
@@ -37,16 +37,17 @@ class Typed:
 
     @cached_property
     def named(self) -> dict[str, str]:
-        """group -> its technique."""
+        """Returns group -> its technique."""
         return chosen_by(self.lines)
 
     @cached_property
     def said(self) -> dict[str, str]:
-        """key -> value."""
+        """Returns key -> value."""
         return as_mapping(self.lines)
 
     def config(self, recipe: Mapping[str, str]) -> Run:
-        """Composed once: it takes a tenth of a second. Parts that nothing else reads are put in their place."""
+        """Composes the run of a recipe, once: it takes a tenth of a second. Groups that stand alone are composed
+        separately and then inserted."""
         within = {key.split(".")[0] for key in recipe if "." in key}
         parts = {group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])}
         whole = {key: value for key, value in recipe.items() if key not in parts}
@@ -69,7 +70,7 @@ class Typed:
         return self.configs[key]
 
     def takes(self, choice: Mapping[str, str]) -> bool:
-        """Whether these techniques know all keys that were typed, such as optim.betas."""
+        """Returns whether these techniques have all keys that were typed, such as optim.betas."""
         try:
             return bool(self._strictly(choice))
         except ConfigCompositionException:
@@ -81,7 +82,7 @@ class Typed:
         return group in self.said or (group not in CHANGEABLE and any(key.startswith(f"{group}.") for key in self.said))
 
     def says(self, key: str, value: str) -> bool:
-        """Whether a recipe with this value need not say it."""
+        """Returns whether the typed lines already give this value, so a recipe need not name it."""
         if key == "batch_size":
             return str(self.run.batch_size) == value
         return self.named.get(key, self.said.get(key)) == value
@@ -89,7 +90,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class Training:
-    """A precision and an optimizer. Args: chosen: group of CHANGEABLE -> its technique."""
+    """Pairs a precision with an optimizer. Args: chosen: group of CHANGEABLE -> its technique."""
 
     chosen: Mapping[str, str]
     changes: tuple[Change, ...]
@@ -101,7 +102,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Candidate:
-    """option: override -> value, the groups and batch_size among them; run: of its training and where weights are."""
+    """Holds one way to compute a training. Args: option: override -> value, including the groups and batch_size; run:
+    the run with this training and this place of the weights."""
 
     option: Mapping[str, str]
     run: Run
@@ -113,12 +115,12 @@ class Candidate:
 
     @property
     def over_the_link(self) -> bool:
-        """Whether every pass needs what waits in host memory."""
+        """Returns whether every pass needs data that waits in host memory."""
         return self.streams or self.run.any("offloads")
 
 
 def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
-    """That may be chosen, each once."""
+    """Returns the trainings that may be chosen, each once."""
     found = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _choices(typed, "precision", card):
@@ -135,8 +137,8 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
 
 
 def candidates(typed: Typed, training: Training, shared: Collection[str] = ("auto",)) -> Iterator[Candidate]:
-    """Ways to compute one training that are not refused, with the micro-batches that leave the sequences of an
-    optimizer step as they are. Args: shared: strategies."""
+    """Yields the ways to compute one training that are not refused, with the micro-batches that do not change the
+    sequences of an optimizer step. Args: shared: strategies."""
     for strategy, weights in product(shared, _choices(typed, PLACED)):
         chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
         chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
@@ -144,7 +146,7 @@ def candidates(typed: Typed, training: Training, shared: Collection[str] = ("aut
         same, in_backward = _same_update(typed, run, chosen["optim"]), _in_backward(typed, run)
         for way in product(*(_choices(typed, group) for group in COMPUTED)):
             computed = dict(zip(COMPUTED, way, strict=True))
-            # of what streams it depends on how it is computed
+            # with streaming, a refusal depends on how the passes are computed
             is_refused = any(refused(typed.config({**chosen, **computed}) if run.streams else run))
             for batch_size, accumulation in micro_batches(typed, run):
                 option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
@@ -155,21 +157,21 @@ def candidates(typed: Typed, training: Training, shared: Collection[str] = ("aut
 
 
 def strategies(typed: Typed) -> list[str]:
-    """In which several devices may share the model and the data: where it was not typed, those that say so."""
+    """Returns the strategies to try for several devices: the typed one, or else all that declare `tried`."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, one in techniques(SHARED).items() if one.tried and _makes_up(typed, name)]
 
 
 def _makes_up(typed: Typed, strategy: str) -> bool:
-    """Whether so many devices make up its groups."""
+    """Returns whether the run's number of devices fills the strategy's groups."""
     with suppress(Refused):
         return bool(typed.config({SHARED: strategy}).data_ranks)
     return False
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """On the host, the one that is made for it."""
+    """Returns the optimizer for the place of the step: masters on the host take the one that is made for them."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
@@ -185,8 +187,8 @@ def _tried(group: str, card: Card | None) -> list[str]:
 
 
 def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]]:
-    """(batch_size, overrides that keep the update's size). Args: run: of a strategy, which may be another than the one
-    that the update's size is typed for."""
+    """Yields (batch_size, overrides that keep the update's size). Args: run: with a strategy, which may differ from the
+    strategy that the update's size was typed for."""
     size = typed.run.accumulation.arguments.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.said)
     if ("batch_size" in typed.said and typed.run.batch_size != "auto") or (is_typed and size is None):
@@ -197,7 +199,7 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
-    # As many in all, of which each that reads data of its own has its share.
+    # The total stays the same; each rank that reads its own data gets an equal share.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
@@ -207,7 +209,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]
 
 
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
-    """Arguments of the optimizer as they were, where only its state is another: shipped ones may differ."""
+    """Returns the typed optimizer's arguments if `name` makes the same update with other state: its defaults may
+    differ."""
     asked, found = typed.named["optim"], techniques("optim")
     if name == asked or (found[asked].update_of or asked) != (found[name].update_of or name):
         return {}
@@ -219,7 +222,7 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
 
 
 def _in_backward(typed: Typed, run: Run) -> Run | None:
-    """The run in which each gradient steps its parameter at once, where nothing forbids that."""
+    """Returns the run in which each gradient steps its parameter at once; None: it was typed, or is refused."""
     if "optim.in_backward" in typed.said:
         return None
     in_backward = run.knowing(optim={"in_backward": True})
@@ -228,7 +231,7 @@ def _in_backward(typed: Typed, run: Run) -> Run | None:
 
 @cache
 def stands_alone(group: str, name: str) -> bool:
-    """Whether a group's yaml reads nothing of a config, sets nothing outside its node, and nothing reads it."""
+    """Returns whether a group's yaml reads no other node of a config, sets none, and no yaml reads it."""
     if not is_group(group):
         return False
     text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")

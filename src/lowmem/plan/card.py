@@ -1,6 +1,6 @@
-"""What a CUDA device does otherwise than a CPU, so that a run can be planned for a card where there is none.
+"""Makes a CPU compute as a CUDA device does, so that a run can be planned for a card on a machine without one.
 
-Each difference names its source in torch. What cannot be known without the card is a margin, and the plan says so.
+Each difference names its source in torch. Where only the card could tell, a margin is added, and the plan says so.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from lowmem.internals import has_kernel, replaced_kernels
 from lowmem.optim.build import MakeOptimizer
 from lowmem.plan.attend import Attend
 
-# What CUDA's autocast computes in fp32 and a CPU's leaves in 16 bits (AT_FORALL_FP32 and _FP32_SET_OPT_DTYPE in
-# aten/src/ATen/autocast_mode.h), as far as language models use it. Not every torch has them all: 2.11 leaves rms_norm.
+# Operators of language models that CUDA's autocast computes in fp32 and a CPU's in 16 bits (AT_FORALL_FP32 and
+# _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). Not every torch has them all: 2.11 leaves rms_norm in 16 bits.
 IN_FP32 = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal"),
     *("softplus", "layer_norm", "rms_norm", "group_norm", "logsumexp"),
@@ -28,8 +28,8 @@ SUMS_IN_FP32 = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "s
 
 @contextmanager
 def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend | None]:
-    """Dropout, attention and autocast as CUDA computes them. Args: capability: of the card; None: of the one that is
-    here, or else of the reference. Yields: what stands in the place of torch's attention, if anything does.
+    """Replaces dropout, attention and autocast by what CUDA computes. Args: capability: of the card; None: of this
+    machine's card, or else of the reference. Yields: the replacement of torch's attention, if there is one.
 
     Dropout: aten/src/ATen/native/cuda/Dropout.cu keeps a mask of one byte per element; on a CPU autograd keeps the
     noise in the input's dtype (aten/src/ATen/native/Dropout.cpp).
@@ -50,7 +50,7 @@ def _capability() -> float:
 
 @contextmanager
 def _dropout() -> Iterator[None]:
-    """Registered where autograd is, below Python: operators that are made of others, as math attention is, have it."""
+    """Registers dropout at autograd's level, below Python, so that composed operators such as math attention use it."""
 
     def on_card(input: Tensor, p: float, train: bool) -> Tensor:
         return torch.ops.aten.native_dropout(input, p, True)[0] if train and p > 0 else input
@@ -62,7 +62,7 @@ def _dropout() -> Iterator[None]:
 
 @contextmanager
 def _autocast() -> Iterator[None]:
-    """Registered where autocast itself is, below Python: a forward pass that is repeated in backward has it too."""
+    """Registers casts at autocast's level, below Python, so that a forward pass repeated in backward uses them too."""
     with replaced_kernels("AutocastCPU") as ours:
         for name in (name for name in (*IN_FP32, *SUMS_IN_FP32) if has_kernel(name, "AutocastCUDA")):
             packet, _, overload = name.partition(".")
@@ -90,8 +90,9 @@ def _widened(value: object) -> object:
 
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
-    """torch.optim steps all tensors of a group at once on a card unless told otherwise, and on a CPU one by one
-    (`_default_to_fused_or_foreach` in torch/optim/optimizer.py): one more copy of the gradients or the parameters."""
+    """Makes torch.optim step all tensors of a group at once, its default on a card but not on a CPU
+    (`_default_to_fused_or_foreach` in torch/optim/optimizer.py): that takes one more copy of gradients or parameters.
+    """
 
     def on_card(groups: list[dict]):
         optimizer = make.make(groups)

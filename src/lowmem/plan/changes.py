@@ -1,7 +1,8 @@
-"""What a recipe changes of the training that was typed, and how far that is from it.
+"""Lists what a recipe changes of the training that was typed, and how far it moves away from it.
 
-Accumulation, checkpointing, the loss's chunks, where things lie and who steps them change no mathematics: they are
-`AS_TYPED` and not named. What a precision does its class says; of an optimizer its yaml says whose update it makes.
+Accumulation, checkpointing, the chunks of the loss, and where tensors lie and are stepped change no mathematics: they
+are `AS_TYPED` and not named. The class of a precision declares what it does; the yaml of an optimizer declares whose
+update it makes.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from lowmem.techniques import techniques
 
 
 class Tier(IntEnum):
-    """How far a training is from the one that was typed: a smaller one is closer."""
+    """Ranks how far a training is from the typed one: a smaller value is closer."""
 
     AS_TYPED = 1
     CLOSE = 2  # products in 16 bits, with weights that are updated in fp32; state in fewer bits
@@ -27,7 +28,7 @@ class Change:
 
 
 def changes(asked: Run, recipe: Run, named: Mapping[str, str], option: Mapping[str, str]) -> list[Change]:
-    """Args: named: group -> its technique in `asked`; option: the same of `recipe`."""
+    """Lists the changes from `asked` to `recipe`. Args: named: group -> technique of `asked`; option: of `recipe`."""
     found = []
     if option["precision"] != named["precision"]:
         found += _of_precision(asked, recipe, option["precision"])
@@ -41,7 +42,7 @@ def _of_precision(asked: Run, recipe: Run, name: str) -> list[Change]:
         return [Change(Tier.ANOTHER, name)]
     if asked.rounds_weights or recipe.multiplies_in != asked.multiplies_in:
         return [Change(Tier.CLOSE, name)]
-    return []  # masters of the same products
+    return []  # masters, with matrix products in the same dtype
 
 
 def _of_optimizer(asked: str, name: str) -> list[Change]:

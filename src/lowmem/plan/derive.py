@@ -1,13 +1,13 @@
-"""From a dozen small traces to every recipe of a table, exactly where every block adds the same.
+"""Derives every recipe of a table from a dozen small traces; the result is exact if every block adds the same.
 
-What a run holds at one place of a pass (before the first block, inside the last one, at the loss, ...) is linear in the
+The memory at one place of a pass (before the first block, inside the last one, at the loss, ...) is linear in the
 number of blocks and in the sequences of a micro-batch. So each way to compute (dtype, checkpointing, loss) is traced
 with 3 and with 4 blocks, at the smallest and at the largest micro-batch, and a line through them leads to the model's
-own depth. (Where kinds of blocks take turns, as in Gemma 2, the two depths are a whole round apart.)
-Weights, gradients and the optimizer's state are added to that: they come from traces with hardly a token,
-one for each precision and optimizer. Whether every block does add the same is seen from a third number of blocks, once
-for each checkpointing; where it does not, the derivation is called an estimate. Where weights stream, what a block that
-stays on the device adds is seen from one that does.
+own depth. (If kinds of blocks take turns, as in Gemma 2, the two depths differ by one full turn.)
+Weights, gradients and optimizer state are added to that: they come from traces with hardly a token, one for each
+precision and optimizer. A trace at a third depth, once for each checkpointing, shows whether every block does add the
+same; if it does not, the derivation is called an estimate. If weights stream, a trace with one block that stays on the
+device shows how much such a block adds.
 """
 
 from collections import Counter
@@ -27,38 +27,41 @@ from lowmem.settle import Run
 from lowmem.techniques import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
 from lowmem.units import CATEGORIES
 
-FEWEST = 3  # blocks with a first, a last and something between
-THIRD = 7  # blocks, at least, of a third depth: no square, nor of segments of three or four
-BENT = 0.01  # error at the third depth of a line through two, of the highest place: beyond that it is no line
-OF_THE_STEP = (*CHANGEABLE, "optim.in_backward")  # overrides that parameters alone are traced with
-SHORT = 8  # tokens of a trace for what the parameters alone need
-STAY = "weights.resident_blocks"  # override: blocks of weights that stream which stay on the device
+FEWEST = 3  # blocks: the fewest that have one between the first and the last
+THIRD = 7  # blocks: the least third depth, see `third`
+BENT = 0.01  # error at the third depth, as a share of the highest place, above which a derivation is an estimate
+OF_THE_STEP = (*CHANGEABLE, "optim.in_backward")  # overrides for traces of the parameters alone
+SHORT = 8  # tokens of a sequence in such a trace
+STAY = "weights.resident_blocks"  # override: blocks that stay on the device while the weights of the others stream
 
 Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the run, resolved
-Needed = tuple[Mapping[str, str], tuple[int, int]]  # of traces: overrides, smallest and largest micro-batch
+Needed = tuple[Mapping[str, str], tuple[int, int]]  # traces to make: overrides, (smallest, largest) micro-batch
 
 
 @dataclass
 class Derivation:
-    """Args: compose: a recipe's run; depth: blocks of the model; batches: smallest and largest micro-batch."""
+    """Derives the trace and the time of a recipe, and stores the traces that recipes share.
+
+    Args: compose: returns a recipe's run; depth: blocks of the model; batches: smallest and largest micro-batch.
+    """
 
     compose: Compose
     depth: int
     batches: tuple[int, int]
     target: Target
     machine: Machine
-    traces: int = 0  # that were needed
+    traces: int = 0  # how many were made
     period: int = 1  # blocks after which their kinds begin again
 
     @property
     def depths(self) -> tuple[int, int]:
-        """As few blocks as tell a line, which end as the model's own do."""
+        """Returns the two smallest depths that define a line and end with the same kind of block as the model."""
         fewest = FEWEST + (self.depth - FEWEST) % self.period
         return fewest, fewest + self.period
 
     @property
     def third(self) -> int:
-        """A number of blocks that segments of several do not divide, unless they divide the model's own."""
+        """Returns a third depth: no square, and no multiple of 3 or 4 unless the model's own depth is one."""
 
         def tells(n: int) -> bool:
             return n >= THIRD and isqrt(n) ** 2 != n and all(n % k or not self.depth % k for k in (3, 4))
@@ -67,16 +70,18 @@ class Derivation:
 
     def __post_init__(self) -> None:
         self._corners: dict[tuple, list[tuple[int, int, Trace]]] = {}
-        self._counted: dict[int, Mapping[str, float]] = {}  # by id of a trace
-        self._errors: dict[str, float] = {}  # at the third depth, by checkpointing
-        self._streaming: dict[str, str] = {}  # precision that others compute as -> the first whose weights stream
-        self._staying: dict[tuple, Trace] = {}  # with one block that stays, at the smaller depth
+        self._counted: dict[int, Mapping[str, float]] = {}  # id of a trace -> seconds by phase
+        self._errors: dict[str, float] = {}  # checkpointing -> error at the third depth
+        self._streaming: dict[str, str] = {}  # precision that others compute as -> the precision traced for all of them
+        self._staying: dict[tuple, Trace] = {}  # traces with one block that stays, at the smaller depth
 
     def trace(self, recipe: Mapping[str, str], run: Run) -> tuple[Trace, float]:
-        """Args: recipe: override -> value, the groups and batch_size among them; run: of its precision and optim.
+        """Derives a recipe's trace and its time.
+
+        Args: recipe: override -> value, including the groups and batch_size; run: with its precision and optim.
 
         Returns:
-            What `trace` would, but for the allocator's events; seconds of an optimizer step.
+            The trace, without the allocator's events; the seconds of an optimizer step.
         """
         batches = micro_batches(run, recipe)
         passes = Corners(self.traced(*self.needed(recipe, run)[0]), self.depth, int(recipe["batch_size"]))
@@ -95,20 +100,20 @@ class Derivation:
         taken = {phase: passes.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in PASSES}
         taken |= {phase: parameters.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in STEP}
         if derived.streamed:
-            part = derived.streamed / parameters.streamed  # of the blocks
+            part = derived.streamed / parameters.streamed  # the share of the blocks that streams
             taken[TRAVEL] = part * passes.at(lambda t: self._seconds(t).get(TRAVEL, 0.0))
-        if not leave:  # each micro-batch but the first adds its gradients to those that are there
+        if not leave:  # each later micro-batch adds its gradients to the earlier ones
             taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
         return derived, window(self.machine, run, derived, taken, batches, self.target.node).seconds
 
     def _seconds(self, shapes: Trace) -> Mapping[str, float]:
-        """Counted once for all recipes that share a trace, which `_corners` keeps."""
+        """Counts once for all recipes that share a trace; `_corners` keeps the trace alive, so its id stays valid."""
         if id(shapes) not in self._counted:
             self._counted[id(shapes)] = seconds(self.machine, shapes)
         return self._counted[id(shapes)]
 
     def of_parameters(self, recipe: Mapping[str, str], run: Run) -> Trace:
-        """What the weights, gradients and state of a recipe need whatever it computes; its step has no activations."""
+        """Derives the weights, gradients and state of a recipe alone; its only phase, the step, has no activations."""
         parameters = self._parameters(recipe, run)
         held = {category: parameters.bytes(_held("step", category)) for category in CATEGORIES}
         return Trace(
@@ -145,24 +150,27 @@ class Derivation:
         return replace(found, staying=count, one_stays=self._staying[key])
 
     def needed(self, recipe: Mapping[str, str], run: Run) -> tuple[Needed, Needed]:
-        """The traces of a recipe: of its passes, which an optimizer without state shares with every other, and of its
-        parameters, with hardly an activation."""
+        """Returns the traces that a recipe needs: one set for its passes and one for its parameters.
+
+        The passes are traced with an optimizer without state, so recipes with other optimizers share them. The
+        parameters are traced with hardly an activation.
+        """
         passes = {key: recipe[key] for key in COMPUTED} | {"optim": "sgd", "clip": "null"}
         same = not run.any("stays_wide") and run.technique("precision").computes_as
         passes["precision"] = same or recipe["precision"]
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
-        if run.streams:  # which the one that is computed as does not: the first of them stands for all
+        if run.streams:  # the precision that it computes as does not stream: the first that does stands for all
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
             placed = {key: recipe[key] for key in (PLACED,) if key in recipe} | {STAY: "0"}
             passes, parameters = passes | placed, parameters | placed
-            if techniques("loss")[recipe["loss"]].head_in_tiles:  # which is then on the host
+            if techniques("loss")[recipe["loss"]].head_in_tiles:  # the head's weight is then on the host
                 parameters["loss"] = recipe["loss"]
         parameters = {"loss": "full", "seq_len": str(SHORT)} | parameters
         several = micro_batches(run, recipe) > 1
-        # of a whole model on each device only the last micro-batch of a window sends gradients
+        # If each device has a full copy of the model, only the last micro-batch of a window sends gradients.
         once = run.several and not run.any("divides")
         passes["accumulation"] = "fixed" if several and once else "none"
-        # then the host sums gradients in fp32
+        # With masters and several micro-batches the host sums gradients in fp32.
         parameters["accumulation"] = "fixed" if several and run.masters else "none"
         if run.several:
             placed = {SHARED: recipe[SHARED]}
@@ -170,7 +178,7 @@ class Derivation:
         return (passes, self.batches), (parameters, (1, 1))
 
     def estimate(self, recipe: Mapping[str, str], run: Run) -> str | None:
-        """Why what is derived for a recipe is an estimate; None: it is exact. Args: those of `trace`."""
+        """Returns why the derived trace is only an estimate; None: it is exact. Args: as for `trace`."""
         checkpointing = recipe["gradient_checkpointing"]
         if checkpointing not in self._errors:
             self._errors[checkpointing] = self._error_at_third(*self.needed(recipe, run)[0])
@@ -183,7 +191,7 @@ class Derivation:
         )
 
     def _error_at_third(self, passes: Mapping[str, str], batches: tuple[int, int]) -> float:
-        """The largest error of a place, as a share of the highest place."""
+        """Returns the largest error at the third depth of any place, as a share of the highest place."""
         if self.depth <= max(self.depths):
             return 0.0
         small = min(batches)
@@ -200,11 +208,11 @@ class Derivation:
         return max(abs(derived(place) - size) for place, size in exact.items()) / max(exact.values())
 
     def has(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> bool:
-        """Whether these were traced."""
+        """Returns whether these traces exist already."""
         return _key(recipe, batches) in self._corners
 
     def traced(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Trace]]:
-        """(depth, batch, trace) of overrides, at each depth and at some micro-batches from the first to the last."""
+        """Returns (depth, batch, trace) at each depth and at micro-batches from the smallest to the largest."""
         if not self.has(recipe, batches):
             corners = self.corners(recipe, batches)
             traces = [trace(run, self.target.on_card, depth, self.target.capability) for depth, _, run in corners]
@@ -212,9 +220,9 @@ class Derivation:
         return self._corners[_key(recipe, batches)]
 
     def corners(self, recipe: Mapping[str, str], batches: tuple[int, int]) -> list[tuple[int, int, Run]]:
-        """(depth, batch, config) of each trace that `traced` makes."""
+        """Returns (depth, batch, config) of each trace that `traced` makes."""
         run = self.compose(recipe)
-        # Up to this micro-batch the loss is one chunk, which grows with it; beyond it are several of one size.
+        # Up to this micro-batch the loss is a single chunk that grows with it; beyond, several chunks of equal size.
         knee = -(-run.loss.arguments.get("rows", 1) // run.seq_len)
         return [
             (depth, batch, run.knowing(batch_size=batch))
@@ -225,7 +233,7 @@ class Derivation:
     def take(
         self, recipe: Mapping[str, str], batches: tuple[int, int], corners: Sequence[tuple], traces: Sequence[Trace]
     ) -> None:
-        """The traces of its `corners`, wherever they were made."""
+        """Stores the traces of `corners`, made in this process or by the helper."""
         found = [(depth, batch, t) for (depth, batch, _), t in zip(corners, traces, strict=True)]
         self._corners[_key(recipe, batches)] = found
         self.traces += len(found)
@@ -236,7 +244,7 @@ def _key(recipe: Mapping[str, str], batches: tuple[int, int]) -> tuple:
 
 
 def micro_batches(run: Run, recipe: Mapping[str, str]) -> int:
-    """Of the recipe's accumulation window."""
+    """Returns the number of micro-batches in the recipe's accumulation window."""
     if "accumulation.batches" in recipe:
         return int(recipe["accumulation.batches"])
     if "size" in run.accumulation.arguments:
@@ -245,20 +253,20 @@ def micro_batches(run: Run, recipe: Mapping[str, str]) -> int:
 
 
 def reading(run: Run) -> int:
-    """Devices that share the sequences of accumulation.size."""
+    """Returns how many devices share the sequences of accumulation.size."""
     devices = run.accumulation.devices
     return run.data_ranks if devices == 1 else devices
 
 
 @dataclass(frozen=True)
 class Corners:
-    """Traces at two depths and one or more batches, and the depth and batch that is asked for."""
+    """Holds traces at two depths and one or more batches, and the depth and batch to derive."""
 
     traces: list[tuple[int, int, Trace]]
     depth: int
     batch: int
-    staying: int = 0  # blocks whose weights do not stream, as those of all others
-    one_stays: Trace | None = None  # the first of the traces, but for one such block
+    staying: int = 0  # blocks whose weights stay on the device while the others stream
+    one_stays: Trace | None = None  # same run as traces[0], except that one block stays
 
     @property
     def any(self) -> Trace:
@@ -266,7 +274,7 @@ class Corners:
 
     @property
     def streamed(self) -> float:
-        """Bytes of weights that stream, were it those of all blocks."""
+        """Returns the bytes of weights that would stream if no block stayed on the device."""
         return replace(self, staying=0).at(lambda t: t.streamed)
 
     def at(self, value: Callable[[Trace], float]) -> float:
@@ -290,7 +298,8 @@ def _at_place(place: str, field: str) -> Callable[[Trace], int]:
 
 
 def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leave: bool, batches: int) -> Point:
-    """The highest place of forward or backward. Args: leave: gradients do as they are made; batches: of a window."""
+    """Returns the highest place of forward or backward. Args: leave: whether each gradient leaves as soon as backward
+    computes it; batches: micro-batches of a window."""
     places = [place for place in passes.any.places if place.startswith(phase)]
     tops = [Place(*(passes.bytes(_at_place(place, field)) for field in Place._fields)) for place in places]
     if leave or batches > 1:
@@ -300,16 +309,18 @@ def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leav
         top = max(tops, key=lambda place: place.with_all_gradients)
         gradients = top.with_all_gradients - top.with_newest_gradient
     state = parameters.bytes(_held("evaluation", "optimizer"))
-    # The optimizer's side, and offloaded boundaries. Passes whose weights wait there are traced with those.
+    # Host bytes of the optimizer, plus offloaded boundaries. If weights wait on the host, the traced host bytes of the
+    # passes include those weights, so the boundaries are counted by themselves.
     offloaded = sum(derived.pinned) if derived.streamed or derived.waits_on_host else passes.bytes(_host(phase))
     host = parameters.bytes(_host(phase)) + offloaded
     return _point(phase, derived.weights, gradients, state, top.with_newest_gradient, host)
 
 
 def _step(passes: Corners, derived: Trace) -> Point:
-    """From traces of the step itself, not a sum: where each gradient is freed once used, its peak has only some."""
+    """Takes the peak from a trace of the step instead of a sum: if each gradient is freed after use, the peak holds
+    only some of them."""
     alone = derived.phases["step"]
-    batch = passes.bytes(_held("step", "activations"))  # the micro-batch itself
+    batch = passes.bytes(_held("step", "activations"))  # the tensors of the micro-batch
     return alone._replace(bytes=alone.bytes | {"activations": batch})
 
 
@@ -320,7 +331,10 @@ def _evaluation(passes: Corners, parameters: Corners, derived: Trace) -> Point:
 
 
 def bilinear(corners: list[tuple[int, int, float]], depth: int, batch: int) -> float:
-    """Args: corners: (depth, batch, value) at two depths and one or more batches, from the smallest to the largest."""
+    """Interpolates between batches and extrapolates to `depth`.
+
+    Args: corners: (depth, batch, value) at two depths and one or more batches, from the smallest to the largest.
+    """
     by_batch: dict[int, dict[int, float]] = {}
     for d, b, value in corners:
         by_batch.setdefault(b, {})[d] = value
@@ -340,7 +354,7 @@ def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host
 
 
 def _sent(passes: Corners) -> Counter:
-    """Where one micro-batch was traced, those before it are as that."""
+    """Returns bytes per call. If a single micro-batch was traced, the earlier ones are taken to send the same."""
     found = Counter({call: passes.bytes(lambda t, call=call: t.sent[call]) for call in passes.any.sent})
     if any(phase.startswith(EARLIER) for phase, _ in found):
         return found
@@ -348,6 +362,6 @@ def _sent(passes: Corners) -> Counter:
 
 
 def _pinned(passes: Corners) -> list[int]:
-    """Offloaded boundaries: as many as blocks, each as large as its micro-batch."""
+    """Returns the bytes of each offloaded boundary: one per block, proportional to the micro-batch."""
     _, batch, traced = passes.traces[0]
     return [traced.pinned[0] * passes.batch // batch] * passes.depth if traced.pinned else []

@@ -1,10 +1,10 @@
-"""A second process that traces, beside a search: half of its time where there are two processors.
+"""Starts a second process that traces for a search: with two processors a search takes half the time.
 
-It is a fresh Python, not a copy of this one: a copy of a process with threads can hang, and one in which CUDA is in use
-must not be made. It imports torch for itself, while this one does. It ends when its input does, so nothing is left
-behind, however this process ends; and whatever it cannot do is done here, where errors are told.
+The helper is a fresh Python, not a fork: a forked process with threads can hang, and a process that uses CUDA must not
+be forked. It imports torch while this process does the same. It ends when its input ends, so it does not survive this
+process, however that ends. This process does what the helper cannot, and reports the errors.
 
-Nothing heavy is imported at module level: a command starts it before it imports anything itself.
+Nothing heavy is imported at module level: a command starts the helper before its own imports.
 """
 
 import os
@@ -26,11 +26,11 @@ Job = tuple  # a run as plain values, and the other arguments of `trace`
 
 
 class NotTraced(Exception):
-    """By another process."""
+    """The other process did not trace the run."""
 
 
 class Helper:
-    """A process that traces. It is closed as a file is."""
+    """Wraps a process that traces. Close it with a `with` block, like a file."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class Helper:
     def __exit__(self, *_) -> None:
         self._process.kill()
         self._process.wait()
-        with suppress(OSError):  # what was not read any more
+        with suppress(OSError):  # the process may not have read its input
             self._process.stdin.close()
         self._process.stdout.close()
 
@@ -61,7 +61,7 @@ class Helper:
         return 0
 
     def traces(self, jobs: Sequence[Job]) -> "list | Refused | None":
-        """What `trace` returns for each, or why one is refused; None: it cannot, and is not asked again."""
+        """Returns the result of `trace` for each job, or the refusal of one; None: it failed and is not used again."""
         try:
             pickle.dump(list(jobs), self._process.stdin)
             self._process.stdin.flush()
@@ -71,11 +71,11 @@ class Helper:
 
 
 def elsewhere(run: "Run", on_card: bool, capability: float | None, rank: int = 0) -> "Trace":
-    """What `trace` returns, of a process that is not one of several: these cannot make up others.
+    """Returns the result of `trace` from another process: a rank of a running process group cannot simulate others.
 
     Raises:
-        NotTraced: it did not answer.
-        Refused: what the run itself would be refused for.
+        NotTraced: the other process did not answer.
+        Refused: the run itself would be refused for the same reason.
     """
     with Helper() as one:
         traces = one.traces([(run.as_dict(), on_card, None, capability, rank)])
@@ -87,14 +87,14 @@ def elsewhere(run: "Run", on_card: bool, capability: float | None, rank: int = 0
 
 
 def helper() -> Helper | None:
-    """None: there is one processor, and two processes would wait for each other."""
+    """Starts a helper; None: there is only one processor, and two processes would wait for each other."""
     return Helper() if processors.usable() > 1 else None
 
 
 def serve() -> None:
-    """The process itself: answers until there is nobody to ask. What goes wrong ends it."""
+    """Runs in the helper process: answers jobs until its input ends. An error ends the process."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output that a library prints must not mix with answers
     from lowmem.settle import Run
     from lowmem.starting import undisturbed
 

@@ -1,4 +1,4 @@
-"""plan.py as a function: what one run needs, or the table of the recipes that would do."""
+"""Provides plan.py as a function: it prints what one run needs, or the table of recipes."""
 
 import json
 import time
@@ -26,7 +26,7 @@ from lowmem.settle import Run, run_of, settled
 from lowmem.techniques import SHARED, techniques
 from lowmem.terminal import folded
 
-OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # that no command of train.py needs
+OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # keys of plan.py that train.py's command does not need
 
 
 def plan(
@@ -36,10 +36,10 @@ def plan(
     typed: Sequence[str],
     helper: Helper | None = None,
 ) -> dict:
-    """Prints the plan and leaves plan.json in `output_dir`. Args: helper: traces a part of a search.
+    """Prints the plan and writes plan.json to `output_dir`. Args: helper: traces some recipes of a search.
 
     Raises:
-        Refused: a size, a run or a model that cannot be planned.
+        Refused: a size is wrong, or the run or the model cannot be planned.
     """
     start = time.perf_counter()
     run = settled(cfg)
@@ -52,10 +52,10 @@ def plan(
     check(run, choices)
     quiet()
     model.check_architecture(run)
-    card_of_here = card is None  # several of another kind are in another host
+    card_of_here = card is None  # several cards of another kind are in another host
     card = gpus.here() if card is None and on_card else card
     if ram is None and (card_of_here or run.devices == 1):
-        ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # it is gone by the time of the run
+        ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # the helper ends before the run starts
     target = Target(on_card, card, ram, run.node)
     typed, card_of = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
     if run.search:
@@ -83,7 +83,8 @@ def plan(
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
-    """Of several devices without a strategy a search looks for one: until then each has the whole model."""
+    """Adds a strategy with a full model on each device if a search has several devices and none was typed; the search
+    then tries others."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     whole = next(name for name, one in techniques(SHARED).items() if one.tried and not one.divides)
@@ -91,9 +92,9 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
 
 
 def resolved(run: Run, on_card: bool) -> Run:
-    """A copy without interpolations; `device` is where tracing happens, which is always here."""
+    """Returns a copy without interpolations; its `device` is the CPU, where tracing always happens."""
     run = run.knowing(device="cpu")
-    if run.batch_size == "auto" and run.memory.limit is None:  # which is refused without a card's size
+    if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto is refused without a card's size
         card = gpus.card(run.gpu)
         run = run.knowing(memory={"limit": card and card.size})
     return run.resolved()

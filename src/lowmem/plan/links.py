@@ -1,10 +1,10 @@
-"""What a device exchanges with others, counted from the calls of its engine: bytes over the links inside a node, and
-over those between nodes.
+"""Counts what a device exchanges with others, from the calls of its engine: bytes over the links inside a node, and
+over the links between nodes.
 
-Not how a library does it is counted but what must arrive, the least that any can do. Of a whole of S bytes that n ranks
-hold in parts, each must receive S (n - 1) / n; what is not in its node comes once, over the links of all who are in it.
-A sum that each holds in part and then has whole is twice that (Patarasu and Yuan 2009): it is added in parts, and those
-are gathered.
+The bytes that must arrive are counted, the least that any library can do, not how a library moves them. In an
+all-gather of S bytes over n ranks each rank must receive S (n - 1) / n. Bytes from other nodes enter a node once, over
+the links of all its ranks. An all-reduce needs twice as much (Patarasu and Yuan 2009): a reduce-scatter and then an
+all-gather.
 """
 
 from collections import Counter
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lowmem.internals import OpOverload, group_of, schema, tree_leaves
 
-EARLIER = "earlier "  # in front of a phase: of a micro-batch that is not its window's last
-NODE = 8  # devices of a node
-# torch's names, by what they do; `c10d` is what engines call, which go on, `_c10d_functional` what a DTensor waits for
+EARLIER = "earlier "  # prefix of a phase: the micro-batch is not its window's last
+NODE = 8  # devices per node
+# torch's namespaces: engines call `c10d` and go on without waiting; a DTensor calls `_c10d_functional` and waits
 SPACES = ("c10d", "_c10d_functional")
 GATHERS, ADDS, BOTH, ENDS = "gather", "reduce", "both", ("send", "receive")
 KINDS = {
@@ -33,7 +33,7 @@ KINDS = {
 
 
 class Sent(NamedTuple):
-    """A kind of call. Args: ranks: that take part; waits: whether the device that calls it does."""
+    """Identifies a kind of call. Args: ranks: those that take part; waits: whether the calling device waits."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Sent(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes that a device receives, or seconds: over the links of its node; over those of its node to others."""
+    """Holds the bytes that a device receives over the links inside its node, and over those from other nodes."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -57,7 +57,7 @@ NOTHING = Traffic()
 
 
 def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Sent, int] | None:
-    """(what an operator exchanges, bytes of the whole that is gathered, added or sent); None: nothing."""
+    """Returns (kind of call, bytes of the full tensor that is gathered, added or sent); None: nothing is exchanged."""
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")
@@ -73,7 +73,7 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Sent, int] | No
 
 
 def traffic(one: Sent, whole: float, node: int) -> Traffic:
-    """Args: node: devices of one node; ranks that follow each other share it."""
+    """Returns what one device receives in a call. Args: node: devices per node; consecutive ranks share a node."""
     size, nodes = len(one.ranks), Counter(rank // node for rank in one.ranks)
     if one.kind in ENDS:
         return Traffic(whole, 0.0) if len(nodes) == 1 else Traffic(0.0, whole)
@@ -83,7 +83,7 @@ def traffic(one: Sent, whole: float, node: int) -> Traffic:
 
 
 def by_phase(calls: Mapping[tuple[str, Sent], float], node: int) -> dict[tuple[str, bool], Traffic]:
-    """(phase, whether the device waits) -> what it exchanges. Args: calls: -> bytes of the whole."""
+    """Returns (phase, whether the device waits) -> traffic. Args: calls: (phase, kind of call) -> full bytes."""
     found: dict[tuple[str, bool], Traffic] = {}
     for (phase, one), whole in calls.items():
         key = phase, one.waits
@@ -92,11 +92,11 @@ def by_phase(calls: Mapping[tuple[str, Sent], float], node: int) -> dict[tuple[s
 
 
 def of_window(calls: Mapping[tuple[str, Sent], float], micro_batches: int, node: int) -> Traffic:
-    """What a device exchanges in an optimizer step."""
+    """Returns what a device exchanges in an optimizer step."""
     parts = by_phase(calls, node).items()
     return sum((part.times(how_often(phase, micro_batches)) for (phase, _), part in parts), start=NOTHING)
 
 
 def how_often(phase: str, micro_batches: int) -> int:
-    """How often it is gone through in a window."""
+    """Returns how often a phase occurs in a window."""
     return micro_batches - 1 if phase.startswith(EARLIER) else 1

@@ -1,12 +1,12 @@
-"""What a machine can do: its rates, measured in a few seconds and kept for a week, and refined by what runs take.
+"""Measures a machine's rates in a few seconds, stores them for a week, and refines them from the times of runs.
 
 An operator takes as long as the slower of two: its floating-point operations at the machine's rate for that dtype, or
 the bytes it reads and writes at the machine's bandwidth. A fixed time per operator comes on top. The rates of a card
-with a name are in conf/gpu.yaml; for one that is not here and has none they are assumed, and the plan says so.
+with a name are in conf/gpu.yaml; for a card without a name that is not here they are assumed, and the plan says so.
 
-Rates that were measured while others computed are used and not kept. A run tells how long its passes took beside what
-was counted: the median of the last runs counts, with two more that were as counted, so no single run changes anything.
-Rates make a prediction better, and no more: a file that cannot be read or written is none, and ends nothing.
+Rates measured while other processes computed are used but not stored. Each run yields the ratio of the measured to the
+counted time of its passes. The median of the last runs and of two ratios of 1 counts, so no single run changes
+anything. Rates only improve a prediction: a file that cannot be read or written is ignored, and ends no run.
 """
 
 import json
@@ -37,38 +37,38 @@ log = logging.getLogger(__name__)
 
 CACHE = Path(os.environ.get("LOWMEM_RATES") or "~/.cache/lowmem").expanduser().absolute()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RATES = 4  # raise it when what is measured changes: older files are then not read
+RATES = 4  # raise it when the measurement changes: older files are then ignored
 KEPT = timedelta(days=7)
-RUNS = 5  # of each dtype that are remembered
-ODD = 4.0  # a run that takes more than so many times what was counted, or less than that part of it, counts as this
-OWN = 0.8  # of the time of this process's processors: who gets less shares them
-STEADY = 1.5  # the slowest of some equal calls over the fastest: beyond that others use the card
+RUNS = 5  # how many runs of each dtype are remembered
+ODD = 4.0  # ratios are limited to between 1 / ODD and ODD
+OWN = 0.8  # share of the processors' time: a process that gets less shares them with others
+STEADY = 1.5  # slowest over fastest of equal calls: above this, others use the card
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass
 class Machine:
-    """Rates of the device, and of the host beside it."""
+    """Holds the rates of a device and of its host."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of a file; what is made here is not checked
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # checks a file; direct construction is not checked
 
     name: str
     flops: dict[str, Rate]  # per second, by dtype
-    bandwidth: Rate  # bytes per second, of the device's memory
+    bandwidth: Rate  # bytes per second of the device's memory
     overhead: Rate  # seconds per operator
-    fresh: Rate | None = None  # bytes per second that the system gives to malloc; None: a card keeps what was freed
-    link: Rate | None = None  # bytes per second between host and device; None: they are one
-    peer: Rate | None = None  # bytes per second that come to a device from those of its node; None: as its memory
-    network: Rate | None = None  # and from other nodes; None: as from its own
-    host: "Machine | None" = None  # beside a card
-    measured_on: str | None = None  # a day; None: not measured, or while others computed, and not kept
-    updates: dict[str, Rate] = field(default_factory=dict)  # by optimizer: of `update.py`
-    busy: dict[str, Rate] = field(default_factory=dict)  # such, timed while others computed: not kept
-    runs: dict[str, list[Rate]] = field(default_factory=dict)  # by dtype: seconds of passes, over those counted
+    fresh: Rate | None = None  # bytes per second of new pages for malloc; None: a card reuses freed memory
+    link: Rate | None = None  # bytes per second between host and device; None: they share one memory
+    peer: Rate | None = None  # bytes per second to a device from others of its node; None: its memory's bandwidth
+    network: Rate | None = None  # bytes per second from other nodes; None: the same as `peer`
+    host: "Machine | None" = None  # the host of a card
+    measured_on: str | None = None  # a day; None: not measured, or others computed meanwhile, so it is not stored
+    updates: dict[str, Rate] = field(default_factory=dict)  # optimizer -> pace of its update, see `update.py`
+    busy: dict[str, Rate] = field(default_factory=dict)  # the same, timed while others computed: not stored
+    runs: dict[str, list[Rate]] = field(default_factory=dict)  # dtype -> measured over counted seconds of passes
 
     def operator(self, work: Work) -> float:
-        """Seconds. Raises Refused where the operator multiplies in a dtype whose rate is not known."""
+        """Returns the seconds of an operator. Raises Refused: it multiplies in a dtype whose rate is not known."""
         products = work.flops / self._rate(work.dtype) if work.flops else 0.0
         faults = work.fresh / self.fresh if self.fresh else 0.0
         return max(products, work.moved / self.bandwidth) + faults + self.overhead
@@ -83,16 +83,16 @@ class Machine:
         return self.flops[name]
 
     def exchange(self, traffic: Traffic) -> float:
-        """Seconds: both kinds of links work at once."""
+        """Returns the seconds of an exchange: both kinds of links work at once."""
         peer = self.peer or self.bandwidth
         return max(traffic.inside / peer, traffic.between / (self.network or peer))
 
     def pace(self, dtype: str) -> float:
-        """Of passes: what counted seconds are multiplied with."""
+        """Returns the factor for the counted seconds of passes in this dtype."""
         return median([1.0, 1.0, *self.runs.get(dtype, ())])
 
     def learn(self, dtype: str, ratio: float) -> None:
-        """Args: ratio: seconds that a run's passes took, over those that were counted at a pace of 1."""
+        """Remembers a run. Args: ratio: measured seconds of its passes, over those counted at a pace of 1."""
         self.runs[dtype] = [*self.runs.get(dtype, ()), min(max(ratio, 1 / ODD), ODD)][-RUNS:]
         self.save()
 
@@ -112,14 +112,14 @@ class Machine:
 
 @cache
 def _tell(sentence: str) -> None:
-    """Once: each update and each run is saved."""
+    """Warns once per sentence: each update and each run saves, and could fail again."""
     log.warning(sentence)
 
 
 def machine(on_card: bool, card: gpus.Card | None = None, products: str = "float32") -> Machine:
-    """The machine that a plan is for: measured where it is this one, and the card has no name.
+    """Returns the machine that a plan is for: this one is measured, unless the card has a name or is not here.
 
-    Args: products: what those of fp32 read, tensorfloat32 perhaps.
+    Args: products: dtype that matrices are multiplied in; with tensorfloat32 the fp32 rate is that of tensorfloat32.
     """
     host = machine(on_card=False) if on_card else None
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
@@ -141,28 +141,30 @@ def machine(on_card: bool, card: gpus.Card | None = None, products: str = "float
 
 
 def kept(on_card: bool) -> Machine | None:
-    """What is known of this machine; None: nothing, it is too old, or nobody can have measured it."""
+    """Returns the stored rates of this machine; None: there are none, or they are too old or dated in the future."""
     try:
         known = TypeAdapter(Machine).validate_json(_file(_name(on_card)).read_bytes())
         age = date.today() - date.fromisoformat(known.measured_on or "never")
-    except (OSError, ValueError):  # pydantic's errors are such
+    except (OSError, ValueError):  # pydantic's errors are ValueErrors
         return None
     return known if timedelta(0) <= age < KEPT and "float32" in known.flops else None
 
 
 def measured(name: str, device: str) -> Machine:
-    """This machine, in two to ten seconds."""
+    """Measures this machine, in two to ten seconds."""
     this = Machine(name, *_rates(device))
     if device == "cuda":
-        torch.cuda.empty_cache()  # torch would hold the memory of the probes for later
+        torch.cuda.empty_cache()  # else torch would hold the probes' memory
     return this
 
 
 def others_compute(device: str) -> bool:
-    """Whether they do now, on the processors or the card that this process computes on. A product of matrices keeps all
-    of its threads at work: time of a processor that they did not get is time that somebody else had. A card's own
-    clock does not stop; equal calls take different times there. The load average would count this process's own work of
-    the last minute, and all of a machine that a container has a part of."""
+    """Returns whether other processes now compute on the processors or the card that this process uses.
+
+    A matrix product keeps all threads of this process busy: processor time that they do not get goes to others. A card
+    has no such clock; there equal calls take different times if others compute. The load average would count this
+    process's own work of the last minute, and a full machine of which a container uses only a share.
+    """
     side = 4096 if device == "cuda" else 1024
     a = torch.randn(side, side, device=device)
     taken, started, had = [], time.perf_counter(), time.process_time()
@@ -175,7 +177,7 @@ def others_compute(device: str) -> bool:
 
 
 def _rates(device: str) -> tuple[dict[str, float], float, float, float | None, float | None]:
-    """(flops, bandwidth, overhead, fresh, link) of a `Machine`."""
+    """Measures (flops, bandwidth, overhead, fresh, link) of a `Machine`."""
     flops = {}
     for dtype_name, dtype in DTYPES.items():
         n = 4096 if device == "cuda" else 1024
@@ -195,7 +197,8 @@ def _rates(device: str) -> tuple[dict[str, float], float, float, float | None, f
 
 
 def fastest(call: Callable[[], object], device: str) -> float:
-    """Seconds of the fastest of five calls, after one to warm up: rates are kept, and must not hold what else ran."""
+    """Returns the seconds of the fastest of five calls, after one to warm up: rates are stored, and must not include
+    the work of other processes."""
     return min([_seconds(call, device) for _ in range(6)][1:])
 
 

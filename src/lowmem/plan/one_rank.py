@@ -1,7 +1,7 @@
-"""One of several processes, and none of the others: its strategy as it is, over torch's fake process group.
+"""Simulates one rank without the others: its strategy runs unchanged over torch's fake process group.
 
-What is sent arrives nowhere, and what is received holds no numbers, which is all that tensors without memory need:
-every buffer that an engine gathers, reduces or sends is made as in a run. So 512 devices take no longer than two.
+Sent data arrives nowhere and received data has no numbers, which is enough for tensors without memory: every buffer
+that an engine gathers, reduces or sends is allocated as in a run. So 512 devices take no longer than two.
 Source: torch/testing/_internal/distributed/fake_pg.py.
 """
 
@@ -26,10 +26,10 @@ from lowmem.strategy.tensor_parallel import TensorParallel
 
 @contextmanager
 def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
-    """Args: run: resolved; rank: which of run.devices.
+    """Yields the strategy of one rank. Args: run: resolved; rank: below run.devices.
 
     Raises:
-        Refused: this process is one of several that are there.
+        Refused: this process belongs to a running process group.
     """
     if not run.several:
         yield OneDevice()
@@ -42,11 +42,11 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
         ranks.all_max = ranks.broadcast = lambda value: value  # collectives answer as if all ranks had the same value
         ranks.all_gather = lambda value: [value] * run.devices
         ranks.rank_0_first = nullcontext
-        ranks.in_numbers = True  # each has the whole model, of shapes
+        ranks.in_numbers = True  # each rank has the full model, without numbers
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
             patch.object(loading, "shard_and_send", _laid_out),
-            patch.object(TensorParallel, "_compare", lambda *_: None),  # it looks at numbers, once
+            patch.object(TensorParallel, "_compare", lambda *_: None),  # it compares numbers, once
             patch.object(DeviceMesh, "__init__", _with_numbers),
         ):
             yield ranks
@@ -55,7 +55,7 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
 
 
 def _laid_out(model: nn.Module, ranks: OneDevice, lay_out: Callable[[], object], device: torch.device) -> None:
-    """No numbers have to come from rank 0."""
+    """Lays out the model without a broadcast: no numbers have to come from rank 0."""
     lay_out()
 
 
@@ -63,7 +63,7 @@ _mesh = DeviceMesh.__init__
 
 
 def _with_numbers(mesh: DeviceMesh, *args, **kwargs) -> None:
-    """Which devices it is of is a tensor, and looked at."""
+    """Builds a mesh outside the fake mode, because it reads its tensor of ranks."""
     with unset_fake_temporarily():
         _mesh(mesh, *args, **kwargs)
 
@@ -72,8 +72,8 @@ _init = DistributedDataParallel.__init__
 
 
 def _reduces_without_numbers(ddp: DistributedDataParallel, *args, **kwargs) -> None:
-    """As it is, but for what its C++ does with numbers: it compares weights, reads the result of what was sent, and
-    once the order in which gradients came, by which it fills its buckets then: the same bytes."""
+    """Builds DDP without what its C++ does with numbers: it compares weights, reads the results of communication, and
+    once rebuilds its buckets by the order in which gradients came, with the same bytes."""
     _init(ddp, *args, **kwargs | {"init_sync": False})
     ddp.register_comm_hook(None, _sent)
     ddp.reducer = InThisOrder(ddp.reducer)
@@ -87,7 +87,7 @@ def _sent(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class InThisOrder:
-    """A reducer of gradients whose buckets stay as they are."""
+    """Wraps a reducer of gradients so that its buckets are never rebuilt."""
 
     def __init__(self, reducer: object) -> None:
         self._reducer = reducer

@@ -1,4 +1,4 @@
-"""From a trace to what a run needs, phase by phase, on the device and on the host."""
+"""Computes from a trace how much memory a run needs, phase by phase, on the device and on the host."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,50 +27,50 @@ from lowmem.settle import Run
 from lowmem.trainable import packed, parameters, trainable
 from lowmem.units import CATEGORIES, GIB, MIB
 
-BY_HOST = ("load", "save", "resume")  # phases without paged state, or in which the host reads or writes all of it
+BY_HOST = ("load", "save", "resume")  # phases without paged state, or with all of it read or written by the host
 OUTLINED = (
     "Counted is a transformer of its widths, which in small runs was from a third too little to a fifth too much."
 )
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
-CUDA_ON_HOST = GIB  # its libraries in the host's memory: a margin, not a measurement
-# Of the host: code and threads that the first step wakes; 12 to 20 MiB on two cores, in runs of 10M to 60M parameters.
+CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: a margin, not a measurement
+# Host memory of code and threads that the first step wakes: 12 to 20 MiB on two cores, in runs of 10M to 60M parameters
 WOKEN = 12 * MIB
-GENERATOR = GIB // 8  # of host memory, for torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
-# Where a recipe was derived its allocations are not known one by one. Of what is allocated at the highest point, what
-# is reserved, and the least that must be: of seventeen traced recipes of four models 1.03 to 1.20, and 1.00 to 1.07;
-# below a GiB, where segments of 20 MiB are coarse, up to 1.11.
+GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
+# The single allocations of a derived recipe are not known. Its reserved bytes, and the least that must be reserved, are
+# taken as these multiples of the peak that is allocated. In seventeen traced recipes of four models they were 1.03 to
+# 1.20, and 1.00 to 1.07; below a GiB, where segments of 20 MiB are coarse, up to 1.11.
 RESERVED, SMALLEST = 1.1, 1.07
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one phase at its highest."""
+    """Holds the peak bytes of one phase."""
 
     device: int
-    host: int  # the process's resident memory: on a CPU the device's bytes too
+    host: int  # resident memory of the process; on a CPU this includes the device's bytes
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run needs. All in bytes."""
+    """Holds the memory that a run needs, in bytes."""
 
     phases: Mapping[str, Need]
-    by_category: Mapping[str, int]  # of the device, at its highest
-    host_categories: Mapping[str, int]  # at its highest: libraries, tensors, staging
-    reserved: int  # by CUDA's allocator where there is room; 0 on a CPU
-    smallest: int  # that the allocator must be able to reserve: where there is no more it gives back what is idle
+    by_category: Mapping[str, int]  # device bytes at the peak
+    host_categories: Mapping[str, int]  # host bytes at the peak: libraries, tensors, staging
+    reserved: int  # reserved by CUDA's allocator if there is room; 0 on a CPU
+    smallest: int  # the least that the allocator must be able to reserve: if memory is short it frees idle segments
     parameters: int
     on_card: bool
-    estimate: str | None = None  # why it is one
-    beside: int = 0  # of a card's bytes, those that are not torch's to reserve: its context, unless it is off already
-    advice: str | None = None  # where attention takes the math kernel: what to type
-    shapes: Trace | None = None  # whose work tells the time
-    mapped: int = 0  # of a file that is loaded: resident in that phase, and given up where memory is short
-    paged: int = 0  # of the optimizer's state, what CUDA moves: to the card where there is room, else to the host
-    devices: int = 1  # that train together; all figures are of the one that needs most
-    node: int = 1  # of them, at most, share a host
-    first: int = 0  # of the host's bytes of the load phase, those that only rank 0 needs
-    traffic: Traffic = NOTHING  # that reaches a device in an optimizer step
+    estimate: str | None = None  # why this is only an estimate
+    beside: int = 0  # bytes of a card that torch cannot reserve: the context, unless the card's size excludes it
+    advice: str | None = None  # what to type if attention takes the math kernel
+    shapes: Trace | None = None  # its work tells the time
+    mapped: int = 0  # bytes of a file while it is loaded: resident in that phase, and given up if memory is short
+    paged: int = 0  # bytes of optimizer state that CUDA moves: to the card if there is room, else to the host
+    devices: int = 1  # devices of the run; all figures are for the one that needs most
+    node: int = 1  # at most so many of them share a host
+    first: int = 0  # host bytes of the load phase that only rank 0 needs
+    traffic: Traffic = NOTHING  # what a device receives in an optimizer step
 
     @property
     def device_peak(self) -> int:
@@ -86,22 +86,25 @@ class Prediction:
 
     @property
     def device_need(self) -> int:
-        """What a card must have: the least that torch must reserve, and what lies beside it.
+        """Returns the bytes that a card must have: the least that torch must reserve, and what torch cannot reserve.
 
-        Nothing of what is paged: whoever steps a parameter brings its state in pages of 2 MiB or less, and where there
-        is no room for one, another of them leaves.
+        Paged state does not count: the step of a parameter brings its state in pages of 2 MiB or less, and if there is
+        no room for a page, another page leaves.
         """
         return self.smallest + self.beside if self.on_card else self.device_peak
 
     def paged_on_host(self, gpu: int | None) -> int:
-        """Bytes of the paged state that a card of `gpu` bytes has no room for; None: there is always room.
+        """Returns the bytes of paged state for which a card of `gpu` bytes has no room; None: there is always room.
 
-        Pages leave for whatever torch asks for, so it never has to give idle segments back for them.
+        Pages leave when torch asks for memory, so torch never has to give back idle segments for them.
         """
         return 0 if gpu is None else min(self.paged, max(0, self.paged + self.reserved + self.beside - gpu))
 
     def host_need(self, gpu: int | None) -> int:
-        """What a host must have beside cards of `gpu` bytes: each of the processes there needs as much."""
+        """Returns the bytes that a host with cards of `gpu` bytes must have, for all processes on it.
+
+        Each process needs as much, but only rank 0 needs `first` while it loads.
+        """
         there = self.paged_on_host(gpu)
         more = dict.fromkeys(BY_HOST, 0) | {"load": -self.mapped}
         each = {name: need.host + more.get(name, there) for name, need in self.phases.items()}
@@ -111,11 +114,11 @@ class Prediction:
 
     @property
     def on_host(self) -> int:
-        """Processes that share a host."""
+        """Returns how many processes share a host."""
         return min(self.devices, self.node)
 
     def based_on(self, libraries: int) -> "Prediction":
-        """The same of a process that held `libraries` bytes before its model was built: measured, not predicted."""
+        """Returns the prediction with `libraries` bytes measured, not predicted, before the model was built."""
         more = libraries - self.host_categories["libraries"]
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
         return replace(self, phases=phases, host_categories={**self.host_categories, "libraries": libraries})
@@ -147,12 +150,12 @@ class Prediction:
 
 
 def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None) -> Prediction:
-    """The needs of the device that needs most.
+    """Predicts the needs of the device that needs most.
 
-    Args: run: resolved, with a number for batch_size; other: traces in the place of this process.
+    Args: run: resolved, with a number for batch_size; other: traces instead of `trace`, in another process.
 
     Raises:
-        Refused: what the run itself would be refused for.
+        Refused: the run itself would be refused for the same reason.
     """
     traces = partial(other or trace, on_card=target.on_card, capability=target.capability)
     libraries = process.rss_bytes()  # this process has imported what the run will import
@@ -181,8 +184,8 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
 
 
 def outline(run: Run, on_card: bool) -> Trace:
-    """Of a model that cannot be traced: weights, gradients and state are counted, divided where the strategy divides
-    them, and the activations of a transformer of its dimensions."""
+    """Estimates a model that cannot be traced: counts weights, gradients and state, divided as the strategy divides
+    them, and the activations of a transformer of the same dimensions."""
     config = describe(run, plans=True).grown
     text = config.get_text_config(decoder=True)
     network = outlined(run, config)
@@ -213,7 +216,7 @@ def outline(run: Run, on_card: bool) -> Trace:
     activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
     master = getattr(torch, run.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else element)) + state if on_host else 0
-    if run.any("offloads") or run.strategy.arguments.get("offload"):  # what is divided waits and is stepped there
+    if run.any("offloads") or run.strategy.arguments.get("offload"):  # shards wait and are stepped on the host
         host, weights, gradients, state = gradients + state + (0 if whole else weights), whole, 0, 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
@@ -238,13 +241,13 @@ def outline(run: Run, on_card: bool) -> Trace:
 
 
 def _communicators(shapes: Trace, run: Run) -> int:
-    """NCCL's bytes, which are not torch's: made for each group when it first exchanges, and kept."""
-    groups = {one.ranks for _, one in shapes.sent} or {None}  # of an engine that was not traced, at least one
+    """Returns NCCL's bytes, which torch does not count: each process group allocates them at its first exchange."""
+    groups = {one.ranks for _, one in shapes.sent} or {None}  # an engine that was not traced has at least one group
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
 
 def outlined(run: Run, config: PretrainedConfig) -> PreTrainedModel:
-    """The run's model without memory or numbers, and what of it is trained."""
+    """Returns the run's model without memory or numbers, with the same parameters frozen."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, run.loaded_in))
         build.choose_trained(run, network)
@@ -252,8 +255,10 @@ def outlined(run: Run, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _kept_per_token(text: PretrainedConfig) -> int:
-    """Elements that a block keeps, as Korthikanti et al. 2022 count them (arXiv 2205.05198): 9 x hidden outside the
-    MLP; inside one with a gate four times its width, for each of a token's experts, and what enters and leaves those.
+    """Returns the elements that a block keeps for each token, as Korthikanti et al. 2022 count them (arXiv 2205.05198).
+
+    Outside the MLP they are 9 x hidden. Inside an MLP with a gate they are four times its width, for each of a token's
+    experts, plus the input and output of each expert.
     """
     hidden = getattr(text, "hidden_size", 1024)
     sizes = (getattr(text, key, None) for key in ("moe_intermediate_size", "intermediate_size", "n_inner"))
@@ -264,15 +269,15 @@ def _kept_per_token(text: PretrainedConfig) -> int:
 
 
 def needs(shapes: Trace, run: Run, target: Target, libraries: int) -> Prediction:
-    """What a traced run needs. Args: libraries: resident bytes of a process that has imported all and built nothing."""
+    """Computes the needs of a traced run. Args: libraries: resident bytes after imports, before anything is built."""
     on_card = target.on_card
     size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
     windows = run.windows if run.several else None
     steps_beside_card = on_card and shapes.steps_on_host
-    # a gradient on its way to the host
+    # bytes of a gradient on its way to the host
     largest = shapes.leaves if shapes.streamed else shapes.largest_trained * run.product_bytes
     leaving = largest if steps_beside_card else 0
-    if on_card and shapes.waits_on_host:  # a block's part on its way to the card, and that of its gradient back
+    if on_card and shapes.waits_on_host:  # a block's shard on its way to the card, and its gradient's on the way back
         leaving = 2 * shapes.blocks[1]
     built_on = {
         "libraries": libraries,
@@ -313,9 +318,9 @@ def needs(shapes: Trace, run: Run, target: Target, libraries: int) -> Prediction
 
 
 def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
-    """By phase, at its highest."""
+    """Returns the peak device bytes of each phase."""
     traced = {name: point.total for name, point in shapes.phases.items()}
-    resting = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"]  # all that is there between two windows
+    resting = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"]  # memory between two windows
     return {
         "load": shapes.weights,
         "forward": traced["forward"],
@@ -328,26 +333,28 @@ def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
 
 
 def _host_bytes(shapes: Trace, run: Run, on_card: bool, size: int, loaded: int) -> dict[str, int]:
-    """By phase, of tensors that lie on the host only. Args: size: bytes of an element of what is trained; loaded: of
-    the weights as they are read."""
+    """Returns, by phase, the bytes of tensors that lie only on the host.
+
+    Args: size: bytes per element of a trainable weight; loaded: bytes per element of the weights as they are read.
+    """
     traced = {name: point.host for name, point in shapes.phases.items()}
     largest, weights = shapes.largest * loaded, max(shapes.parameters * loaded, shapes.weights)
     masters = shapes.trained_parameters * size if shapes.steps_on_host else 0
-    # on a CPU they are loaded where they stay, and what is frozen is narrowed there
+    # on a CPU weights are loaded where they stay, and frozen ones are narrowed there
     load = masters + weights if on_card else max(masters, weights - shapes.weights)
-    if shapes.streamed:  # nothing of these is on the device yet, and each weight is taken apart by itself
+    if shapes.streamed:  # none of these is on the device yet, and weights are split one at a time
         load = shapes.held + (shapes.weights if on_card else 0)
-    # where there is a card, pinned memory is allocated in powers of two
+    # with a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
     if not on_card:
         copies = 0
     elif run.technique(
         "strategy"
-    ).package:  # its parts are put together first, by each process, with an AdamW's two states
+    ).package:  # before it saves, each process gathers its shards, with the two states of AdamW
         copies = (shapes.parameters + 2 * shapes.trained_parameters) * size
-    elif run.saves_parts:  # one after the other is copied to be written
+    elif run.saves_parts:  # parameters are copied and written one after the other
         copies = shapes.largest * size
-    else:  # when a run ends Lightning brings what is whole to the host, and of one device the optimizer's state
+    else:  # when a run ends Lightning copies the weights to the host, and with one device also the optimizer state
         copies = shapes.weights + (0 if run.several else shapes.phases["evaluation"].bytes["optimizer"])
     return {
         "load": largest + load,
@@ -355,13 +362,13 @@ def _host_bytes(shapes: Trace, run: Run, on_card: bool, size: int, loaded: int) 
         "backward": traced["backward"] + rounding,
         "step": traced["step"] + rounding + (0 if on_card and not shapes.steps_on_host else shapes.unseen),
         "evaluation": traced["evaluation"],
-        "save": traced["evaluation"] + copies + shapes.paged,  # of which nothing is copied: what the host reads moves
+        "save": traced["evaluation"] + copies + shapes.paged,  # paged state moves when it is read: no copy
         "resume": traced["evaluation"] + shapes.largest_trained * size + shapes.paged,
     }
 
 
 def _merged(run: Run, shapes: Trace) -> int:
-    """Bytes by which a base that is held in fewer bits grows where an adapter is merged into it."""
+    """Returns the bytes by which a base stored in fewer bits grows when an adapter is merged into it."""
     if not run.merge:
         return 0
     written = getattr(torch, run.export_dtype or "float32").itemsize
@@ -369,8 +376,11 @@ def _merged(run: Run, shapes: Trace) -> int:
 
 
 def _mapped(run: Run, parameters: int, size: int) -> int:
-    """Bytes of a folder's weights, whose pages stay resident until all are read, where they are copied into elements of
-    another size; else they become the tensors' own. Of a hub's files nothing is known beforehand."""
+    """Returns the bytes of a folder's weight files if they are copied into elements of another size.
+
+    Their pages then stay resident until all are read; else the pages become the tensors' own memory. The sizes of a
+    hub's files are not known beforehand.
+    """
     folder = Path(run.model.name).expanduser()
     if not (run.model.pretrained and folder.is_dir()):
         return 0
@@ -379,9 +389,9 @@ def _mapped(run: Run, parameters: int, size: int) -> int:
 
 
 def _by_the_allocator(shapes: Trace, device_peak: int, leaving: int) -> tuple[int, int]:
-    """Bytes reserved where there is room, and the least that must be."""
+    """Returns (bytes reserved if there is room, the least bytes that must be reserved)."""
     if not shapes.events:
         return round(device_peak * RESERVED), round(device_peak * SMALLEST)
-    # generated code's scratch is in no event
+    # The events lack the scratch of generated code, hence the comparison with the peak.
     reserved, smallest = replay(shapes.events).reserved, smallest_limit(shapes.events)
     return max(reserved + leaving, device_peak), max(smallest + leaving, device_peak)

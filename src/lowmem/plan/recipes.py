@@ -1,4 +1,4 @@
-"""Which recipes there are, which of them fit, and which is the cheapest: the planner."""
+"""The planner lists the recipes, decides which of them fit, and ranks them by time."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -35,14 +35,17 @@ NO_BF16 = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """overrides: beside what was typed; seconds: of an optimizer step, estimated; changes: of the training."""
+    """Holds a recipe with its prediction.
+
+    Args: overrides: those to add to the typed ones; seconds: estimate for an optimizer step; changes: of the training.
+    """
 
     overrides: tuple[str, ...]
     prediction: Prediction
     seconds: float
     changes: tuple[Change, ...] = ()
-    rank: int = 1  # those of a higher one are taken only where none of a lower one fits
-    traced: bool = False  # itself, not derived
+    rank: int = 1  # a recipe of a higher rank is taken only if none of a lower rank fits
+    traced: bool = False  # the recipe itself was traced, not derived
 
     @property
     def says(self) -> str:
@@ -51,8 +54,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """recipes: that fit, best first; then the others, smallest first; hopeless: how many more need too much for their
-    weights, gradients and state alone."""
+    """Holds the result of a search. Args: recipes: those that fit, best first, then the others, smallest first;
+    hopeless: how many more are too large by their weights, gradients and state alone."""
 
     typed: Typed
     recipes: list[Recipe]
@@ -70,7 +73,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the fastest that fits: what times are relative to."""
+        """Returns the seconds of the fastest recipe that fits; other times are relative to them."""
         return min(recipe.seconds for recipe in self.fitting or self.recipes)
 
     @property
@@ -78,14 +81,14 @@ class Plan:
         return self.recipes[0] if self.fits(self.recipes[0]) else None
 
 
-@undisturbed()  # a trace leaves little garbage, and what a process has imported is much to look through
+@undisturbed()  # a trace leaves little garbage, and a collection would scan everything that is imported
 def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
-    """Recipes of the first rank of which one fits: the training that was typed, then what is close to it, then another.
+    """Searches rank by rank until a recipe fits: the typed training, then those close to it, then another.
 
-    Args: helper: traces a part.
+    Args: helper: traces some of the recipes.
 
     Raises:
-        Refused: a model whose blocks are not equal and do not take turns: only single runs can be predicted.
+        Refused: the model's blocks are not equal and do not take turns, so only single runs can be predicted.
     """
     it = _Search(typed, target, helper)
     tried: list[Recipe] = []
@@ -103,7 +106,7 @@ def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
 
 
 class _Search:
-    """Args: those of `search`."""
+    """Holds the state of a search. Args: as for `search`."""
 
     def __init__(self, typed: Typed, target: Target, helper: Helper | None) -> None:
         self.typed, self.target, self.helper = typed, target, helper
@@ -114,7 +117,7 @@ class _Search:
         self.by_rank: dict[int, list[Training]] = {}
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
-        self.hopeless: list[Candidate] = []  # though nothing but their parameters was counted
+        self.hopeless: list[Candidate] = []  # too large by their parameters alone
         rates = machine(target.on_card, target.card, typed.run.multiplies_in)
         depth, rounds = model_depth(typed.run)
         shared = {name: typed.config({SHARED: name}) for name in strategies(typed)}
@@ -124,7 +127,7 @@ class _Search:
         self.shared = [name for name in shared if len(shared) == 1 or self._divides(name)]
 
     def _divides(self, strategy: str) -> bool:
-        """Whether the model can be shared so: its widths may not divide."""
+        """Returns whether this strategy can divide the model: its widths may not divide."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             trace(short, self.target.on_card, 1, self.target.capability)
@@ -133,15 +136,15 @@ class _Search:
         return strategy not in self.reasons
 
     def refused(self) -> Iterator[str]:
-        """Why nothing can be tried."""
+        """Yields the reasons why no recipe can be tried."""
         for training in self.trainings:
             for strategy in self.shared:
                 yield from refused(self.typed.config({**training.chosen, SHARED: strategy}))
         yield from self.reasons.values()
 
     def recipes(self, rank: int) -> list[Recipe]:
-        """Those of a rank that fit, best first, and those that do not. Weights wait on the host where nothing else
-        fits: the same is computed, and every pass needs the link."""
+        """Returns the recipes of a rank that fit, best first, then those that do not. Recipes whose weights wait on the
+        host are tried only if no other fits: they compute the same, and every pass needs the link."""
         of_rank = self.by_rank[rank]
         found = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.shared)]
         tried = []
@@ -162,7 +165,7 @@ class _Search:
         return self._confirmed(ranked) + [r for r in derived if not r.prediction.fits(self.target)]
 
     def _partly_resident(self, found: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
-        """Those whose weights stream, but for as many blocks' as fit on the card beside them."""
+        """Yields streaming candidates with as many blocks resident on the card as fit."""
         memory = self.target.device_memory
         if memory is None or STAY in self.typed.said:
             return
@@ -170,12 +173,12 @@ class _Search:
             if candidate.streams and recipe.prediction.fits(self.target):
                 block = SMALLEST * recipe.prediction.shapes.streamed / self.derivation.depth
                 room = int((memory - recipe.prediction.device_need) / block)
-                most = self.derivation.depth - candidate.run.weights.slots - 1  # with more, all would be there
+                most = self.derivation.depth - candidate.run.weights.slots - 1  # with more, all blocks would stay
                 if (count := min(room, most)) > 0:
                     yield replace(candidate, option={**candidate.option, STAY: str(count)})
 
     def _confirmed(self, ranked: list[Recipe]) -> list[Recipe]:
-        """What was derived is traced before it is recommended: the first, and the next where that does not fit."""
+        """Traces the derived recipes, best first, until one fits: a recipe is traced before it is recommended."""
         for number, recipe in enumerate(ranked):
             run = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(run, self.target)
@@ -185,7 +188,7 @@ class _Search:
         return ranked
 
     def smallest_of_the_hopeless(self) -> list[Recipe]:
-        """For want of anything better: those whose weights, gradients and state are the smallest."""
+        """Returns the hopeless recipes with the smallest weights, gradients and state, for want of better ones."""
         if not self.hopeless:
             return []
         sizes = [self._least(candidate) for candidate in self.hopeless]
@@ -198,7 +201,7 @@ class _Search:
         return memory is not None and self._least(candidate) > memory
 
     def _least(self, candidate: Candidate) -> int:
-        """Bytes of a card without which no recipe with these weights, gradients and state works."""
+        """Returns the least bytes of a card that any recipe with these weights, gradients and state needs."""
         return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.target.beside
 
     def _derived(self, group: list[Candidate]) -> list[Recipe]:
@@ -221,20 +224,22 @@ class _Search:
 
 
 def _rank(training: Training, may_change: Collection[str] | None) -> int:
-    """Ranks are taken in turn. What is close to the training that was typed is of the first if it was asked for."""
+    """Returns the rank of a training: ranks are tried in order. A training close to the typed one is of the lowest rank
+    if `may_change` allows it."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 
 def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """The fastest first; of those that are as fast the one that changes least of what is computed, then of how."""
+    """Returns the fastest recipes first. Of equally fast ones, the one with the fewest changes of the training comes
+    first, then the one with the fewest overrides."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
-    as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # of these the fastest stays first
+    as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # stable: of ties the fastest stays ahead
     return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
 
 
 def model_depth(run: Run) -> tuple[int, int]:
-    """How many blocks, and after how many their kinds begin again."""
+    """Returns (number of blocks, number after which the kinds of blocks repeat)."""
     config, strategy = describe(run, plans=True).grown, run.technique("strategy")
     if strategy.overlaps_micro_batches or strategy.package:
         raise Refused(
@@ -257,13 +262,13 @@ def model_depth(run: Run) -> tuple[int, int]:
 
 
 def _trained_alike(run: Run, config: PretrainedConfig, rounds: int) -> bool:
-    """Whether the same is trained in every block, or in every block of a kind."""
+    """Returns whether all blocks of a kind have the same trainable parameters."""
     kinds = [{name for name, _ in trainable(block)} for block in stack_of(outlined(run, config))]
     return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
 
 
 def largest_model(plan: Plan) -> str | None:
-    """Of conf/model, smaller than the plan's: the largest with which its smallest recipe fits."""
+    """Returns the largest model of conf/model, below the plan's own, with which the plan's smallest recipe fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
     parameters = plan.recipes[0].prediction.parameters
     sizes = {}

@@ -1,4 +1,4 @@
-"""The meter of a traced run: it keeps every event that the tracker saw, and where in the model it happened."""
+"""The meter of a traced run records every event of the tracker and where in the model it happened."""
 
 from functools import partial
 from itertools import pairwise
@@ -15,17 +15,17 @@ from lowmem.memory.tracker import Point, ToldTracker, highest
 
 
 class Place(NamedTuple):
-    """The highest bytes of activations and gradients between two marks, for both fates of a gradient."""
+    """Holds the highest bytes of activations and gradients between two marks, for both fates of a gradient."""
 
-    with_all_gradients: int = 0  # where each stays until the step
-    with_newest_gradient: int = 0  # where each leaves at once, or is added to one of an earlier micro-batch
+    with_all_gradients: int = 0  # if each gradient stays until the step
+    with_newest_gradient: int = 0  # if each gradient leaves at once, or is added to an earlier micro-batch's
 
     def higher(self, other: "Place") -> "Place":
         return Place(*map(max, self, other))
 
 
 class Recording(NamedTuple):
-    """Of one window, or of one evaluation."""
+    """Holds the record of a window or of an evaluation."""
 
     points: list[Point]  # one before the first event, and one after each
     events: list[tuple[int, int]]  # of the device, (serial, bytes): + born, - died
@@ -33,7 +33,7 @@ class Recording(NamedTuple):
 
 
 class Recorder(MemoryMeter):
-    """The meter of a run, which also keeps what its tracker saw. Args: before: windows of which nothing is kept."""
+    """Extends a run's meter: it also stores what the tracker saw. Args: before: windows to ignore at the start."""
 
     tracker = ToldTracker
 
@@ -41,11 +41,11 @@ class Recorder(MemoryMeter):
         super().__init__(file)
         self.before = before
         self.recordings: list[Recording] = []  # the window, then the evaluation
-        self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins with it), of the window
-        self.weights = self.held = 0  # bytes on the device; of weights and masters that the host holds
+        self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins there), in the window
+        self.weights = self.held = 0  # bytes of weights on the device; of weights and masters on the host
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """From now on mark where a pass is: at the first block, at the last, or between."""
+        """Adds hooks that mark where a pass is: at the first block, at the last, or between them."""
         stack = stack_of(model)
         if not stack:
             return
@@ -53,7 +53,7 @@ class Recorder(MemoryMeter):
         names[0], names[-1] = "first", "last"
 
         def enters(*_, name: str) -> None:
-            if self._phase == "forward":  # not when it is computed again
+            if self._phase == "forward":  # not when a checkpoint recomputes the block
                 self._mark(f"forward {name}")
 
         def leaves(_, __, output: object, name: str) -> None:
@@ -92,7 +92,7 @@ class Recorder(MemoryMeter):
 
 
 def stack_of(model: nn.Module) -> list[nn.Module]:
-    """Its blocks; empty where it is not a stack of them."""
+    """Returns the model's blocks; empty if it is no stack of blocks."""
     try:
         return list(blocks(model))
     except Refused:
@@ -100,10 +100,10 @@ def stack_of(model: nn.Module) -> list[nn.Module]:
 
 
 def highest_of_phases(points: list[Point], on_card: bool) -> dict[str, Point]:
-    """The device's highest point of each phase, with the most that the host holds in that phase.
+    """Returns the device's highest point of each phase, with the host's highest bytes in that phase.
 
     On a CPU both sides lie in one memory, and their sum may be highest at another point than the device's: `host` is
-    then what is missing from the device's highest to the highest sum.
+    then the difference between the highest sum and the device's highest point.
     """
     tops = {}
     for phase, top in highest(points).items():
@@ -117,7 +117,7 @@ def highest_of_phases(points: list[Point], on_card: bool) -> dict[str, Point]:
 
 
 def places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Place]:
-    """The highest bytes at each place that was marked. Args: points: of a `Recording`; marks: of its `Recorder`."""
+    """Returns the highest bytes at each marked place. Args: points: of a `Recording`; marks: of its `Recorder`."""
     tops: dict[str, Place] = {}
     ends = [start for start, _ in marks[1:]] + [len(points) - 1]
     for (start, place), end in zip(marks, ends, strict=True):

@@ -1,9 +1,9 @@
-"""The mode in which a traced run computes: its operators yield tensors with a shape and a storage, and no memory.
+"""Defines the mode in which a traced run computes: operators yield tensors with a shape and a storage, but no memory.
 
-torch's own mode works out what an operator yields, from its arguments' shapes. A model asks for the same again and
-again: each block, each parameter of a shape, each trace of a search. So what it has worked out once is kept and made
-again from what was noted, which takes a sixth of the time and is what a search spends most of its time on. Whatever is
-not plain (a constant, a shape that depends on numbers, memory that changes its size) is left to torch each time.
+torch's own mode computes an operator's result from its arguments' shapes. A model repeats the same calls in each block,
+for each parameter of a shape, and in each trace of a search, which spends most of its time on them. So results are
+cached and rebuilt from notes, which takes a sixth of the time. Calls that are not plain (with a constant, a shape that
+depends on numbers, or memory that changes its size) go to torch each time.
 """
 
 from collections import Counter
@@ -35,8 +35,8 @@ from lowmem.plan import links
 from lowmem.plan.links import Sent
 from lowmem.plan.work import Work, work_of
 
-EXPERTS = 3  # that stand for all whom a mixture calls one by one: gradients of a third are added to a sum of two
-# Of a micro-batch: four times those of GPT-2 XL. What loops until a number is right would never end.
+EXPERTS = 3  # this many stand for all that a mixture calls one by one: a third adds its gradient to the sum of two
+# The most operators of a micro-batch: four times those of GPT-2 XL. A loop that waits for a number would never end.
 OPERATORS = 250_000
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -45,47 +45,47 @@ NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape,
 
 
 class TooLong(Exception):
-    """A trace that would not end in a time that anyone waits."""
+    """A trace takes too many operators, and might never end."""
 
 
 class Made(NamedTuple):
-    """One tensor that an operator yields."""
+    """Describes a tensor that an operator yields."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int = 0
-    view_of: int | None = None  # of the tensors among the arguments, whose storage it shares; None: its own
+    view_of: int | None = None  # index of the argument tensor whose storage it shares; None: its own storage
 
 
 class Known(NamedTuple):
-    """What an operator does to arguments of some shapes."""
+    """Holds what an operator does to arguments of some shapes."""
 
-    makes: tuple[Made | None, ...]  # None: nothing
-    kind: type | None  # tuple or list, where it yields several
-    in_place: bool  # yields its first argument
+    makes: tuple[Made | None, ...]  # None: the operator yields None
+    kind: type | None  # tuple or list, if it yields several tensors
+    in_place: bool  # it yields its first argument
     work: Work | None
 
 
-_known: dict[tuple, Known] = {}  # of this process: by operator and what is known of its arguments
+_known: dict[tuple, Known] = {}  # for this process: (operator, notes on its arguments) -> its effect
 
 
 class Shapes(LeanFakeTensorMode):
-    """Answers what cannot be known without numbers, counts the work of every operator, and tells whoever tracks."""
+    """Answers questions about numbers, counts the work of every operator, and reports results to the trackers."""
 
     def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
-        self.over_gloo = over_gloo  # whether devices exchange over the library for processors
+        self.over_gloo = over_gloo  # devices exchange over gloo, not NCCL
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
         self.sent: Counter[tuple[str, Sent]] = Counter()  # bytes
-        self.operators = 0  # but those of an update, which may take a large parameter in thousands of pieces
+        self.operators = 0  # without those of updates, which may step a large parameter in thousands of pieces
         self.micro_batches = 1  # of a window
-        self.spread = False  # whether tokens were, over experts
-        self._inside = False  # an operator that torch writes as several others
+        self.spread = False  # tokens were spread evenly over experts
+        self._inside = False  # inside an operator that torch composes of others
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is ASKS_FOR_DEVICE:  # by C++, as often as all else together
+        if func is ASKS_FOR_DEVICE:  # C++ calls it as often as all other operators together
             return args[0].device
         if func is WAITS:  # torch would make another tensor
             return args[0]
@@ -110,23 +110,23 @@ class Shapes(LeanFakeTensorMode):
             out, work = self._computed(func, types, args, kwargs or {})
         finally:
             self._inside = False
-        if out is NotImplemented:  # of a part of a tensor that several devices share: it comes again with its own part
+        if out is NotImplemented:  # of a sharded tensor: the call comes again with the local shard
             return out
         if self.phase is not None and work is not None:
             self.work[self.phase, work] += 1
         if self.phase is not None and (call := links.sent(func, args, out)) is not None:
             self.sent[self.phase, call[0]] += call[1]
         tracker.see(out)
-        if func is ADDS_IN_PARTS and self.over_gloo:  # which adds a copy of the whole; NCCL needs none
+        if func is ADDS_IN_PARTS and self.over_gloo:  # gloo needs a copy of the full tensor, NCCL none
             with self:
                 torch.empty_like(args[1])
         return out
 
     def counting(self, phase: str, call: Callable) -> Callable:
-        """The same call, whose work is of this phase wherever it is done."""
+        """Wraps a call so that its work counts for this phase, wherever it runs."""
 
         def counted(*args, **kwargs):
-            before, self.phase = self.phase, self.phase and phase  # what is before the window does not count
+            before, self.phase = self.phase, self.phase and phase  # work before the traced window does not count
             try:
                 return call(*args, **kwargs)
             finally:
@@ -135,14 +135,14 @@ class Shapes(LeanFakeTensorMode):
         return counted
 
     def _used(self, mask: Tensor) -> Tensor:
-        """Which experts (E,) are used: some. Which tokens (k, T) use one of them: its share of all."""
+        """Returns the used entries of a mask: EXPERTS of the experts (E,), or an even share of the tokens (k, T)."""
         self.spread = True
         rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
         with self:
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
 
     def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Counts were asked for as numbers, so these are not those."""
+        """Replaces the sizes of a split by even ones: the sizes asked for come from numbers, which are not real."""
         self.spread = True
         share, more = divmod(tokens.shape[dim], len(sizes))
         return tokens, [share + (i < more) for i in range(len(sizes))], dim
@@ -184,26 +184,27 @@ class Shapes(LeanFakeTensorMode):
         return self.holding(like)
 
     def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
-        """The products of a mixture of experts: torch knows their shape in bf16 alone, and computes them in any."""
+        """Calls the grouped products of experts in bf16: torch infers their shape only in bf16, but computes in any
+        dtype."""
         a, b, *rest = args
         with self:
             return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
 
 
 def _is_real(args: tuple) -> bool:
-    """Whether an operator reads numbers that are there: those of a mesh of devices."""
+    """Returns whether all tensors of a call have real numbers, as those of a device mesh do."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
 
 
 def _noted(values, key: list, tensors: list[Tensor]) -> bool:
-    """Whether all that an operator makes of these arguments depends on is now in `key`."""
+    """Notes the arguments in `key`. Returns whether the result depends on nothing else."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return False
-            if value.fake_device.type != "cpu":  # what another device of several holds is nowhere here
+            if value.fake_device.type != "cpu":  # another device's data is not here
                 return False
             key += (value.dtype, value.shape, value.stride(), value.storage_offset())
             tensors.append(value)
@@ -219,12 +220,12 @@ def _noted(values, key: list, tensors: list[Tensor]) -> bool:
 
 
 def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
-    """None: what cannot be made again from its arguments' shapes alone."""
+    """Returns a note of the call to rebuild its result; None: its arguments' shapes do not suffice."""
     if func.namespace != "aten" or {*func.tags} & NOT_BY_SHAPE:
         return None
     if schema(func).is_mutable:
         written = [argument.name for argument in schema(func).arguments if argument.is_write]
-        if out is None:  # several are changed, and nothing is yielded
+        if out is None:  # it changes several tensors and yields none
             return Known((None,), None, False, work)
         if out is not args[0] or written != [schema(func).arguments[0].name]:
             return None
@@ -238,7 +239,7 @@ def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object,
             return None
         makes.append(made)
         if made is not None and made.view_of is None:
-            kept[storage_key(one)] = -1  # two that share a storage of their own
+            kept[storage_key(one)] = -1  # a later result that shares this new storage cannot be rebuilt
     kind = list if isinstance(out, list) else tuple if several else None
     return Known(tuple(makes), kind, False, work)
 

@@ -1,9 +1,9 @@
-"""An optimizer that holds what a real one holds, for those whose step needs real numbers.
+"""Replaces an optimizer whose step needs real numbers by a stand-in with as much state and scratch.
 
 8-bit optimizers read their data behind torch's back (a C++ or CUDA library, compiled code), so they cannot step tensors
-without memory. But their state and the scratch of a step are so many bytes per element. So the real optimizer steps one
-and then two small real parameters of each role under the tracker: what the second adds tells the rate. Nothing here
-knows any optimizer by name.
+without memory. But their state and the scratch of a step have a fixed number of bytes per element. So the real
+optimizer steps one and then two small real parameters of each role under the tracker: the second one's bytes are the
+rate. Nothing here knows any optimizer by name.
 """
 
 from collections.abc import Mapping
@@ -20,23 +20,26 @@ from lowmem.memory.tracker import StorageTracker
 from lowmem.optim.build import PAGED_FROM, MakeOptimizer, pageable
 from lowmem.optim.contract import OnePass, Step
 
-SIDE = 256  # of a probe: whole blocks of every optimizer that holds its state in blocks
-WIDE = 2048  # of a probe so large that malloc has no room at hand for its scratch, and asks the system
+SIDE = 256  # of a probe: a multiple of the blocks of every optimizer with state in blocks
+WIDE = 2048  # of a probe so large that malloc must ask the system for its scratch
 SMALL = 1024  # elements of a probe that is below THRESHOLD
 THRESHOLD = 4096  # elements below which 8-bit optimizers hold a parameter's state in 32 bits
 
 
 class Rate(NamedTuple):
-    """Bytes per element of a parameter."""
+    """Holds bytes per element of a parameter."""
 
     state: float
     scratch: float  # on top of the state, while a parameter is stepped
-    pageable: float  # of the state, what CUDA pages on a card where the parameter is large
+    pageable: float  # bytes of the state that CUDA pages on a card if the parameter is large
 
 
 def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimizer:
-    """Args: one_kernel: a step is a single kernel (a card's, or generated), which makes no tensors for its scratch;
-    pages: whether there is a card that pages state, if the optimizer does."""
+    """Probes an optimizer and returns its stand-in.
+
+    Args: one_kernel: a step is a single kernel (a card's, or generated), which allocates no tensors for its scratch;
+    pages: whether there is a card that could page state.
+    """
     with torch.compiler.set_stance("force_eager"):  # generated code has the same state, and takes seconds to make
         rates = {
             (role, small): _rate(make, one_kernel, role, small)
@@ -49,8 +52,11 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
 
 
 def unseen(make: MakeOptimizer) -> float:
-    """Bytes of scratch per element inside the operators or generated code of a real step, where the tracker sees none
-    of them: by how much the process grows. Some 5 s where code must be generated."""
+    """Returns the bytes of scratch per element inside the operators or generated code of a real step.
+
+    The tracker does not see them, so they are measured as the growth of the process. If code must be generated, this
+    takes some 5 s.
+    """
     probe = nn.Linear(WIDE, WIDE, bias=False)
     optimizer = make(probe)
     probe.weight.grad = torch.full_like(probe.weight, 1e-3)
@@ -63,8 +69,11 @@ def unseen(make: MakeOptimizer) -> float:
 
 
 class StandIn(Optimizer):
-    """Args: params: groups with a `role`; rates: by role, and by whether the parameter is small; pages: whether there
-    is a card that pages state: `paged` then counts it, and no tensor holds it, since torch allocates none of it."""
+    """Allocates state and scratch by measured rates.
+
+    Args: params: groups with a `role`; rates: by role, and by whether the parameter is small; pages: whether there is a
+    card that pages state: `paged` then counts it, and no tensor holds it, since torch allocates none of it.
+    """
 
     def __init__(self, params, rates: Mapping[tuple[str, bool], Rate], pages: bool = False) -> None:
         super().__init__(params, {"lr": 0.0})
@@ -72,7 +81,7 @@ class StandIn(Optimizer):
 
     @property
     def paged(self) -> int:
-        """Bytes."""
+        """Returns the bytes of paged state."""
         return sum(state.get("paged", 0) for state in self.state.values())
 
     @torch.no_grad()
@@ -91,7 +100,7 @@ class StandIn(Optimizer):
             self.state[p]["all"] = _bytes(rate.state - leaves, p)
             self.state[p]["paged"] = round(leaves * p.numel())
         _bytes(rate.scratch, p)
-        weight.add_(gradient)  # as a kernel does: the gradient is read, weight and state are read and written, once
+        weight.add_(gradient)  # as a kernel does: reads the gradient, reads and writes weight and state, once
         self.state[p]["all"].neg_()
 
 
@@ -106,7 +115,7 @@ def _bytes(rate: float, p: Tensor) -> Tensor:
 
 
 class Probe(nn.Module):
-    """One or two parameters of a role, to be stepped for real."""
+    """Holds one or two parameters of a role for real steps."""
 
     def __init__(self, role: str, small: bool, count: int) -> None:
         super().__init__()
@@ -127,8 +136,8 @@ def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate
 
 
 def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int, int]:
-    """Bytes (of state, of scratch, of state that is pageable) of the second real step; the first makes the state. What
-    generated code takes is not in it."""
+    """Returns the bytes of (state, scratch, pageable state) of the second real step; the first creates the state. The
+    scratch of generated code is not included."""
     optimizer = make(probe)
     ledger = Ledger()
     ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])
@@ -144,6 +153,6 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int, int]:
 
 
 def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
-    """(all, pageable) of a large matrix, counted on the state that one step leaves."""
+    """Returns the state's (bytes, pageable bytes) per parameter of a large matrix, counted after real steps."""
     state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
     return state / SIDE**2, leaves / SIDE**2

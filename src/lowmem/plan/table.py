@@ -1,4 +1,4 @@
-"""The plan on the terminal."""
+"""Formats a plan for the terminal."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ from lowmem.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
-    """As a shell reads it; of several hosts, as it is typed on each of them, HOST being the first one's name."""
+    """Returns the command for a shell. With several hosts it is typed on each; HOST stands for the first one's name."""
     program, need = ["python"], recipe.prediction
     if need.devices > need.node:
         count = range(-(-need.devices // need.node), need.devices + 1)
-        hosts = next(n for n in count if need.devices % n == 0)  # each with as many ranks as any other
+        hosts = next(n for n in count if need.devices % n == 0)  # every host has equally many ranks
         program = ["torchrun", f"--nnodes={hosts}", f"--nproc-per-node={need.devices // hosts}"]
         program += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
     return shlex.join([*program, "train.py", *replaced(typed, as_mapping(recipe.overrides))])
 
 
 def of_plan(plan: Plan, rows: int) -> str:
-    """The recipes, under what they change of the training: of each its figures, and what to type beside the heading."""
+    """Lists the recipes under headings that say what they change: each with its figures, and with the overrides to type
+    after those of the heading."""
     head = ("time", "device", "room", "reserves", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
@@ -62,7 +63,7 @@ def nothing_fits(plan: Plan) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Figures to the right, words to the left."""
+    """Aligns figures to the right and words to the left."""
     *figures, (peak, _) = zip(cells, widths, strict=True)
     return "  ".join([*(cell.rjust(width) for cell, width in figures), peak])
 
@@ -90,7 +91,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _others(plan: Plan) -> list[str]:
-    """Why recipes are left out, or are there, that change what is computed."""
+    """Explains why recipes that change the computation are listed or left out."""
     if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
         return []
     if plan.chosen.changes:
@@ -149,7 +150,7 @@ def _paged(prediction: Prediction, gpu: int | None) -> str:
 
 
 def of_prediction(prediction: Prediction, target: Target) -> str:
-    """One run, phase by phase."""
+    """Formats the prediction of a single run, phase by phase."""
     gpu, ram = target.device_memory, target.host_memory
     lines = [f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
     for name in PHASES:

@@ -1,4 +1,4 @@
-"""Where a planned run is to fit."""
+"""Describes the device and host that a planned run must fit."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from lowmem.plan.links import NODE
 
 @dataclass(frozen=True)
 class Target:
-    """The device of a run and the host beside it. Bytes that are None are not limited."""
+    """Holds a run's device and its host. A size of None is not limited."""
 
-    on_card: bool  # count as CUDA allocates and computes, whether or not a CUDA device is here
+    on_card: bool  # count as CUDA allocates and computes, even on a machine without CUDA
     card: Card | None = None
-    host_memory: int | None = None  # of all processes on one host together
+    host_memory: int | None = None  # bytes for all processes on one host
     node: int = NODE  # devices that share a host
 
     @property
@@ -21,7 +21,7 @@ class Target:
 
     @property
     def beside(self) -> int:
-        """Bytes of the card that torch cannot reserve."""
+        """Returns the bytes of the card that torch cannot reserve."""
         return self.card.beside if self.card else 0
 
     @property

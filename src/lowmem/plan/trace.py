@@ -1,14 +1,14 @@
-"""The tracer: a run on tensors without memory.
+"""The tracer executes a run on tensors without memory.
 
 The run's own module, callbacks and precision plugin train one micro-batch and evaluate once under the real Lightning
 trainer, watched by the run's own meter. Only the tensors are fake: they have a shape, a dtype and a storage whose bytes
-can be counted, and no memory. So a prediction is not a formula of the run; it is the run. What a step asks of its
-numbers ("are all gradients finite?") is answered with yes.
+can be counted, and no memory. So a prediction is not a formula of the run; it is the run. Questions about numbers ("are
+all gradients finite?") are answered with yes.
 
-One micro-batch stands for all of a run: the optimizer's state exists before it, and where a window has several, so do
-the gradients of an earlier one. Of several devices one is traced, and the others are made up (`one_rank.py`). What an
-engine keeps from one window to the next is known to it alone, so there a whole window comes before the one that counts,
-and where windows have several micro-batches both have two.
+One micro-batch stands for all of a run: the optimizer state exists before it, and if a window has several, so do the
+gradients of an earlier one. With several devices, one rank is traced and the others are simulated (`one_rank.py`). Only
+the engine knows what it stores from one window to the next, so a full window then precedes the one that counts, and if
+windows have several micro-batches, both have two.
 """
 
 import logging
@@ -64,10 +64,10 @@ EVENLY = (
 
 
 def untraceable(error: Exception) -> str:
-    """Why a model cannot be traced: whatever its code raised that asks for numbers.
+    """Returns why a model cannot be traced: its code raised `error` because it needs numbers.
 
     Raises:
-        error: where it is not the model's code that did: nothing of ours is taken for a model that cannot be traced.
+        error: the model's code did not raise it; a fault of lowmem must not look like a model that cannot be traced.
     """
     first = error
     while first.__cause__ is not None:  # a pipeline's schedule wraps what a stage has raised
@@ -79,7 +79,10 @@ def untraceable(error: Exception) -> str:
 
 
 def _raised_by_a_model(error: Exception) -> bool:
-    """Whether the innermost code outside torch and Python's library is the model's, not lowmem's or Lightning's."""
+    """Returns whether the innermost code outside torch and Python's library belongs to the model.
+
+    It does not if it is in lowmem, Lightning or Hydra.
+    """
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # torch's way to raise
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
@@ -92,58 +95,58 @@ def _of_python(file: Path) -> bool:
 
 @dataclass
 class Trace:
-    """What a window and an evaluation hold and do."""
+    """Holds the memory and the work of one window and one evaluation."""
 
     parameters: int
     largest: int  # elements of the largest parameter
-    trained_parameters: int  # parameters that are
-    largest_trained: int  # elements of the largest of them
+    trained_parameters: int  # parameters that require a gradient
+    largest_trained: int  # elements of the largest of these
     weights: int  # bytes on the device
-    gradients: int  # bytes of all of them, as backward makes them
-    steps_on_host: bool  # whether the optimizer does, beside weights on the device
-    waits_on_host: bool = False  # whether weights, gradients and state are there
-    unseen: int = 0  # bytes of scratch inside the operators of a step, where the tracker does not see them
-    generated: bool = False  # whether torch.compile generates the step
+    gradients: int  # bytes of all gradients, as backward computes them
+    steps_on_host: bool  # the optimizer steps on the host, while the weights are on the device
+    waits_on_host: bool = False  # weights, gradients and state wait on the host
+    unseen: int = 0  # bytes of scratch inside the operators of a step, which the tracker does not see
+    generated: bool = False  # torch.compile generates the step
     paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
-    blocks: tuple[int, int] = (0, 0)  # how many, and the bytes of one on the device
-    held: int = 0  # bytes of weights and masters that the host holds
-    streamed: int = 0  # of blocks' weights that come from the host for each pass
-    outside: int = 0  # of weights outside the blocks that wait there, too
-    head: int = 0  # of those, what comes for each pass, in tiles
+    blocks: tuple[int, int] = (0, 0)  # (number of blocks, bytes of the largest on the device)
+    held: int = 0  # bytes of weights and masters in host memory
+    streamed: int = 0  # bytes of the blocks' weights that come from the host for each pass
+    outside: int = 0  # bytes of weights outside the blocks that wait on the host too
+    head: int = 0  # bytes of `outside` that come for each pass, in tiles
     leaves: int = 0  # bytes of the largest gradient that leaves at once
-    phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each
-    # of the device, (serial, bytes): + born, - died; a window, what was there before it included
+    phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each phase
+    # Device events of a window, (serial, bytes): + born, - died. They begin with the tensors that exist before it.
     events: list[tuple[int, int]] = field(default_factory=list)
-    # (phase, an operator's work) -> times. Of a micro-batch: forward, backward, and sum, of its gradients on the host;
-    # travel, of copies of weights for it. Of a window: step, all that is done with gradients before they are used, and
-    # update. EARLIER in front: of one that is not its window's last.
+    # (phase, an operator's work) -> how often. Phases of a micro-batch: forward, backward, sum (the host sums its
+    # gradients) and travel (weights are copied for it). Phases of a window: step (all work on gradients before they are
+    # used) and update. The prefix EARLIER marks a micro-batch that is not its window's last.
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)
-    sent: Counter[tuple[str, Sent]] = field(default_factory=Counter)  # the same of what devices exchange, -> bytes
+    sent: Counter[tuple[str, Sent]] = field(default_factory=Counter)  # (phase, exchange between devices) -> bytes
     pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
     places: dict[str, Place] = field(default_factory=dict)
-    advice: str | None = None  # where attention takes the math kernel
-    estimate: str | None = None  # why it is one
-    neediest: tuple[int, ...] = (0,)  # ranks, of which one needs most
+    advice: str | None = None  # set if attention takes the math kernel
+    estimate: str | None = None  # why the trace is only an estimate
+    neediest: tuple[int, ...] = (0,)  # ranks worth tracing: no other needs more memory than the worst of these
 
 
 def trace(run: Run, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0) -> Trace:
-    """Train one window and evaluate once, without memory.
+    """Trains one window and evaluates once, without memory.
 
     Args:
         run: resolved, with a number for batch_size.
-        on_card: as CUDA does it, also where there is no CUDA.
+        on_card: trace as CUDA computes, even on a machine without CUDA.
         depth: blocks of the model; None: as many as it has.
         capability: of the card; None: see `card.kernels`.
-        rank: of several devices, which.
+        rank: the rank to trace if the run has several devices.
 
     Raises:
-        Exception: whatever the model's code raises where it asks for numbers; `untraceable` tells it from a fault.
+        Exception: the model's code needs numbers; `untraceable` tells such an error from a fault of lowmem.
     """
     run = _here(run)
     config = _of_depth(model.describe(run, plans=True).grown, depth)
     with _quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(run, on_card)
-        instantiate(run.adapter)  # imports its library, which must not happen where tensors have no memory
+        instantiate(run.adapter)  # imports its library, which must not happen while tensors have no memory
     run, shapes = run, Shapes(over_gloo=not on_card)
     with (
         _quietly(),
@@ -175,7 +178,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         shapes.micro_batches = several
         trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
         recorder.close()
-        of_part = of_part or _of_part(module)  # precisions have narrowed them by now
+        of_part = of_part or _of_part(module)  # by now the precision has narrowed the weights
     window = recorder.recordings[0]
     return Trace(
         **whole,
@@ -204,15 +207,15 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 
 def _here(run: Run) -> Run:
-    """Tensors without memory lie on the CPU, also where a run on a card has told its precision about the card."""
+    """Returns the run on the CPU, where tensors without memory lie, even if its precision was configured for a card."""
     precision = {"precision": {"device": "cpu"}} if "device" in run.trainer.plugins.precision.arguments else {}
     return run.knowing(device="cpu", trainer={"plugins": precision})
 
 
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
-    """The run's own, of tensors without memory: there are no numbers to draw, and nothing that could be moved."""
+    """Builds the run's own module of tensors without memory: there are no numbers to draw, and nothing to move."""
     described = model.Described(run.model, config).at_random
-    where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft brings an adapter to its layer
+    where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft moves an adapter to its layer
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
         module = build.causal_lm(run, described, ranks=ranks)
     module.update = module.update._replace(optimizer=make)
@@ -233,12 +236,12 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
         callbacks=callbacks,
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    trainer.strategy.world_size = 1  # else Lightning asks all ranks for a number, whether one was told to stop
+    trainer.strategy.world_size = 1  # else Lightning reduces a number over all ranks: should one stop?
     return trainer
 
 
 def _of_part(module: CausalLM) -> dict:
-    """Of what this process has of the model: fields of a `Trace`."""
+    """Returns the fields of a `Trace` that count this rank's shard of the model."""
     own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
         "trained_parameters": sum(p.numel() for p in own),
@@ -249,7 +252,7 @@ def _of_part(module: CausalLM) -> dict:
 
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
-    """How many, and the bytes of the largest."""
+    """Returns (number of blocks, bytes of the largest)."""
     sizes = [sum(part.nbytes for held in weights(block) for part in parts(held)) for block in stack_of(model)]
     return len(sizes), max(sizes, default=0)
 
@@ -271,21 +274,21 @@ def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 
 def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
-    """(an optimizer that needs no numbers to step; bytes of scratch per element inside the real one's operators)."""
+    """Returns (an optimizer that steps without numbers, bytes of scratch per element in the real one's operators)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
     if not run.any("steps_on_shapes"):
-        # A card's own kernels need no scratch. Generated ones do, taken to be what the same code needs on a CPU.
+        # A card's own kernels need no scratch. Generated ones do; it is assumed to be as large as on a CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)
         make = _once(stand_in, run, make, on_card or compiled, on_card)
     return (card.foreach(make) if on_card else make), scratch
 
 
-_probed: dict[tuple, object] = {}  # of this process: what was found, by who asked and of which optimizer
+_probed: dict[tuple, object] = {}  # for this process: (probe, optimizer, arguments) -> its result
 
 
 def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> object:
-    """What a probe of an optimizer finds: real steps, which are the same in every trace."""
+    """Runs a probe of an optimizer once per process: it takes real steps, and its result is the same in every trace."""
     key = (probe, str(run.optim.plain()), *more)
     if key not in _probed:
         _probed[key] = probe(make, *more)
@@ -294,7 +297,7 @@ def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> obje
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without logs and warnings: a run says its own when it runs, and others come from tensors without numbers."""
+    """Mutes logs and warnings: the real run prints its own, and the others come from tensors without numbers."""
     logging.disable(logging.CRITICAL)  # torch logs a traceback for each question that a fake tensor cannot answer
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -304,17 +307,17 @@ def _quietly() -> Iterator[None]:
 
 
 class Steady(Callback):
-    """Makes the traced window one of many: what earlier windows and micro-batches leave in memory is there before it.
+    """Makes the traced window one of many: memory already holds what earlier windows and micro-batches leave behind.
 
-    It comes last of the callbacks. From then on it tells `shapes` the phase, so that only this window's work counts.
+    It is the last callback. During the traced window it sets the phase of `shapes`, so only that window's work counts.
 
-    Args: before: windows that are trained before this one, and leave what they leave.
+    Args: before: windows that run before the traced one and leave their memory behind.
     """
 
     def __init__(self, shapes: Shapes, run: Run, before: int) -> None:
         self.shapes, self.accumulates, self.early, self.before = shapes, run.accumulates, run.early, before
         self.overlaps = run.any("overlaps_micro_batches")
-        self.counts = False  # whether this window does
+        self.counts = False  # whether this window's work counts
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         plugin = trainer.precision_plugin
@@ -325,15 +328,15 @@ class Steady(Callback):
         if self.accumulates or plugin.keeps_buffers:
             self._make_gradients(module)
         if not self.accumulates:
-            plugin.mark_used(self.early)  # by the step of the window before
+            plugin.mark_used(self.early)  # by the step of the previous window
 
     def _count(self, plugin: BasePrecision) -> None:
-        """What is done inside backward is not all backward's."""
+        """Counts clip, step and update in phases of their own, even if they run inside backward."""
         counting, clip = self.shapes.counting, plugin.clip
 
         def clipped(*args) -> Tensor | None:
             total = clip(*args)
-            self.shapes.phase = self.shapes.phase and "update"  # nothing comes between
+            self.shapes.phase = self.shapes.phase and "update"  # the update follows at once
             return total
 
         plugin.clip = clipped
@@ -344,8 +347,8 @@ class Steady(Callback):
             plugin.link.at_home = counting("update", plugin.link.at_home)
 
     def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
-        """The optimizer's state of every parameter exists from the first step on. Two of a kind are stepped; what they
-        have then tells what the others of the kind would."""
+        """Creates the optimizer state of every parameter, as after a first step. Two parameters of each kind are
+        stepped, and the others of the kind get a state like theirs."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}
         for p in module.parameters():
@@ -359,7 +362,7 @@ class Steady(Callback):
                 optimizer.state[stepped] = another(*(optimizer.state[one] for one in kind[:2]))
                 continue
             held = stepped.data
-            if stepped is not p:  # which may be nowhere between two steps
+            if stepped is not p:  # a master may have no data between two steps
                 stepped.data = torch.empty_like(held)
             stepped.grad = torch.empty_like(stepped)
             (plugin.update if stepped is p else step_one)(optimizer, group, stepped)
@@ -369,8 +372,8 @@ class Steady(Callback):
 
     def _make_gradients(self, module: LightningModule) -> None:
         for _, p in trainable(module):
-            for _ in range(2 if self.accumulates else 1):  # the second micro-batch's widens what masters sum up
-                p.backward(torch.empty(p.shape, dtype=p.dtype))  # of a leaf: sets its gradient, and calls its hooks
+            for _ in range(2 if self.accumulates else 1):  # the second micro-batch widens the sum of masters
+                p.backward(torch.empty(p.shape, dtype=p.dtype))  # on a leaf: sets its gradient and calls its hooks
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, window: Window, _: int) -> None:
         self.counts = trainer.global_step == self.before
@@ -391,7 +394,7 @@ class Steady(Callback):
 
 
 def another(first: object, second: object) -> object:
-    """The state of a third parameter, of those of two of its kind: what both share is everybody's."""
+    """Returns a third parameter's state, built from those of two of its kind: what both share, the third shares too."""
     if isinstance(second, Tensor):
         return second if storage_key(second) == storage_key(first) else torch.empty_like(second)
     if isinstance(second, dict):
@@ -402,7 +405,7 @@ def another(first: object, second: object) -> object:
 
 
 class Windows:
-    """The same window again and again."""
+    """Yields the same window forever."""
 
     def __init__(self, micro_batches: list[MicroBatch]) -> None:
         self.window = Window(micro_batches, sum(one.labels.numel() for one in micro_batches), START)

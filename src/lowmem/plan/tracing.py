@@ -1,4 +1,4 @@
-"""The traces that a search needs, made by this process and by a helper beside it."""
+"""Makes the traces that a search needs, in this process and in a helper process."""
 
 import sys
 import time
@@ -15,14 +15,14 @@ from lowmem.plan.helper import Helper
 from lowmem.plan.trace import untraceable
 from lowmem.settle import Run
 
-WAIT = 2  # seconds; who waits longer is told
+WAIT = 2  # seconds: a longer wait is announced
 
 
 def trace_all(run: Run, derivation: Derivation, needed: Iterable[Needed], helper: Helper | None = None) -> None:
-    """The part of a search that takes long: how long is said after the first trace.
+    """Makes all traces, the slow step of a search. Its duration is printed after the first trace.
 
     Raises:
-        Refused: a model that cannot be traced.
+        Refused: the model cannot be traced.
     """
     todo = deque(need for need in {str(need): need for need in needed}.values() if not derivation.has(*need))
     if not todo:
@@ -31,7 +31,7 @@ def trace_all(run: Run, derivation: Derivation, needed: Iterable[Needed], helper
     with tqdm(total=len(todo), desc="tracing", unit="way", delay=WAIT, disable=None, leave=False) as bar:
         with _helped(derivation, todo, helper, bar.update):
             _trace(run, derivation, todo, 2 if helper else 1, bar.update)
-        _trace(run, derivation, todo, 1, bar.update)  # what the helper was not able to
+        _trace(run, derivation, todo, 1, bar.update)  # what the helper could not trace
 
 
 def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int, done: Callable[[], object]) -> None:
@@ -49,7 +49,7 @@ def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int
             ) from None
         done()
         if not said and (seconds := (time.perf_counter() - start) * len(todo) / processes) > WAIT:
-            # The others differ from the first, and the helper still imports: 0.7 to 1.8 times as long was measured.
+            # Other traces differ from the first, and the helper still imports: 0.7 to 1.8 times this was measured.
             tqdm.write(f"... which takes {seconds:.0f} to {2 * seconds:.0f} s.", file=sys.stderr)
         said = True
 
@@ -58,18 +58,18 @@ def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int
 def _helped(
     derivation: Derivation, todo: deque[Needed], helper: Helper | None, done: Callable[[], object]
 ) -> Iterator[None]:
-    """The helper takes what is to do from the end, and gives back what it cannot trace."""
+    """Lets the helper take work from the end of `todo`, and give back what it cannot trace."""
     if helper is None:
         yield
         return
     for need in todo:
-        derivation.compose(need[0])  # here: Hydra is for one thread
+        derivation.compose(need[0])  # in this thread: Hydra works in one only
 
     def take() -> None:
         while need := _taken(todo.pop):
             corners, target = derivation.corners(*need), derivation.target
             jobs = [(run.as_dict(), target.on_card, depth, target.capability) for depth, _, run in corners]
-            if not isinstance(traces := helper.traces(jobs), list):  # what is refused is refused here
+            if not isinstance(traces := helper.traces(jobs), list):  # this process then raises the refusal
                 todo.append(need)
                 return
             derivation.take(*need, corners, traces)
@@ -82,7 +82,7 @@ def _helped(
 
 
 def _taken(take: Callable[[], Needed]) -> Needed | None:
-    """None: nothing is left."""
+    """Returns the next item; None: nothing is left."""
     try:
         return take()
     except IndexError:

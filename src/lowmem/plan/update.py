@@ -1,8 +1,8 @@
-"""How many times longer an optimizer's update takes on this machine's processors than its operators are counted for.
+"""Measures how many times longer an optimizer's update takes on this machine's processors than its counted operators.
 
-From 0.4 to 16 times on one machine: a library's pass over the state may be slow, and operators that follow each other
-find what they read in a cache. So the real update of one matrix is timed, and the same update, as it is traced,
-is counted.
+The factor was 0.4 to 16 on one machine: a library's pass over the state may be slow, and operators that follow each
+other read from a cache. So the real update of one matrix is timed, and the operators of the same update are traced and
+counted.
 """
 
 import json
@@ -21,12 +21,12 @@ from lowmem.plan.shapes import Shapes
 from lowmem.plan.stand_in import stand_in
 from lowmem.settle import Run
 
-MATRIX = (1024, 4096)  # like those of a model
-ANY = ("_target_", "_partial_", "lr", "declares", "in_backward")  # keys of conf/optim: no other time, or named beside
+MATRIX = (1024, 4096)  # a typical size in a model
+ANY = ("_target_", "_partial_", "lr", "declares", "in_backward")  # keys that change no time, or that `_kind` names
 
 
 def knows_update(machine: Machine, run: Run) -> bool:
-    """Whether nothing has to be timed: what a card updates is counted alone."""
+    """Returns whether no update has to be timed: an update on a card is only counted."""
     if machine.link is not None and not run.masters:
         return True
     here = machine.host or machine
@@ -34,7 +34,7 @@ def knows_update(machine: Machine, run: Run) -> bool:
 
 
 def pace_of_update(machine: Machine, run: Run) -> float:
-    """Args: machine: this one's processors."""
+    """Returns measured over counted seconds of an update. Args: machine: the rates of this machine's processors."""
     kind = _kind(run)
     if kind not in machine.updates | machine.busy:
         quiet = not others_compute("cpu")
@@ -57,7 +57,7 @@ def counted(machine: Machine, run: Run) -> float:
     if not run.any("steps_on_shapes"):
         make = stand_in(make, one_kernel=True, pages=False)
     with shapes, _update(run, make) as update:
-        update()  # makes the state
+        update()  # creates the state
         shapes.phase = "update"
         update()
     return sum(machine.operator(work) * times for (_, work), times in shapes.work.items())
@@ -65,7 +65,7 @@ def counted(machine: Machine, run: Run) -> float:
 
 @contextmanager
 def _update(run: Run, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
-    """A window's update of one matrix in host memory, as the precision does it."""
+    """Yields a function that updates one matrix in host memory, as the precision does once per window."""
     plugin = instantiate(run.trainer.plugins.precision, device="cpu")
     probe = nn.Linear(*MATRIX, bias=False, dtype=getattr(torch, run.weights_dtype))
     try:
@@ -85,8 +85,8 @@ def _update(run: Run, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
 
 
 def _kind(run: Run) -> str:
-    """What an update's time depends on: the optimizer, a digest of its arguments, and whether it steps masters, or fp32
-    weights, or 16 bits that are widened and rounded."""
+    """Returns a name for what an update's time depends on: the optimizer, a digest of its arguments, and whether it
+    steps masters, or fp32 weights, or 16-bit weights that are widened and rounded."""
     held = "masters" if run.masters else "float32"
     if run.weights_dtype != "float32":
         held = run.trainer.plugins.precision.target

@@ -1,13 +1,13 @@
-"""Seconds of an optimizer step: its passes, what they do not hide of the transfers, and what they do not of the step.
+"""Computes the seconds of an optimizer step: its passes, plus the transfers and the update that they do not hide.
 
-What overlaps in a run overlaps here. Offloaded boundaries leave during a forward pass and come back during a backward
-pass (`offload/boundary.py`). Gradients of masters leave during backward, which waits for a slot where the link or the
-host that sums them is slower (`offload/link.py`). With an early step the host updates during the last backward pass;
+The same things overlap as in a run. Offloaded boundaries leave during a forward pass and come back during a backward
+pass (`offload/boundary.py`). Gradients of masters leave during backward, which waits for a slot if the link, or the
+host that sums them, is slower (`offload/link.py`). With an early step the host updates during the last backward pass;
 else it waits for all gradients and their norm, and updates during the next window's first forward pass. Weights that
-wait on the host (`offload/streamed.py`) come for every pass, beside what leaves: a link has two directions. They are
-stepped where they wait, and do not travel once more after the step. On a CPU all of it is done one after the other.
-What devices exchange hides behind the pass in which an engine sends it; sums that the next operator needs do not, and
-what is still under way when a pass ends is waited for.
+wait on the host (`offload/streamed.py`) come for every pass while other data leaves: a link has two directions. They
+are stepped on the host, and do not travel again after the step. On a CPU everything is done one after the other.
+Exchanges between devices hide behind the pass in which an engine sends them. Sums that the next operator needs do not
+hide, and a pass waits at its end for exchanges that are still under way.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from lowmem.plan.update import knows_update, pace_of_update
 from lowmem.settle import Run
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
-TRAVEL = "travel"  # another: copies of weights that come for a pass, where there are any
-LONG = 0.1  # seconds of a step: in a shorter one the training loop itself takes its part
-REACHED = 0.65  # of a card's rate of matrix products, in a pass of a transformer: what people see is from 0.5 to 0.9
+TRAVEL = "travel"  # one more phase, which not every trace has: copies of weights for a pass
+LONG = 0.1  # seconds of a step: in a shorter step the training loop itself takes a noticeable share
+REACHED = 0.65  # share of a card's rate of matrix products that a transformer's pass reaches: reports say 0.5 to 0.9
 
 
 class Window(NamedTuple):
-    """Seconds."""
+    """Holds the seconds of a window: its passes, and the transfers and the step that they do not hide."""
 
     passes: float
     transfers: float
@@ -38,7 +38,7 @@ class Window(NamedTuple):
 
 
 def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
-    """By phase, of a trace's operators, on the side where they are."""
+    """Returns the seconds of a trace's operators by phase, each counted on the side where it runs."""
     host = machine.host if (shapes.steps_on_host or shapes.waits_on_host) and machine.host else machine
     taken = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in shapes.work.items():
@@ -47,7 +47,7 @@ def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
 
 
 def of_trace(machine: Machine, run: Run, shapes: Trace) -> Window:
-    """Of a run that was traced as it is."""
+    """Returns the window of a run that was traced itself, not derived."""
     return window(machine, run, shapes, seconds(machine, shapes), run.windows.largest)
 
 
@@ -59,8 +59,8 @@ def window(
     micro_batches: int,
     node: int = NODE,
 ) -> Window:
-    """Args: taken: by phase of the trace's work; forward, backward and sum are of one micro-batch; node: devices of
-    one."""
+    """Computes a window. Args: taken: seconds by phase of the trace's work; forward, backward and sum are of one
+    micro-batch; node: devices per node."""
     alone = _alone(machine, run, shapes, taken, micro_batches)
     if not shapes.sent:
         return alone
@@ -72,7 +72,7 @@ def window(
 
 
 def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
-    """Without what devices exchange."""
+    """Computes a window without the exchanges between devices."""
     pace = machine.pace(run.multiplies_in)
     forward, backward, update = pace * taken["forward"], pace * taken["backward"], taken["update"]
     passes = micro_batches * (forward + backward)
@@ -81,24 +81,24 @@ def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float]
         return Window(passes, micro_batches * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
     offloaded = sum(shapes.pinned) / machine.link
     if not shapes.steps_on_host:
-        travel = shapes.gradients / machine.link if shapes.waits_on_host else 0.0  # of all weights once
+        travel = shapes.gradients / machine.link if shapes.waits_on_host else 0.0  # all weights, once
         waits = _beyond(forward, offloaded + travel) + _beyond(backward, offloaded + 2 * travel)
-        update += 2 * shapes.paged / machine.bandwidth  # no operator that is traced touches it
+        update += 2 * shapes.paged / machine.bandwidth  # no traced operator touches paged state
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
     element = run.product_bytes
     host, travel = machine.host or machine, element * shapes.trained_parameters / machine.link
-    # weights that are brought to the device after a step
+    # elements that are copied to the device after a step
     kept = max(0, shapes.trained_parameters - (shapes.streamed + shapes.outside) // element)
     update *= pace_of_update(host, run)
-    update += 2 * element * kept / host.bandwidth  # read and written again: into the link's slots
-    # The last block is where the forward pass has left it when backward begins.
+    update += 2 * element * kept / host.bandwidth  # the host reads and writes them again: into the link's slots
+    # When backward begins, the last block is still on the device from the forward pass.
     comes = (shapes.streamed + shapes.head) / machine.link
     again = (max(0, shapes.streamed - shapes.blocks[1]) + shapes.head) / machine.link
     forward_takes = max(forward, offloaded, comes)
     backward_takes = max(backward, offloaded + again, travel, taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)
-    # The embeddings, first in a model and last in backward, are most often its largest: nothing hides their update.
+    # Backward reaches the embeddings last, and they are most often the largest: nothing hides their update.
     first = update * shapes.largest_trained / shapes.trained_parameters
     if run.early:
         taken_by_host, up = taken["sum"] + taken["step"] + update, offloaded + again + element * kept / machine.link
@@ -110,18 +110,18 @@ def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float]
 
 
 def free_from(machine: Machine, products: str) -> float:
-    """Tokens of a micro-batch from which weights come from the host while nobody waits: each takes two operations per
-    token of the forward pass, and two bytes of the link, whatever the model."""
+    """Returns the tokens per micro-batch from which streaming weights costs no time: for any model, each weight takes
+    two operations per token of the forward pass, and two bytes over the link."""
     return REACHED * machine.flops[products] / machine.link
 
 
 def refine(machine: Machine, run: Run, shapes: Trace, measured: float) -> float | None:
-    """The machine learns from a run how long passes of its dtype take: what of a step is not counted for transfers or
-    the update is taken to be theirs.
+    """Teaches the machine from a run how long passes in its dtype take: the measured seconds of a step, less those
+    counted for transfers and the update.
 
     Args: measured: seconds of a step.
 
-    Returns: those that were counted; None: it is not known what such an update takes here.
+    Returns: the counted seconds of a step; None: this machine has no rate for such an update.
     """
     if not knows_update(machine, run):
         return None
@@ -133,5 +133,5 @@ def refine(machine: Machine, run: Run, shapes: Trace, measured: float) -> float 
 
 
 def _beyond(hidden: float, whole: float) -> float:
-    """What remains of it after so many seconds beside something else."""
+    """Returns the seconds that remain of `whole` after `hidden` seconds of overlap."""
     return max(0.0, whole - hidden)

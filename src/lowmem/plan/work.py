@@ -1,4 +1,4 @@
-"""What an operator does, as numbers that a machine turns into seconds: floating-point operations and bytes moved."""
+"""Counts an operator's floating-point operations and moved bytes, which a machine's rates turn into seconds."""
 
 from functools import cache
 from math import prod
@@ -10,27 +10,27 @@ from torch.utils.flop_counter import flop_registry
 
 from lowmem.internals import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, storage_key, tree_leaves
 
-MAPPED = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX: whatever is smaller is found in memory that was freed
+MAPPED = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX: smaller tensors reuse freed memory
 
 
 class Work(NamedTuple):
-    """Of one operator."""
+    """Holds the work of one operator."""
 
     dtype: torch.dtype  # of the products
-    flops: int  # of matrix products and attention; 0: the operator reads and writes
-    moved: int  # bytes read and written; what is changed in place, both
+    flops: int  # of matrix products and attention; 0: the operator only reads and writes
+    moved: int  # bytes read and written; a tensor changed in place counts twice
     fresh: int = 0  # bytes in new tensors so large that malloc asks the system for each, page by page
 
 
 class Touched(NamedTuple):
-    """Names of an operator's arguments."""
+    """Holds the names of the arguments that an operator reads and changes."""
 
     read: frozenset[str]
     changed: frozenset[str]
 
 
 def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
-    """None: a view, an allocation, or a question about a tensor, which moves nothing."""
+    """Returns the work of an operator; None: a view, a small allocation or a query, which move nothing."""
     if _allocates(func):
         made = _tensors(out)
         return Work(made[0].dtype, 0, 0, fresh) if (fresh := _fresh(made)) else None
@@ -51,7 +51,7 @@ def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """Each once."""
+    """Returns the tensors in `value`, each once."""
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
@@ -60,8 +60,11 @@ def _fresh(made: list[Tensor]) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What of it lies in memory: an expanded one repeats what is there. Its storage is not asked: work is kept by shape
-    and strides (`shapes.py`), and what is expanded may be a part of more."""
+    """Returns the bytes that a tensor has in memory: an expanded tensor repeats fewer elements.
+
+    The size of its storage does not count: work is cached by shape and strides (`shapes.py`), and the storage may be
+    larger than the tensor.
+    """
     there = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return min(there, tensor.numel()) * tensor.element_size()
 
@@ -73,32 +76,32 @@ def _allocates(func: OpOverload) -> bool:
 
 @cache
 def _touched(func: OpOverload) -> tuple[list[str], Touched]:
-    """(names of its arguments, what it does with them)."""
+    """Returns (names of an operator's arguments, which of them it reads and changes)."""
     name = schema(func).name.split("::")[1]
     arguments = schema(func).arguments
     changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     read = {a.name for a in arguments if not a.is_out}
     if name.startswith("_fused_"):
-        changed.discard("grads")  # which a loss scale would change, and none is handed over
+        changed.discard("grads")  # only a loss scale would change them, and none is passed
     if name.removeprefix("_foreach_") in _OVERWRITE or name.endswith("_like") or name.startswith("new_"):
         read.discard("self")
     return [a.name for a in arguments], Touched(frozenset(read), frozenset(changed))
 
 
-# What was in the tensor that these change makes no difference.
+# These overwrite their tensor without reading it.
 _OVERWRITE = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_")
 
 
 def _attention(query: Tensor, key: Tensor, *_, **__) -> int:
-    """(B, heads, T, D): two products of T x T x D, half of them behind the diagonal of a causal model but computed."""
+    """Counts two products of T x T x D for (B, heads, T, D); the half that a causal mask hides is computed too."""
     b, heads, t, d = query.shape
     return 4 * b * heads * t * key.shape[-2] * d
 
 
 def _attention_backward(_, query: Tensor, key: Tensor, *__, **___) -> int:
-    """Five products instead of two."""
+    """Counts five products instead of two."""
     return 5 * _attention(query, key) // 2
 
 
-# The same count for every kernel; torch has none of a CPU's.
+# Every kernel counts the same; torch has no formula for a CPU's.
 _ATTENTION = dict.fromkeys(ATTENTION, _attention) | dict.fromkeys(ATTENTION_BACKWARD, _attention_backward)

@@ -34,6 +34,7 @@ test-gpu: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/prose.py src/lowmem/plan
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

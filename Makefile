@@ -34,7 +34,7 @@ test-gpu: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/prose.py src/lowmem/plan
+	$(BIN)/python tests/support/prose.py src/lowmem/plan
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -47,9 +47,9 @@ format: .venv/installed
 	touch $@
 
 # the lowest versions that pyproject.toml admits
-.venv-oldest/installed: tests/oldest.py pyproject.toml
+.venv-oldest/installed: tests/support/oldest.py pyproject.toml
 	$(NEW_ENOUGH)
 	$(PYTHON) -m venv .venv-oldest
-	$(PYTHON) tests/oldest.py > .venv-oldest/requirements.txt
+	$(PYTHON) tests/support/oldest.py > .venv-oldest/requirements.txt
 	.venv-oldest/bin/python -m pip install --quiet -r .venv-oldest/requirements.txt -e .
 	touch $@

@@ -4,7 +4,7 @@ Any number of folders, each a run or with runs below it. Prints the table, and w
 comparison.html, one page that opens without a network.
 """
 
-from lowmem.runs.compare import main
+from lowmem.report.compare.compare import main
 
 if __name__ == "__main__":
     main()

@@ -6,8 +6,8 @@
 import hydra
 from omegaconf import DictConfig
 
-from lowmem import cli
-from lowmem.overrides import CONF
+from lowmem.command import cli
+from lowmem.config.typed_lines import CONF
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")

@@ -1,1 +1,1 @@
-"""Measurements side by side: every row in its own process, rounds alternating, medians, versions and machine."""
+"""Benchmarks of lowmem. Every row runs in its own process, and results record medians, versions and the machine."""

@@ -1,7 +1,7 @@
-"""Every benchmark on this machine, one after the other: python -m benchmarks
+"""Runs every benchmark on this machine, one after the other: python -m benchmarks
 
-Each writes results/<name>.json and .md with versions and machine, its rows in processes of their own. On two cores all
-of them take some four hours; --only runs some.
+Each benchmark runs its rows in processes of their own, and writes results/<name>.json and .md with the versions and the
+machine. On two cores all of them take about four hours; --only runs some.
 """
 
 import argparse

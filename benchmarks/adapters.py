@@ -1,12 +1,12 @@
-"""Full fine-tuning, LoRA, DoRA and QLoRA of one model: what each holds, predicted and measured, and takes, and what
-merging its adapter loses.
+"""Compares full fine-tuning, LoRA, DoRA and QLoRA of one model: memory, time per step, and errors from merging.
 
 python -m benchmarks.adapters            # about ten minutes on two cores, 3 GiB of memory
-python -m benchmarks.adapters --small    # a model of 1M parameters, printed and not kept: whether it works
+python -m benchmarks.adapters --small    # tests the code on a model of 1M parameters; prints, saves nothing
 
-A Llama of 44M parameters, drawn at random: bytes and seconds do not depend on what the numbers are. Each row is a real
-train.py in a process of its own. Merge errors are of logits, beside the model with its adapter in the same dtype as the
-base: of adapters whose B is drawn, since one that is trained for a few steps hardly does anything.
+The model is a Llama of 44M random parameters, because bytes and seconds do not depend on the values. Each row is a real
+train.py in a process of its own. Memory is both predicted and measured. Merge errors are relative errors of the logits,
+compared with the model whose adapter is not merged. For them B is drawn at random, because an adapter that was trained
+for a few steps changes the logits very little.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 import os
 
 from benchmarks.runner import measure, medians, trained, write
-from lowmem.units import MIB
+from lowmem.system.units import MIB
 
 ADAPTERS = ("none", "lora", "dora", "qlora")
 RECIPES = {
@@ -32,7 +32,7 @@ SHAPE = {
 }
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "head_dim": 64}
-RANK, DRAWN = 16, 0.005  # of B: moves the logits by some tenths
+RANK, DRAWN = 16, 0.005  # DRAWN: standard deviation of B, which changes the logits by some tenths
 
 
 def model(small: bool) -> list[str]:
@@ -42,7 +42,7 @@ def model(small: bool) -> list[str]:
 
 
 def run(adapter: str, recipe: str, small: bool) -> dict:
-    """One training."""
+    """Trains once and returns the predicted and measured memory, and the seconds per step."""
     lines = [f"adapter={adapter}", *([f"adapter.r={RANK}"] if adapter != "none" else []), *RECIPES[recipe]]
     size = ["batch_size=4", "seq_len=256", "val_sequences=4", f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0"]
     summary = trained([*model(small), *size, *lines, "logger=none", "lr=1e-4"])
@@ -61,14 +61,17 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
 
 
 def merge_errors(adapter: str, small: bool) -> dict:
-    """Relative, of logits: merged in fp32, rounded to bf16, and in the place of the base in 4 bits the original one."""
+    """Returns relative errors of the logits: without the adapter, merged in fp32, and merged and rounded to bf16.
+
+    QLoRA's adapter is also merged into the original base, instead of the base in 4 bits.
+    """
     import torch
     from torch import nn
 
-    from lowmem import model as models
-    from lowmem.adapter.export import merge
-    from lowmem.instantiate import instantiate
-    from lowmem.settle import run_of
+    from lowmem.config.instantiate import instantiate
+    from lowmem.config.settle import run_of
+    from lowmem.model import loading as models
+    from lowmem.saving.export_adapter import merge
 
     ids = torch.randint(0, WORDS, (2, 64), generator=torch.Generator().manual_seed(0))
     cfg = run_of([*model(small), f"adapter={adapter}", f"adapter.r={RANK}"])
@@ -150,7 +153,7 @@ def main() -> None:
         done = merge_errors(adapter, options.small) if recipe == "merge" else run(adapter, recipe, options.small)
         print(json.dumps(done), flush=True)
         return
-    # freed memory goes back to the system, so that resident memory is what is held and not what once was
+    # glibc returns freed memory to the system at once, so that resident memory does not include it
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     how = ["-m", "benchmarks.adapters", *(["--small"] if options.small else []), "--row"]
     rows = {f"{adapter}: {recipe}": [*how, adapter, recipe] for recipe in RECIPES for adapter in ADAPTERS}

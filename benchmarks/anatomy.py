@@ -1,6 +1,8 @@
-"""The pictures of docs/how-memory-works.md: where the bytes are inside one step, and what each technique does to them.
+"""Draws the pictures of docs/how-memory-works.md.
 
-python -m benchmarks.anatomy             # about three minutes on two cores
+They show which tensors use the memory inside one training step, and how each technique changes that.
+
+python -m benchmarks.anatomy             # about three minutes on two cores.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import os
 from pathlib import Path
 
 from benchmarks.runner import ROOT, measure, trained, write
-from lowmem.units import CATEGORIES
+from lowmem.system.units import CATEGORIES
 
 MIB = 2**20
 SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "sample_tokens=0", "logger=none", "plan=off"]
@@ -31,7 +33,7 @@ RECIPES = {
 
 
 def row(recipe: str) -> dict:
-    """The last step of a run: (phase, bytes of each category) at every allocation and release."""
+    """Returns (phase, bytes of each category) at every allocation and release in the last step of a run."""
     summary = trained([*SHORT, *RECIPES[recipe]])
     with (Path(os.environ["ROW_FOLDER"]) / "memory_step.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -40,7 +42,7 @@ def row(recipe: str) -> dict:
 
 
 def draw(found: dict, file: Path, names: list[str], columns: int) -> None:
-    """Panels with the same height, so that they can be compared."""
+    """Draws a panel for each name; all have the same vertical scale, so that they can be compared."""
     from lowmem.report.colours import OF_CATEGORY
     from lowmem.report.picture import plt
 

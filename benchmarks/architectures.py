@@ -1,12 +1,12 @@
-"""Every causal family of transformers, made small, under the techniques that reach into a model.
+"""Tests the techniques that change a model's computation on every causal model family of transformers.
 
 python -m benchmarks.architectures          # ten minutes on two cores
-python -m benchmarks.architectures gemma2   # a few of them, to the terminal alone
+python -m benchmarks.architectures gemma2   # only these families, printed and not saved
 
-A family is shrunk by the names of its config's keys, by the same rules for all, with factors and caps that are not
-neutral. What those rules cannot build is said to be so. `right` means: the same loss and gradients as without the
-technique (of `loss=chunked` to the order of sums, of masters the bits of a naive loop with two models, of the planner a
-trace).
+Every family is made small by the same rules, which go by the names of its config's keys. Scaling factors and caps get
+values that change the result, so that a technique that ignores them is found. Families that the rules cannot build are
+reported as not built. `right` means the same loss and gradients as without the technique; for `loss=chunked` up to the
+order of sums; for master weights the same bits as a naive loop with two models; for the planner, that it can trace.
 """
 
 import argparse
@@ -26,23 +26,25 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.runner import write
-from lowmem import build, gradient_checkpointing, model
-from lowmem.adapter.export import merge
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import Run, run_of
 from lowmem.data.loader import START, MicroBatch, Window
-from lowmem.errors import Refused
-from lowmem.instantiate import instantiate
+from lowmem.model import loading
+from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import predict
 from lowmem.plan.target import Target
-from lowmem.precision.split import rounded
-from lowmem.quiet import quiet
-from lowmem.settle import Run, run_of
-from lowmem.trainable import trainable
-from lowmem.training import mixes_dtypes
+from lowmem.saving.export_adapter import merge
+from lowmem.system.errors import Refused
+from lowmem.system.quiet_libraries import quiet
+from lowmem.techniques.arithmetic.fp32_halves import rounded
+from lowmem.techniques.gradient_checkpointing import policies
+from lowmem.training import build
+from lowmem.training.training import mixes_dtypes
 
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
-SECONDS = 60  # of one cell, after which it is ended
-REORDERED = 1e-5  # fp32 sums in another order, relative to the largest element
-# The first pattern that a key matches says how large its value may be.
+SECONDS = 60  # time limit of one cell
+REORDERED = 1e-5  # error of fp32 sums in another order, relative to the largest element
+# Largest value of a config key; the earliest pattern that matches the key counts.
 SMALL = {
     r"num_hidden_layers$|^n_layers?$|^num_layers$|(decoder|encoder)_layers$|^num_blocks$|^depth$": LAYERS,
     r"vocab_size": VOCABULARY,
@@ -60,7 +62,7 @@ SMALL = {
     r"position|seq_len|n_ctx": 128,
     r"image_size": 28,
 }
-# Without a factor of 1 and a cap that nothing reaches.
+# Values that change the result, instead of a factor of 1 or a cap that no logit reaches.
 TELLING = {
     r"logit_scale|logits_scaling|lm_head_multiplier|logits?_mup|output_multiplier": 0.5,
     r"final_logit_softcapping|logits_soft_cap|output_logit_soft_cap": 0.2,
@@ -71,7 +73,7 @@ TELLING = {
 
 
 def shrunk(model_type: str) -> dict:
-    """Its architecture, as a yaml of conf/model would hold it."""
+    """Returns a small architecture of a family, as a yaml of conf/model would write it."""
     full = CONFIG_MAPPING[model_type]()
     text = full.get_text_config(decoder=True)
     layers = next(
@@ -84,7 +86,7 @@ def _small(keys: Mapping, layers: int) -> dict:
     keys = {key: UNSAID.get(key) if value is None else value for key, value in keys.items()}
     found = {key: _value(key, value, layers) for key, value in keys.items() if key not in NOT_OF_THE_MODEL}
     heads, groups = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
-    if heads is not None and heads == groups:  # one key head for each
+    if heads is not None and heads == groups:  # each head has a key head of its own
         found["num_key_value_heads"] = found["num_attention_heads"]
     if "expand" in keys and "num_heads" in keys:  # a state-space model's heads make up its inner width
         found["num_heads"] = int(found["expand"] * found["hidden_size"]) // found["head_dim"]
@@ -93,14 +95,14 @@ def _small(keys: Mapping, layers: int) -> dict:
     return found
 
 
-# What some families leave to whoever publishes a model.
+# Values for keys that are None by default in some families.
 UNSAID = {"num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS, "num_experts_per_tok": 2}
 NOT_OF_THE_MODEL = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "torch_dtype")
 
 
 def _value(key: str, value: object, layers: int) -> object:
     if isinstance(value, Mapping):
-        if value and all(str(k).isdigit() for k in value):  # by layer
+        if value and all(str(k).isdigit() for k in value):  # keys are layer numbers
             return {k: _small(v, layers) for k, v in value.items() if int(k) < LAYERS}
         kept = {"model_type": value["model_type"]} if "model_type" in value else {}
         return kept | (dict(value) if key.startswith("rope") else _small(value, layers))
@@ -132,9 +134,9 @@ def configured(architecture: dict, *overrides: str) -> Run:
 
 
 def made(cfg: Run):
-    """(the module, its tokens)."""
+    """Returns (the module, random tokens)."""
     torch.manual_seed(0)
-    module = build.causal_lm(cfg, model.describe(cfg))
+    module = build.causal_lm(cfg, loading.describe(cfg))
     return module, torch.randint(4, VOCABULARY - 1, (BATCH, TOKENS + 1))
 
 
@@ -179,28 +181,29 @@ def checkpointed(name: str) -> Callable[[dict], str]:
 
 
 def blocks_are_called(architecture: dict) -> bool:
-    """Of a model that also sees or hears, those of its text decoder are."""
+    """Returns whether the blocks are called; a model for images or sound must have those of its text decoder."""
     module, ids = made(configured(architecture))
-    blocks, called = gradient_checkpointing.blocks(module.model), set()
+    blocks, called = policies.blocks(module.model), set()
     for block in blocks:
         block.register_forward_hook(lambda block, *_: called.add(block))
     module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
-    return bool(called)  # not all: some read images alone
+    return bool(called)  # some blocks, not all: others may read only images
 
 
 class Windows:
-    """Two windows of one micro-batch each."""
+    """Yields two accumulation windows of one micro-batch each."""
 
     def __init__(self, ids: Tensor) -> None:
         self.micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:])
 
     def __iter__(self) -> Iterator[Window]:
         for _ in range(2):
-            yield Window([self.micro_batch], self.micro_batch.tokens, START)
+            tokens = self.micro_batch.tokens
+            yield Window([self.micro_batch], tokens, tokens, START)
 
 
 def masters(architecture: dict) -> str:
-    """Two steps of SGD, beside two whole models."""
+    """Compares two steps of SGD with a naive loop that keeps one model in fp32 and one in bf16."""
     cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
     module, ids = made(cfg)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
@@ -240,11 +243,11 @@ def masters(architecture: dict) -> str:
 
 
 def adapted(architecture: dict) -> str:
-    """That its matrices alone have gradients, and that merged into the weights they make the same model."""
+    """Tests that only LoRA's matrices have gradients, and that merging them into the weights gives the same logits."""
     module, ids = made(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
     for _, p in trainable(network):
-        torch.nn.init.normal_(p, std=0.05)  # B begins at zero, and would do nothing
+        torch.nn.init.normal_(p, std=0.05)  # B is zero at the start, and would change nothing
     torch.manual_seed(1)
     module.loss(network, batch).backward()
     having = {name for name, p in network.named_parameters() if p.grad is not None and p.grad.isfinite().all()}
@@ -279,7 +282,7 @@ CELLS = {
 
 
 def family(model_type: str) -> dict[str, str]:
-    """Cell -> right, refused: why, wrong: how, not built: why."""
+    """Returns {cell: "right", or "refused", "wrong", "failed" or "not built" with the reason}."""
     try:
         architecture = shrunk(model_type)
         found = {}
@@ -319,7 +322,7 @@ def _said(error: Exception) -> str:
 
 
 def table(found: Mapping[str, Mapping[str, str]]) -> str:
-    """Counts first, then a row per family; what is not right is told in full below."""
+    """Returns a table of counts and of a row per family, and below it the full text of each cell that is not right."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
     for kind in ("right", "estimate", "refused", "wrong", "failed", "not built"):
         counts = [Counter(_kind(row.get(cell)) for row in found.values())[kind] for cell in CELLS]

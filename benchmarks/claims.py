@@ -1,9 +1,10 @@
-"""What guides say about memory techniques, beside what is measured here.
+"""Compares claims of guides about memory techniques with measurements.
 
 python -m benchmarks.claims              # about ten minutes on two cores, 4 GiB of memory
 
-Each row is a process of its own on GPT-2 small's architecture (124M parameters: on `tiny` most tensors are under 4096
-elements, whose 8-bit state is 32-bit). Bytes at GPT-2 XL's shapes are counted on fake tensors: a shape and no memory.
+Each row trains GPT-2 small's architecture (124M parameters) in a process of its own; in the default model, `tiny`, most
+tensors have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of GPT-2 XL are counted
+on fake tensors, which have a shape and no memory.
 """
 
 import argparse
@@ -31,7 +32,7 @@ ROWS = {
 
 
 def row(name: str) -> dict:
-    """One run of train.py: bytes, speed and the loss after the last step."""
+    """Runs train.py once and returns bytes, speed and the loss after the last step."""
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
     typed = {line.split("=")[0] for line in ROWS[name]}
     shared = [line for line in (*MODEL, *short, "logger=none") if line.split("=")[0] not in typed]
@@ -48,10 +49,10 @@ def row(name: str) -> dict:
 
 
 def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
-    """Peak bytes of the device by category, of a run at GPT-2 XL's shapes without dropout, traced."""
+    """Traces GPT-2 XL without dropout and returns the device's bytes by category at their peak."""
+    from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
-    from lowmem.plan.trace import trace
-    from lowmem.settle import run_of
+    from lowmem.plan.tracing.trace import trace
 
     lines = ["model=gpt2-xl", "model.pretrained=false", f"batch_size={batch_size}", f"seq_len={seq_len}", *techniques]
     lines += [f"model.architecture.{drop}=0.0" for drop in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
@@ -60,7 +61,10 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
 
 
 def xl_rows() -> dict[str, dict[str, int]]:
-    """A batch of 4 x 1024 tokens, or 1 x 1024 four times, which needs the bytes of one."""
+    """Returns GPT-2 XL's bytes of each row, for a batch of 4 x 1024 tokens.
+
+    Rows with four micro-batches of 1 x 1024 need the bytes of one micro-batch.
+    """
 
     def counted(typed: list[str]) -> dict[str, int]:
         alone = "batch_size=1" in typed
@@ -73,7 +77,7 @@ def xl_rows() -> dict[str, dict[str, int]]:
 
 
 def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
-    """(claim, measured on 124M, at GPT-2 XL's shapes, whether it holds here and why)"""
+    """Yields (claim, measurement on 124M parameters, bytes of GPT-2 XL, whether the claim holds here and why)."""
     peak, speed = medians(found, "peak_bytes"), {n: ratio(found, n, "plain", "tokens_per_second") for n in found}
     activations, state = medians(found, "activations"), medians(found, "optimizer")
     p, gib, four = found["plain"][0]["parameters"], 2**30, "accumulation 4 x 1"
@@ -92,7 +96,7 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
 
     yield (
         "Accumulation gives the large batch's update at the micro-batch's memory, slightly slower",
-        f"the update: exactly (tests/test_accumulation.py). Peak {peak[four] / peak['plain']:.2f} of batch 4 and "
+        f"the update: exactly (test_accumulation.py). Peak {peak[four] / peak['plain']:.2f} of batch 4 and "
         f"{peak[four] / peak['batch 1']:.2f} of batch 1; {speed[four]:.2f} x the speed",
         at_xl(four),
         f"The update: yes. The memory: of a micro-batch and the gradients, which stay between micro-batches: where "
@@ -111,7 +115,7 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
         "Keeping every sqrt(n)-th layer makes memory grow with sqrt(n), for one forward pass",
         saved("sqrt"),
         at_xl("sqrt"),
-        "For thin layers yes (tests/test_gradient_checkpointing.py). A transformer block is some 25 boundaries thick: "
+        "For thin layers yes (test_policies.py). A transformer block is some 25 boundaries thick: "
         f"every_layer needs {shapes['checkpointing']['activations'] / gib:.1f} GiB of activations at XL's shapes, sqrt "
         f"{shapes['sqrt']['activations'] / gib:.1f}. On 124M the logits hide the difference.",
     )
@@ -185,7 +189,7 @@ def main() -> None:
         print(json.dumps(row(options.row)), flush=True)
         return
     shapes = xl_rows()
-    if options.rounds == 0:  # only the table again, of what was measured
+    if options.rounds == 0:  # makes only the table again, from earlier measurements
         found = json.loads((RESULTS / "claims.json").read_text())["rounds"]
     else:
         found = measure({name: ["-m", "benchmarks.claims", "--row", name] for name in ROWS}, options.rounds)

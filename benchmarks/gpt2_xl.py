@@ -1,11 +1,11 @@
-"""GPT-2 XL (1558M parameters) with masters on the host: bytes on the card, and real steps on a machine without one.
+"""Trains GPT-2 XL (1558M parameters) with master weights on the host, and counts the bytes that a card needs for it.
 
 python -m benchmarks.gpt2_xl             # about 20 minutes on two cores, 20 GiB of memory, 20 GiB of disk
 
-On the card: the peak of one micro-batch of experiment=gpt2_xl_12gb by category, on fake tensors (a shape, no memory).
-On a CPU: a random start, 1 x 256 tokens, bf16 masters and 8-bit Adam; each row is a process of its own whose resident
-memory is watched from outside, construction, saving and export inside. With a CUDA device the recipe itself runs too,
-under a cap of 12 and of 6 GiB.
+For the card, it counts the peak of one micro-batch of experiment=gpt2_xl_12gb by category, on fake tensors, which have
+a shape and no memory. On a CPU, it makes real steps from random weights, with 1 x 256 tokens, bf16 master weights and
+8-bit Adam. Each row is a process of its own, whose resident memory is measured from outside, including construction,
+saving and export. With a CUDA device the recipe itself also runs, under a cap of 12 and of 6 GiB.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.claims import xl
 from benchmarks.runner import RESULTS, ROOT, measure, medians, write
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 MODEL = [
     "model=gpt2-xl",
@@ -43,9 +43,12 @@ CAPS = ("12GiB", "6GiB")
 
 
 def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, list[dict], list[dict], int]:
-    """train.py in a process of its own: (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
+    """Runs train.py in a process of its own and watches its resident memory.
 
-    Args: seconds: after which it is ended; what it measured until then counts, and its summary is empty.
+    Args: seconds: time limit, after which the run is ended: what it measured counts, and its summary is empty.
+
+    Returns:
+        (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
     """
     folder, until = Path(os.environ["ROW_FOLDER"]), time.monotonic() + (seconds or float("inf"))
     with (folder / "said").open("w") as said:
@@ -68,7 +71,7 @@ def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, l
 
 
 def _rows(file: Path) -> list[dict]:
-    """Of a run that was ended, up to its last whole line."""
+    """Reads the rows of a csv file; of a run that was ended, up to the last complete line."""
     if not file.exists():
         return []
     with file.open(newline="") as lines:
@@ -76,7 +79,7 @@ def _rows(file: Path) -> list[dict]:
 
 
 def row(name: str) -> dict:
-    """A run with its save and export, and its resumption."""
+    """Measures a run with its checkpoint and export, and a run that resumes it."""
     folder = Path(os.environ["ROW_FOLDER"])
     first, again = folder / "first", folder / "again"
     summary, memory, metrics, highest = watched([*MODEL, *SHORT, *QUIET, *ROWS[name], f"hydra.run.dir={first}"])
@@ -100,12 +103,12 @@ def row(name: str) -> dict:
 
 
 def alone() -> dict:
-    """The same model and tokens; each gradient is dropped as soon as it exists."""
+    """Times forward and backward of the same model alone; each gradient is freed as soon as it exists."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lowmem.gradient_checkpointing import every_layer
-    from lowmem.loss import Chunked
+    from lowmem.techniques.gradient_checkpointing.policies import every_layer
+    from lowmem.techniques.loss.cross_entropy import Chunked
 
     shape = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape), dtype=torch.bfloat16).train()
@@ -122,9 +125,9 @@ def alone() -> dict:
 
 
 def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, seconds: float | None = None) -> dict:
-    """The recipe under a cap, on a CUDA device if not typed otherwise: optimizer steps of 64 x 1024 tokens.
+    """Runs the recipe under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA device.
 
-    Args: seconds: after which the run is ended; what it had measured by then is returned.
+    Args: seconds: time limit, after which the run is ended; what it measured until then is returned.
     """
     folder = Path(os.environ["ROW_FOLDER"]) / "run"
     lines = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", f"max_steps={steps}"]
@@ -146,7 +149,7 @@ def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, s
 
 
 def _pace(trained: list[dict]) -> dict[str, float | None]:
-    """Of the steps after the first: what the run had time to write down."""
+    """Returns the pace of the steps that the run had time to log, without the initial step."""
     times, tokens = ([float(row[key]) for row in trained] for key in ("seconds", "tokens"))
     if len(trained) < 2:
         return {"seconds_per_step": None, "tokens_per_second": None}

@@ -1,8 +1,9 @@
-"""The optimizer's step on the host, side by side: milliseconds, error, and what a model learns with it.
+"""Compares optimizers that step on the host: their time, their error, and the loss that a model reaches with them.
 
 python -m benchmarks.host_optimizer      # about ten minutes on two cores
 
-Time: four matrices of GPT-2 XL's shape (1600 x 6400), 41M parameters, each row in its own process, per 10M parameters.
+Times are milliseconds per 10M parameters, measured on four matrices of GPT-2 XL's shape (1600 x 6400, 41M parameters),
+each row in its own process.
 """
 
 import argparse
@@ -26,25 +27,25 @@ def torch_fused(parameters: list) -> Callable[[], None]:
 
 
 def ours(parameters: list) -> Callable[[], None]:
-    from lowmem.optim.adamw8bit import HostAdamW8bit
+    from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
 
     return HostAdamW8bit(parameters, **RULE).step
 
 
 def ours_without_a_compiler(parameters: list) -> Callable[[], None]:
-    from lowmem.optim import adamw8bit
+    from lowmem.techniques.optim import adamw8bit
 
     adamw8bit.library = lambda source: None
     return ours(parameters)
 
 
 def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
-    """As the masters' step: gradients in 16 bits, unscaled and clipped, the new weights in 16 bits besides."""
+    """Returns the step of master weights: it unscales and clips 16-bit gradients and writes 16-bit weights too."""
 
     def make(parameters: list) -> Callable[[], None]:
-        from lowmem.gradients import Reading
-        from lowmem.optim.adamw8bit import HostAdamW8bit
-        from lowmem.optim.contract import Step
+        from lowmem.techniques.arithmetic.gradients import Reading
+        from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
+        from lowmem.techniques.optim.contract import Step
 
         optimizer = HostAdamW8bit(parameters, **RULE)
         each = [(p, p.grad.to(dtype), torch.empty(p.shape, dtype=dtype)) for p in parameters]
@@ -109,14 +110,14 @@ def timed(name: str) -> dict:
 
 
 def errors() -> dict[str, dict[str, float]]:
-    """Of 20 steps against AdamW, relative to their length, on the gradients of the tests."""
+    """Returns the error of 20 steps compared with AdamW's, relative to their length, on the gradients of the tests."""
     import sys
     from pathlib import Path
 
-    sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in (".", "optim")]
+    sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("support", "techniques/optim")]
     from test_adamw8bit import KINDS, trained
 
-    from lowmem.optim.adamw8bit import HostAdamW8bit
+    from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
 
     rule = RULE | {"weight_decay": 0.0}
 
@@ -133,7 +134,7 @@ LEARNS = {"adamw": ["optim=adamw"], "adamw8bit": ["optim=adamw8bit"], "bitsandby
 
 
 def learnt(name: str) -> dict:
-    """`tiny` on the default corpus, 500 steps."""
+    """Trains `tiny` on the default corpus for 500 steps and returns the validation loss."""
     summary = trained([*LEARNS[name], "max_steps=500", "logger=none", "sample_tokens=0"])
     return {"val_loss": summary["val_loss"]}
 

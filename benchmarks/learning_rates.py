@@ -1,6 +1,6 @@
-"""How far an optimizer's best `lr` is from AdamW's, on `tiny`: the factors in the comments of conf/optim.
+"""Finds each optimizer's best `lr` on `tiny`, as a factor of AdamW's. Comments in conf/optim name these factors.
 
-python -m benchmarks.learning_rates      # about half an hour on two cores
+python -m benchmarks.learning_rates      # about half an hour on two cores.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import json
 
 from benchmarks.runner import RESULTS, measure, trained, write
 
-BASE, STEPS = 2e-3, 150  # model.lr of tiny; a third of the shipped run, with its schedule
+BASE, STEPS = 2e-3, 150  # BASE: model.lr of tiny; STEPS: a third of the default run, with its schedule
 FACTORS = {
     "adamw": (0.5, 1, 2),
     "adam8bit": (0.5, 1, 2),
@@ -25,7 +25,7 @@ FACTORS = {
 
 def row(optim: str, lr: str) -> dict:
     arguments = [f"optim={optim}", f"lr={lr}", f"max_steps={STEPS}", "logger=none", "sample_tokens=0"]
-    # decay is lr x weight_decay: the same shrinkage per step, whatever the lr
+    # a step shrinks weights by lr x weight_decay, so weight_decay is chosen to keep that product at every lr
     decay = [] if optim == "adam8bit" else [f"optim.weight_decay={0.1 * BASE / float(lr)}"]
     summary = trained([*arguments, *decay])
     return {"val_loss": summary["val_loss"], "bits_per_byte": summary["bits_per_byte"]}

@@ -1,10 +1,10 @@
-"""The same training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
+"""Runs the same training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
 
     python -m benchmarks.loops <loop> <recipe> <model> [overrides, such as device=cuda; device=cpu without any]
 
-Same weights, windows of micro-batches, optimizer, schedule, clipping and precision, all built by lowmem; only who
-drives differs. Each prints how long each step took and its loss, its speed over the steps after the third, and its peak
-of live tensors: counted at every operator of the third step, or what CUDA's allocator says of it.
+Weights, accumulation windows, optimizer, schedule, clipping and precision are the same, and lowmem builds them all;
+only the loop differs. Each loop prints the seconds and the loss of each step, its speed over the steps after the third,
+and its peak of live tensors. The peak is counted at every operator of the third step, or read from CUDA's allocator.
 """
 
 import json
@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.runner import trained
 from benchmarks.turns import Turns
-from lowmem.starting import undisturbed
+from lowmem.system.without_gc import undisturbed
 
-# Of the steps after the warm-up all are timed but the last: twenty, in one of which the meter's break-down is taken, as
-# it is in a long run.
+# Twenty steps are timed: those after the warm-up, without the last. During one of them the meter records its break-down
+# of memory, as in a long run.
 STEPS, WARM_UP = 24, 3
 MODELS = {
     # 13.9M parameters
@@ -36,7 +36,7 @@ MODELS = {
     # GPT-2, for a card
     "124M": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "T": 1024},
 }
-BATCH_SIZE = 8  # sequences of an optimizer step
+BATCH_SIZE = 8  # sequences per optimizer step
 ON_CPU = ("device=cpu",)
 FOUR = ["accumulation=fixed", "accumulation.batches=4", "batch_size=2"]
 RECIPES = {
@@ -51,7 +51,7 @@ RECIPES = {
 
 
 def shape(model: str, steps: int = STEPS) -> list[str]:
-    """What makes train.py run this benchmark's model; everything else as shipped."""
+    """Returns the overrides with which train.py runs this benchmark's model; everything else is as shipped."""
     sizes = dict(MODELS[model])
     seq_len = sizes.pop("T")
     return [
@@ -69,13 +69,13 @@ def device_of(typed: Sequence[str]) -> str:
 
 
 def settled(device: str) -> Callable[[], object]:
-    """Of a device: what returns when it has done all that it was asked."""
+    """Returns a function that waits until the device has finished its work."""
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
 def lowmem(recipe: str, model: str, typed: Sequence[str] = ON_CPU, metered: bool = True) -> dict:
-    """train.py as shipped: meter, metrics, W&B (offline), plan, checkpoint."""
-    from lowmem import watchers
+    """Runs train.py as shipped, with meter, metrics, W&B (offline), plan and checkpoint."""
+    from lowmem.training import watchers
 
     if not metered:
         watchers.MemoryMeter = silent_meter()
@@ -110,7 +110,7 @@ def speed(turns: Turns, model: str) -> dict:
 
 
 def silent_meter() -> type:
-    """A meter that measures nothing, to tell what measuring costs."""
+    """Returns the class of a meter that measures nothing, which shows the cost of measuring."""
     from lightning.pytorch import Callback
 
     from lowmem.memory.meter import MemoryMeter
@@ -123,24 +123,24 @@ def silent_meter() -> type:
 
 
 class Materials(NamedTuple):
-    """What is trained, as lowmem builds it."""
+    """Holds the model, the data and the optimizer of a loop, as lowmem builds them."""
 
     network: torch.nn.Module
-    windows: list  # of lists of micro-batches, each with input_ids and labels (B, T)
+    windows: list  # lists of micro-batches, each with input_ids and labels (B, T)
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     bf16: bool
     checkpointing: bool
-    micro_batches: int  # of a window
+    micro_batches: int  # per accumulation window
     device: str
 
 
 def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials, "Watch"]:
     from lightning.pytorch import seed_everything
 
-    from lowmem import build
-    from lowmem.memory import process
-    from lowmem.settle import run_of
+    from lowmem.config.settle import run_of
+    from lowmem.system import process
+    from lowmem.training import build
 
     lines = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
     cfg = run_of([*lines, *typed]).resolved()
@@ -165,13 +165,13 @@ def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials,
 
 
 def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
-    """Mean cross entropy."""
+    """Returns the mean cross entropy."""
     logits = network(**batch.inputs, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
 
 
 class Watch:
-    """Time and loss of every step, and the live tensors of the last one of the warm-up."""
+    """Records the time and the loss of every step, and the live tensors of the last step of the warm-up."""
 
     def __init__(self, of: Materials, model: str, rss_before: int) -> None:
         self.of, self.model, self.rss_before = of, model, rss_before
@@ -180,7 +180,7 @@ class Watch:
         self.tracker, self.peak_bytes = None, 0
 
     def add(self, loss: torch.Tensor) -> None:
-        """Of a micro-batch, already divided by how many there are."""
+        """Adds a micro-batch's loss, already divided by the number of micro-batches."""
         self.losses[-1] = self.losses[-1] + loss.detach()
 
     def begin(self) -> None:
@@ -215,7 +215,7 @@ class Watch:
         self.peak_bytes = max(point.total for point in self.tracker.timeline())
 
     def result(self) -> dict:
-        from lowmem.memory import process
+        from lowmem.system import process
 
         return {
             **speed(self.turns, self.model),
@@ -229,7 +229,7 @@ class Watch:
 
 
 def plain(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
-    """By hand: the least that trains."""
+    """Trains with the shortest hand-written loop."""
     of, watch = materials(recipe, model, typed)
     for window in of.windows:
         watch.begin()
@@ -248,7 +248,10 @@ def plain(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
 
 
 def lightning(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
-    """Lightning with everything off that can be, clipping by hand because it refuses to clip for a fused optimizer."""
+    """Trains with Lightning, with every optional feature off.
+
+    Gradients are clipped by hand, because Lightning refuses to clip for a fused optimizer.
+    """
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     of, watch = materials(recipe, model, typed)
@@ -292,7 +295,7 @@ def lightning(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
 
 
 class Batches:
-    """The micro-batches of all windows, one after the other."""
+    """Yields the micro-batches of all windows, one after the other."""
 
     def __init__(self, windows: list) -> None:
         self.windows = windows
@@ -302,7 +305,7 @@ class Batches:
 
 
 def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
-    """transformers.Trainer with the matching arguments."""
+    """Trains with transformers.Trainer and the matching arguments."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -363,6 +366,6 @@ LOOPS = {
 if __name__ == "__main__":
     name, recipe, model, *typed = sys.argv[1:]
     with undisturbed():
-        from lowmem import build  # noqa: F401
+        from lowmem.training import build  # noqa: F401
     result = LOOPS[name](recipe, model, typed or ON_CPU)
     print(json.dumps(result), flush=True)

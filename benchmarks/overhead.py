@@ -1,6 +1,6 @@
-"""What it costs to be driven by lowmem, and what of that is its meter: step times beside a plain loop's.
+"""Measures how much time lowmem, and its memory meter alone, add to a step, compared with a plain loop.
 
-python -m benchmarks.overhead            # about twenty minutes on two cores
+python -m benchmarks.overhead            # about twenty minutes on two cores.
 """
 
 import argparse
@@ -11,11 +11,11 @@ from benchmarks.turns import difference, measure, speed_ratio
 
 LOOPS = ("lowmem", "lowmem-unmetered", "plain")
 MODELS = {"13.9M": ("32", "bf16"), "tiny": ("32",)}
-UNMETERED = 0.98  # asked of lowmem's speed over that of lowmem without its meter
+UNMETERED = 0.98  # least speed of lowmem, over that of lowmem without its meter
 
 
 def table(found: dict, first_steps: list[dict]) -> str:
-    """Markdown: tokens/s of every row, then what lowmem adds to a step."""
+    """Returns markdown with the tokens/s of every row, and then the time that lowmem adds to a step."""
     speed = medians(found, "tokens_per_second")
     lines = ["| model | precision | loop | tokens/s |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(name.split(' '))} | {value:,.0f} |" for name, value in speed.items()]
@@ -45,7 +45,7 @@ def main() -> None:
         for precision in precisions
     ]
     found = measure(teams, options.rounds)
-    first_steps = [row(teams[-1]["tiny 32 lowmem"]) for _ in range(options.rounds)]  # alone, and waiting for nobody
+    first_steps = [row(teams[-1]["tiny 32 lowmem"]) for _ in range(options.rounds)]  # alone, without turns
     write("overhead", {"rounds": found, "first_steps": first_steps}, table(found, first_steps))
 
 

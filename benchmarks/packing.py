@@ -1,12 +1,13 @@
-"""Documents packed into rows, in every causal family of transformers: exact against each by itself, or refused.
+"""Tests packing documents into rows on every causal family of transformers: a family must be exact, or be refused.
 
 python -m benchmarks.packing          # some minutes on one core
-python -m benchmarks.packing gemma2   # a few of them, to the terminal alone
+python -m benchmarks.packing gemma2   # only these families, printed and not saved
 
-Families are made small as in `architectures.py`, in fp32 and without dropout; documents are longer than the windows of
-attention. Logits and the gradients of all parameters are compared with those of each document by itself, relative to
-the largest of all; so are padded rows, which need no mask. `exact` and `refused` is what a run says before its first
-step. A family that is not causal is refused whatever the rows are.
+Families are made small as in `architectures.py`, in fp32 and without dropout; some documents are longer than the
+sliding windows of attention. Logits and the gradients of all parameters are compared with those of each document in a
+row of its own, relative to the largest element. Padded rows, which need no mask, are compared in the same way. `exact`
+and `refused` are the answers that a run would get before it starts to train. A family that is not causal is always
+refused.
 """
 
 import argparse
@@ -20,14 +21,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.architectures import VOCABULARY, _answer, _prepare, configured, made, shrunk
 from benchmarks.runner import write
-from lowmem import attention
 from lowmem.data.loader import IGNORED, MicroBatch
-from lowmem.loss import full
-from lowmem.model import check_causal
+from lowmem.model import packed_attention
+from lowmem.model.loading import check_causal
+from lowmem.techniques.loss.cross_entropy import full
 
-LENGTHS = (11, 2, 17, 10)  # of the documents of a row
+LENGTHS = (11, 2, 17, 10)  # tokens of the documents of a row
 ROWS = 2
-EXACT = 1e-5  # fp32 sums in another order
+EXACT = 1e-5  # largest relative error of fp32 sums in another order
 COLUMNS = ("verdict", "attention", "logits", "gradients", "padded logits", "padded gradients")
 
 
@@ -48,7 +49,7 @@ def _labels(document: Tensor) -> Tensor:
 
 
 def computed(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-    """(logits of all tokens that predict one, (n, V); gradients of all parameters, flat)."""
+    """Returns (logits (n, V) at all positions that have a label, gradients of all parameters, flat)."""
     model.zero_grad()
     logits = []
     for batch in batches:
@@ -68,23 +69,23 @@ def measured(architecture: dict) -> dict[str, str | float]:
     model.eval()
     draw = torch.Generator().manual_seed(0)
     documents = [torch.randint(4, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS * ROWS]
-    with attention.own_mask(model):
+    with packed_attention.own_mask(model):
         right = computed(model, [padded([document]) for document in documents])
-        alone = computed(model, [padded(documents)])  # a run of padded rows has no mask to share
+        alone = computed(model, [padded(documents)])  # padded rows run without a shared mask
     row = packed(documents)
     found = [off(a, b) for a, b in zip((*computed(model, [row]), *alone), right * 2, strict=True)]
-    apart = attention.keeps_apart(model, row.input_ids)
+    apart = packed_attention.keeps_apart(model, row.input_ids)
     verdict = "exact" if apart else "refused"
     if apart and max(found[:2]) > EXACT:
         verdict = "wrong: taken"
     if not apart and max(found[:2]) < EXACT:
         verdict = "wrong: refused"
-    taken = attention.attention_taken(model).replace(attention.SHARED, "sdpa, shared mask")
+    taken = packed_attention.attention_taken(model).replace(packed_attention.SHARED, "sdpa, shared mask")
     return dict(zip(COLUMNS, (verdict, taken, *found), strict=True))
 
 
 def family(model_type: str) -> dict[str, str | float]:
-    """Where there are no numbers, the verdict says why."""
+    """Returns the cells of a family; where nothing could be measured, its verdict says why."""
     try:
         architecture = shrunk(model_type)
     except Exception as error:
@@ -94,7 +95,7 @@ def family(model_type: str) -> dict[str, str | float]:
 
 
 def table(found: Mapping[str, Mapping]) -> str:
-    """Counts first, then a row per family; what has no numbers is told below."""
+    """Returns counts, a table with a row per family, and below it the families that have no numbers."""
     counts = Counter(row["verdict"].split(":")[0] for row in found.values())
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".", ""]
     lines += ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]

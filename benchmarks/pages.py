@@ -1,9 +1,9 @@
-"""The tables of docs/ that are results, copied from what the benchmarks left in results/.
+"""Copies tables of results from benchmarks/results/ into the pages of docs/. Run it after a benchmark.
 
-python -m benchmarks.pages               # at once; after a benchmark
+python -m benchmarks.pages               # takes no time
 
-A page says which table it wants, and everything from there to the next empty line is that table:
-<!-- table 2 of ../benchmarks/results/speed.md -->
+A page names the table that it wants in a comment such as the following. The lines from there to the next empty line are
+replaced by that table: `<!-- table 2 of ../benchmarks/results/speed.md -->`
 """
 
 import re
@@ -16,15 +16,15 @@ MARK = re.compile(r"^<!-- table ([1-9]\d*) of (\S+) -->\n(?:(?!\n).*\n?)*", re.M
 
 
 def tables(text: str) -> list[str]:
-    """Every table of a page, each with a line break at its end."""
+    """Returns every table of a page, each with a line break at its end."""
     return [match[0] for match in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE)]
 
 
 def filled(page: str, folder: Path = DOCS) -> str:
-    """The page with the tables that its results hold now. Args: folder: of the page.
+    """Returns the page with the current tables of the results. Args: folder: the folder of the page.
 
     Raises:
-        FileNotFoundError, IndexError: a table that there is not.
+        FileNotFoundError, IndexError: a table does not exist.
     """
 
     def table(mark: re.Match) -> str:

@@ -1,11 +1,11 @@
-"""How far the plan is from the run: predicted over measured, phase by phase, and resident memory as a witness.
+"""Measures the planner's error: predicted over measured memory, phase by phase.
 
 python -m benchmarks.plan_error          # about 25 minutes on two cores, 8 GiB of memory
 
-Each row is a real train.py in a process of its own; its summary.json holds what was predicted before the weights were
-loaded and what the meter then measured. Live tensors are counted by the same tracker on both sides, so the operating
-system is the independent witness: the growth of the process's peak resident memory since just before the model was
-built. Two deliberately wrong predictions stand beside the right ones and must be found out.
+Each row is a real train.py in a process of its own. Its summary.json has the prediction, which is made before the
+weights are loaded, and the measurements of the meter. The same tracker counts live tensors for both, so the operating
+system serves as an independent check: the growth of the process's peak resident memory since just before the model was
+built. Two predictions are wrong on purpose, and the table must show their errors.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.runner import RESULTS, measure, trained, write
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 STEPS = 3
 SHORT = [f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0", "save_every=1000", "scheduler=constant"]
@@ -39,7 +39,7 @@ def sized(batch: int, length: int) -> list[str]:
     return [f"batch_size={batch}", f"seq_len={length}", f"val_sequences={batch}"]
 
 
-USUAL, FEW = sized(4, 256), sized(1, 16)  # fp16 is emulated on a CPU: few tokens
+USUAL, FEW = sized(4, 256), sized(1, 16)  # FEW: few tokens, because fp16 is emulated on a CPU
 FOUR = ["batch_size=2", "accumulation.sizes={0: 4}"]
 TECHNIQUES = {
     **{f"precision={p}": USUAL for p in ("32", "tf32", "bf16", "bf16-true", "bf16-sr", "bf16-master")},
@@ -70,7 +70,7 @@ MIXED = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Name -> overrides."""
+    """Returns {name: overrides}."""
     found = {"(as shipped)": [*GPT2, *USUAL]}
     for name, more in TECHNIQUES.items():
         found[name] = [*GPT2, *DRY, name, *more]
@@ -85,7 +85,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def row(arguments: list[str]) -> dict:
-    """Predicted and measured bytes of one run."""
+    """Runs train.py once and returns its predicted and measured bytes."""
     summary = trained([*SHORT, *arguments, "logger=none"])
     predicted, measured = summary["predicted"], summary["peak_bytes_by_phase"]
     libraries, before = predicted["host_bytes_by_category"]["libraries"], summary["rss_before_model_bytes"]
@@ -104,10 +104,13 @@ def row(arguments: list[str]) -> dict:
 
 
 def dropped_block() -> float:
-    """The right prediction of a checkpointed run over one that forgets the inside of the block computed again."""
+    """Returns the right prediction of a run with gradient checkpointing, over a wrong one.
+
+    The wrong one leaves out the activations inside the block that is being recomputed.
+    """
+    from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
-    from lowmem.plan.trace import trace
-    from lowmem.settle import run_of
+    from lowmem.plan.tracing.trace import trace
 
     def peak(checkpointing: str) -> tuple[int, int]:
         typed = [*GPT2, *DRY, *sized(8, 512), "precision=bf16-true", "optim=sgd", "loss=chunked", "loss.rows=128"]
@@ -116,7 +119,7 @@ def dropped_block() -> float:
         return point.total, point.bytes["activations"]
 
     (total, some), (_, every) = peak("every_layer"), peak("none")
-    return total / (total - (every - some) / 11)  # of 12 blocks, 11 insides are not there
+    return total / (total - (every - some) / 11)  # checkpointing saves the insides of 11 of the 12 blocks
 
 
 def error(pair: list) -> float:
@@ -173,7 +176,7 @@ def main() -> None:
     if options.row is not None:
         print(json.dumps(row(options.row)), flush=True)
         return
-    # freed memory goes back to the system, so that resident memory is what is held and not what once was
+    # glibc returns freed memory to the system at once, so that resident memory does not include it
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     wanted = {name: more for name, more in rows().items() if options.only is None or options.only in name}
     if options.table:

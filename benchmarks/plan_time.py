@@ -1,9 +1,9 @@
-"""Does the planner rank recipes as a stopwatch does? Counted step times beside measured ones.
+"""Tests whether the planner ranks recipes by speed as a stopwatch does: it compares counted and measured step times.
 
 python -m benchmarks.plan_time           # about ten minutes on two cores
 
-Twelve recipes that were fixed before anything was measured, each in a process of its own, alternating rounds. Kendall's
-tau over all pairs whose measured times differ by more than five per cent.
+The twelve recipes were fixed before anything was measured. Each runs in a process of its own, in alternating rounds.
+The result is Kendall's tau over all pairs whose measured times differ by more than five per cent.
 """
 
 import argparse
@@ -40,17 +40,17 @@ def typed(name: str) -> list[str]:
 
 
 def row(name: str) -> dict:
-    """Measured seconds of a step."""
+    """Returns the measured seconds of a step."""
     return {"seconds": trained([*SHORT, *typed(name), "logger=none", "plan=off"])["seconds_per_step"]}
 
 
 def counted() -> dict[str, float]:
-    """The planner's seconds of each recipe."""
+    """Returns the planner's seconds per step of each recipe."""
+    from lowmem.config.settle import run_of
+    from lowmem.plan.cost.machine import machine
+    from lowmem.plan.cost.step_time import of_trace
     from lowmem.plan.job import resolved
-    from lowmem.plan.machine import machine
-    from lowmem.plan.trace import trace
-    from lowmem.plan.window import of_trace
-    from lowmem.settle import run_of
+    from lowmem.plan.tracing.trace import trace
 
     here, found = machine(on_card=False), {}
     for name in RECIPES:
@@ -60,7 +60,7 @@ def counted() -> dict[str, float]:
 
 
 def tau(one: dict[str, float], other: dict[str, float]) -> float:
-    """Kendall's, over pairs that differ by more than five per cent in `other`."""
+    """Returns Kendall's tau over the pairs that differ by more than five per cent in `other`."""
     pairs = [(a, b) for a, b in combinations(one, 2) if max(other[a], other[b]) / min(other[a], other[b]) > 1.05]
     agree = sum((one[a] < one[b]) == (other[a] < other[b]) for a, b in pairs)
     return (2 * agree - len(pairs)) / len(pairs)

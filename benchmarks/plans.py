@@ -1,6 +1,6 @@
-"""What the planner chooses for models that people ask about, on the cards that they have.
+"""Lists the recipes that the planner chooses for common models and cards.
 
-python -m benchmarks.plans               # about ten minutes on two cores; nothing is downloaded or allocated
+python -m benchmarks.plans               # about ten minutes on two cores; nothing is downloaded or allocated.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.runner import measure, write
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 ASKED = [
     *(("gpt2-xl", card) for card in (8, 12, 16, 24)),
@@ -22,13 +22,13 @@ RAM = 64
 
 
 def row(model: str, card: str) -> dict:
-    """One plan.py as typed: its first recipe, or the smallest where nothing fits."""
+    """Runs plan.py once and returns the fastest recipe that fits, or the smallest one if none fits."""
     import plan
-    from lowmem import cli
+    from lowmem.command import cli
 
     folder = os.environ["ROW_FOLDER"]
     sys.argv = ["plan.py", f"model={model}", f"gpu={card}GiB", f"ram={RAM}GiB", f"hydra.run.dir={folder}"]
-    with suppress(SystemExit):  # where nothing fits
+    with suppress(SystemExit):  # plan.py exits so if no recipe fits
         cli.start(plan.main)
     written = json.loads((Path(folder) / "plan.json").read_text())
     first = written["recipes"][0]

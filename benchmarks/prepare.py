@@ -1,12 +1,12 @@
-"""What it takes to make tokens of text: tokens per second and resident memory, for files of 1 and 3 GB.
+"""Measures how fast text is tokenised, and the resident memory that this needs, for files of 1 and 3 GB.
 
 python -m benchmarks.prepare                     # half an hour on two cores, and 8 GB of disk
 python -m benchmarks.prepare --sizes 64 192      # MB
 
-The text is the standard library's own, paragraphs of it in random order, as one file of text and as lines of JSON; the
-tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. A row reads, hashes, tokenises, packs and writes, in a
-process of its own, with all cores. Its last column is what a step waits for its window: windows of 8 x 1024 tokens, in
-the order of an epoch, read from the pages that the system has at hand.
+The text consists of paragraphs of the standard library in random order, as one file of text and as lines of JSON. The
+tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. Each row reads, hashes, tokenises, packs and writes in a
+process of its own, with all cores. The last column is the time that a step waits for its accumulation window of
+8 x 1024 tokens, in the order of an epoch, when the file is in the system's page cache.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from benchmarks.runner import measure, medians, write
 KINDS = ("text", "jsonl")
 VOCABULARY = 4096
 MB = 10**6
-AT_ONCE = 2000  # paragraphs
+AT_ONCE = 2000  # paragraphs per write
 
 
 def make(kind: str, size: int, file: Path) -> None:
-    """A file of about `size` bytes."""
-    from lowmem.data.corpus import stdlib
+    """Writes a file of about `size` bytes."""
+    from lowmem.data.sources.text_files import stdlib
 
     source = "".join(stdlib(0.05).texts())
     paragraphs = [text for text in source.split("\n\n") if text.strip()]
@@ -38,28 +38,29 @@ def make(kind: str, size: int, file: Path) -> None:
             chosen = draw.choices(paragraphs, k=AT_ONCE)
             if kind == "text":
                 out.write("\n\n".join(chosen) + "\n\n")
-            else:  # four paragraphs a record: some 600 bytes
+            else:  # a record has four paragraphs, about 600 bytes
                 records = ("\n\n".join(chosen[i : i + 4]) for i in range(0, AT_ONCE, 4))
                 out.writelines(json.dumps({"text": text}) + "\n" for text in records)
 
 
 def prepare(kind: str, size: int) -> dict:
-    """Figures of one preparation. Resident memory is counted from when everything is imported."""
-    from lowmem.data import corpus, jsonl, packing, tokens
-    from lowmem.memory.process import peak_rss_bytes, reset_peak_rss, rss_bytes
+    """Tokenises one file and returns the figures. Resident memory is counted after everything is imported."""
+    from lowmem.data import packing, token_store
+    from lowmem.data.sources import jsonl, text_files
+    from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes
 
     folder = Path(os.environ["ROW_FOLDER"])
     file = folder / f"made.{kind}"
     make(kind, size, file)
     bpe = folder / "tokenizer.json"
-    tokens.train_bpe(corpus.stdlib(0.05).texts(), VOCABULARY, bpe)
-    tokenizer = tokens.load_bpe(bpe)
+    token_store.train_bpe(text_files.stdlib(0.05).texts(), VOCABULARY, bpe)
+    tokenizer = token_store.load_bpe(bpe)
     tokenizer.backend_tokenizer.encode_batch_fast(["a text for every core"] * 64)
-    open_ = {"text": corpus.text, "jsonl": jsonl.jsonl}[kind]
+    open_ = {"text": text_files.text, "jsonl": jsonl.jsonl}[kind]
 
     reset_peak_rss()
     before, start, cpu = rss_bytes(), time.perf_counter(), time.process_time()
-    made = tokens.tokenize(open_(str(file), "*", 0.01), folder / "cache", VOCABULARY, tokenizer)
+    made = token_store.tokenize(open_(str(file), "*", 0.01), folder / "cache", VOCABULARY, tokenizer)
     rows = packing.rows(made.train, 1024, {"text": "joined", "jsonl": "documents"}[kind], "cut", "train")
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     growth = peak_rss_bytes() - before
@@ -76,8 +77,8 @@ def prepare(kind: str, size: int) -> dict:
 
 
 def waited(rows) -> float:
-    """Seconds that a window takes of the step that asks for it, the median of 100."""
-    from lowmem.accumulation import fixed
+    """Returns the median seconds, of 100, that a step waits for its accumulation window."""
+    from lowmem.config.accumulation import fixed
     from lowmem.data.loader import Share, WindowLoader
 
     windows, seconds = iter(WindowLoader(rows, Share(8), fixed(1), 0)), []

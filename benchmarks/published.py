@@ -1,12 +1,13 @@
-"""Peaks that other projects published for real cards, beside what the planner predicts for the same runs.
+"""Compares memory peaks that other projects published for real cards with the planner's predictions for these runs.
 
 python -m benchmarks.published           # about a minute on one core; nothing is downloaded or allocated
 
-The figures were chosen before anything was computed: full training of a causal model on one card, eager (what
-torch.compile keeps is its own choice), every setting read in the project's own source, lengths exact (packed, or cut
-from one stream). Their models are planned as they are (`published_models.py`, or transformers' class where the peak is
-at the loss), their losses and loops by the functions below. What stands in no trace is a sum beside it, with its
-reason. One setting was read again after a first computation had missed its figure by 5.3 %: that of litgpt's logits.
+The figures were chosen before any prediction was computed. All are full training of a causal model on one card, in
+eager mode (torch.compile decides itself which tensors it keeps), with exact lengths (packed, or cut from one stream);
+every setting was read in the project's own source. The models are planned as those projects define them
+(`published_models.py`, or transformers' class where the peak is at the loss), and their losses and loops by the
+functions below. Memory that no trace shows is added to the prediction, and the row says why. One setting, the dtype of
+litgpt's logits, was read again after the initial prediction had missed the figure by 5.3 %.
 """
 
 import json
@@ -19,19 +20,21 @@ from torch import Tensor, nn
 
 from benchmarks import published_models  # noqa: F401 - transformers learns their classes
 from benchmarks.runner import write
+from lowmem.config.settle import run_of
 from lowmem.data.loader import MicroBatch
 from lowmem.plan.job import resolved
 from lowmem.plan.prediction import predict
 from lowmem.plan.target import Target
-from lowmem.precision.base import BasePrecision
-from lowmem.quiet import quiet
-from lowmem.settle import run_of
-from lowmem.units import GIB
+from lowmem.system.quiet_libraries import quiet
+from lowmem.system.units import GIB
+from lowmem.techniques.precision.contract import BasePrecision
 
 
 class PureBFloat16(BasePrecision):
-    """Weights, gradients and the optimizer's state in bf16, stepped as they are. Not one of this project's precisions:
-    its own keep state in fp32 (docs/masters.md)."""
+    """Keeps weights, gradients and optimizer state in bf16.
+
+    This project has no such precision: its own keep the optimizer state in fp32 (docs/masters.md).
+    """
 
     dtype = torch.bfloat16
 
@@ -40,26 +43,29 @@ class PureBFloat16(BasePrecision):
 
 
 def narrow(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Cross entropy of the 16-bit logits as they are."""
+    """Returns the cross entropy of the 16-bit logits, without widening them."""
     logits = model(**batch.inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
 
 
 def narrow_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """The same in a loop whose variable holds the logits until the next micro-batch's have taken their place."""
+    """Returns the loss of `narrow`, and keeps the logits as a loop's variable does until the next micro-batch."""
     logits = model(**batch.inputs, use_cache=False).logits
     model.held = logits.detach()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
 
 
 def sliced(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """The last position is cut off the 16-bit logits before they are widened."""
+    """Cuts the last position off the logits, and computes the cross entropy in fp32."""
     logits = model(**batch.inputs, use_cache=False).logits[:, :-1].float()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum")
 
 
 def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Widened, cut by a copy, and handed over as (B, V, T); the loop's variable holds that copy through backward."""
+    """Widens the logits to fp32, copies all positions but the last, and passes them to the loss as (B, V, T).
+
+    A variable of the loop keeps that copy until the end of the backward pass.
+    """
     logits = model(**batch.inputs, use_cache=False).logits.float()
     logits = logits[:, :-1].contiguous()
     model.held = logits.detach()
@@ -72,17 +78,17 @@ def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Published:
-    """One figure. `beside`: bytes that are in theirs and in no trace."""
+    """Describes a published figure. `beside`: bytes that the figure includes and that no trace shows."""
 
     name: str
     figure: float
-    unit: str  # GB: 10 ** 9 bytes; GiB: 2 ** 30; what their source divides by, whatever the label says
-    measure: str  # allocated, active or reserved: of torch's own counters, the highest of the run
+    unit: str  # GB: 10 ** 9 bytes; GiB: 2 ** 30; the divisor in the project's source, even if the label differs
+    measure: str  # which counter of torch has this peak: allocated, active or reserved bytes
     card: str
     url: str
-    commit: str  # of the source in which the settings were read
+    commit: str  # commit of the source in which the settings were read
     overrides: tuple[str, ...]
-    differs: str  # from this project's own runs, and how it is expressed
+    differs: str  # how the run differs from this project's own runs
     beside: int = 0
 
     @property
@@ -92,11 +98,11 @@ class Published:
 
 RUN = ("model=hf", "model.name=published", "model.pretrained=false", "lr=1e-4", "clip=null", "scheduler=constant")
 PURE = ("weights_dtype=bfloat16", "trainer.plugins.precision._target_=benchmarks.published.PureBFloat16")
-FOREACH = "optim.fused=false"  # as torch chooses by itself where a run does not say
+FOREACH = "optim.fused=false"  # torch's own choice where a run does not set it
 
 
 def architecture(model_type: str, **keys: object) -> str:
-    """In Hydra's words: json's without quotation marks."""
+    """Returns the architecture in Hydra's syntax, which is json's without quotation marks."""
     return "model.architecture=" + json.dumps({"model_type": model_type, **keys}).replace('"', "")
 
 
@@ -157,7 +163,7 @@ TUNE_3B = decoder(
     tie_word_embeddings=True,
 )
 CHECKPOINTED = "gradient_checkpointing=every_layer"
-TINY_STORIES = 1_150_000_000  # 2.2 GB of text at nearly 4 bytes a token, 2 bytes each; within 5 %
+TINY_STORIES = 1_150_000_000  # 2.2 GB of text, with a token per nearly 4 bytes, and 2 bytes per token; within 5 %
 
 
 def book(step: str, figure: float, differs: str, *more: str, **keys: object) -> Published:
@@ -175,7 +181,7 @@ ALL = (
             *(*RUN, *PURE, *sized(4, 2048), "accumulation=fixed", "accumulation.batches=128"),
             decoder(32000, 2048, 22, 32, 4, 5632, repeated="before"),
         ),
-        # HalfPrecision.convert_output of Lightning's Fabric: what a model returns is cast to torch's default dtype
+        # HalfPrecision.convert_output of Lightning's Fabric casts the model's output to torch's default dtype
         "bf16 state; Fabric hands the logits on in fp32; keys and values are repeated to 32 heads before RoPE",
     ),
     Published(
@@ -255,7 +261,7 @@ ALL = (
 
 
 def predicted(one: Published) -> int:
-    """Bytes: of live tensors, or what the allocator reserves for them where that is what was measured."""
+    """Returns the predicted peak in bytes: of live tensors, or of the allocator's reservation if that was published."""
     found = predict(resolved(run_of(one.overrides), on_card=True), Target(on_card=True))
     if found.estimate:
         raise SystemExit(f"{one.name}: {found.estimate}")

@@ -1,9 +1,9 @@
-"""The models whose published peaks `published.py` compares, where they are not transformers': as shapes alone.
+"""Defines the models of other projects whose published peaks `published.py` compares, for shapes and memory only.
 
-Each block is written from what its project's source does, operator by operator, because what autograd keeps follows
-from the operators: in which dtype a norm and RoPE are computed, where grouped keys and values are repeated, whether
-queries, keys and values are slices of one product (which stays whole while any of them does), whether attention's
-(T, T) scores exist. They are registered with transformers, so that the planner traces them like any other model.
+Each block follows its project's source operator by operator, because the operators determine the tensors that autograd
+keeps: the dtype of a norm and of RoPE, the place where grouped keys and values are repeated, whether queries, keys and
+values are slices of one product (which stays in memory as long as any slice does), and whether attention's (T, T)
+scores exist. The models are registered with transformers, so that the planner traces them like any other model.
 """
 
 import math
@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 
 class DecoderConfig(PretrainedConfig):
-    """litgpt's GPT and torchtune's TransformerDecoder."""
+    """The config of litgpt's GPT and torchtune's TransformerDecoder."""
 
     model_type = "published-decoder"
 
@@ -30,11 +30,11 @@ class DecoderConfig(PretrainedConfig):
         head_dim: int = 64,
         intermediate_size: int = 5632,
         rotary: int = 64,  # elements of a head that RoPE turns
-        norm: str = "rms",  # rms, whose weight multiplies in 16 bits; wide-rms, in fp32; layer
-        gated: bool = True,  # SwiGLU, or GELU
+        norm: str = "rms",  # rms: its weight multiplies in 16 bits; wide-rms: in fp32; layer: LayerNorm
+        gated: bool = True,  # True: SwiGLU; False: GELU
         parallel: bool = False,  # attention and MLP read the same hidden states
-        one_product: bool = True,  # queries, keys and values are slices of one
-        repeated: str = "after",  # keys and values of a group are repeated before RoPE, or after it
+        one_product: bool = True,  # queries, keys and values are slices of one matrix product
+        repeated: str = "after",  # keys and values of a group are repeated "before" or "after" RoPE
         rope_dtype: str = "bfloat16",
         qkv_bias: bool = False,
         bias: bool = False,
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(self.sizes[0], config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, T, H); cos, sin (T, rotary)."""
+        """Returns attention's output (B, T, H) for x (B, T, H) and cos, sin (T, rotary)."""
         products = [linear(x) for linear in self.inputs]
         parts = products[0].split(self.sizes, dim=-1) if self.config.one_product else products
         del products
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """(B, groups, T, D) -> (B, heads, T, D): a copy, where there are groups."""
+        """Repeats (B, groups, T, D) to (B, heads, T, D), which copies if there are fewer groups than heads."""
         times = self.config.num_attention_heads // self.config.num_key_value_heads
         return x if times == 1 else x.repeat_interleave(times, dim=1)
 
@@ -147,7 +147,7 @@ class Decoder(PreTrainedModel):
             self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor, **_: object) -> CausalLMOutput:
-        """input_ids (B, T) -> logits (B, T, V)."""
+        """Returns the logits (B, T, V) of input_ids (B, T)."""
         dtype = getattr(torch, self.config.rope_dtype)
         cos, sin = (torch.zeros(input_ids.shape[1], self.config.rotary, dtype=dtype) for _ in range(2))
         x = self.embedding(input_ids)
@@ -157,7 +157,7 @@ class Decoder(PreTrainedModel):
 
 
 class BookConfig(PretrainedConfig):
-    """The GPT of LLMs-from-scratch, at each step of its chapter on speed."""
+    """The config of the GPT of LLMs-from-scratch, for each step of the book's chapter on speed."""
 
     model_type = "published-book"
 
@@ -169,8 +169,8 @@ class BookConfig(PretrainedConfig):
         num_attention_heads: int = 12,
         positions: int = 1024,
         dropout: float = 0.1,
-        mask: str | None = "kept",  # a float buffer of each block; made: in each pass; null: the library's attention
-        own: bool = True,  # LayerNorm and GELU out of arithmetic, not the library's
+        mask: str | None = "kept",  # kept: a float buffer per block; made: new in each pass; None: torch's attention
+        own: bool = True,  # LayerNorm and GELU are written out in arithmetic; False: torch's own
         tie_word_embeddings: bool = False,
         **more: object,
     ) -> None:
@@ -192,12 +192,12 @@ class OwnLayerNorm(nn.Module):
 
 class OwnGELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        factor = torch.tensor(math.sqrt(2 / math.pi))  # of no dimension: it does not widen
+        factor = torch.tensor(math.sqrt(2 / math.pi))  # a 0-dimensional tensor, which does not widen 16-bit ones
         return 0.5 * x * (1 + torch.tanh(factor * (x + 0.044715 * torch.pow(x, 3))))
 
 
 class OwnAttention(nn.Module):
-    """Scores of (B, heads, T, T), masked in place, scaled, softmax, dropout."""
+    """Computes attention with scores (B, heads, T, T) that are masked in place and scaled; then softmax and dropout."""
 
     def __init__(self, config: BookConfig) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Book(PreTrainedModel):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, **_: object) -> CausalLMOutput:
-        """input_ids (B, T) -> logits (B, T, V)."""
+        """Returns the logits (B, T, V) of input_ids (B, T)."""
         x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:

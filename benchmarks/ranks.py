@@ -1,11 +1,12 @@
-"""What each of two processes is predicted to need, beside what it has measured: every strategy that runs on a CPU. And
-what a model of 70B parameters is predicted to need and to exchange on 8, 64 and 512 cards.
+"""Compares the predicted memory of two ranks with the measured memory, for every strategy that runs on a CPU.
+
+It also predicts the memory and the exchanged bytes of a model of 70B parameters on 8, 64 and 512 cards.
 
 python -m benchmarks.ranks          # about 15 minutes on two cores
 
-Each row of the first table is a real train.py with two ranks over gloo. The prediction is that of rank 0 at its start,
-made of one process over a group that is not there; measured are live tensors, by the tracker of each rank. A prediction
-is of the rank that needs most, and is compared with that. The second table is on paper: no card was there.
+Each row of table 1 is a real train.py with two ranks over gloo. Rank 0 makes the prediction when it starts, in one
+process, with a simulated process group; each rank measures its live tensors with its own tracker. A prediction is for
+the rank that needs most memory, and is compared with that rank. Table 2 is only predicted, without any card.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.runner import RESULTS, ROOT, machine, write
-from lowmem.units import GIB, MIB
+from lowmem.system.units import GIB, MIB
 
 PHASES = ("forward", "backward", "step", "evaluation")
 SHORT = ("max_steps=3", "val_every=1000", "val_sequences=2", "sample_tokens=0", "save_every=1000", "logger=none")
@@ -52,7 +53,7 @@ def shape(size: str) -> list[str]:
 
 
 def row(strategy: str, size: str, way: str) -> dict:
-    """Bytes by phase: predicted of rank 0, measured of each."""
+    """Trains on two ranks and returns bytes by phase, predicted by rank 0 and measured on each rank."""
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         lines = [*LLAMA, *shape(size), *SHORT, *WAYS[way], "seq_len=128", f"strategy={strategy}", "devices=2"]
@@ -71,7 +72,7 @@ def row(strategy: str, size: str, way: str) -> dict:
 
 
 def on_paper(lines: tuple[str, ...], devices: int) -> dict:
-    """One plan.py as typed: bytes of a card and of a host of eight, and what comes to a card per step."""
+    """Runs plan.py and returns the bytes of a card, of a host with eight cards, and those that a card gets per step."""
     with TemporaryDirectory() as folder:
         typed = [*PAPER, *lines, f"devices={devices}", f"hydra.run.dir={folder}"]
         done = subprocess.run([sys.executable, "plan.py", *typed], capture_output=True, text=True, cwd=ROOT)
@@ -90,7 +91,7 @@ def highest(file: Path) -> dict[str, int]:
 
 
 def error(one: dict) -> float:
-    """Of the highest phase on the rank that needs most, predicted over measured, less one."""
+    """Returns predicted over measured bytes, less one, of the highest phase on the rank that needs most memory."""
     return max(one["predicted"].values()) / max(max(ranks.values()) for ranks in one["measured"]) - 1
 
 

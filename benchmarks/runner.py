@@ -1,7 +1,8 @@
-"""The one runner of all benchmarks: rows in processes of their own, rounds alternating, one JSON and one table.
+"""Runs the rows of all benchmarks in processes of their own, and writes each benchmark's results as JSON and a table.
 
 A row is a command that prints one JSON object as its last line. Rounds alternate in direction (a b c, c b a, ...), so
-that a machine that slows down favours no row; figures are medians over the rounds, ratios medians of their ratios.
+that a machine that slows down favours no row. Figures are medians over the rounds; ratios are medians of the rounds'
+ratios.
 """
 
 import json
@@ -15,15 +16,15 @@ from math import nan
 from pathlib import Path
 from statistics import median
 
-from lowmem.memory.process import processor
 from lowmem.report.summary import versions
+from lowmem.system.process import processor
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[dict]]:
-    """Args: rows: name -> arguments of `python`. Returns: name -> what each round printed."""
+    """Runs every row in every round. Args: rows: name -> arguments of `python`. Returns {name: each round's result}."""
     found: dict[str, list[dict]] = {name: [] for name in rows}
     for number in range(1, rounds + 1):
         for name, arguments in list(rows.items())[:: 1 if number % 2 else -1]:
@@ -33,7 +34,7 @@ def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[di
 
 
 def row(arguments: Sequence[str]) -> dict:
-    """One process; its last line of output is the result."""
+    """Runs a row in a process of its own and returns the result, which is the last line of output."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -46,22 +47,22 @@ def row(arguments: Sequence[str]) -> dict:
 
 
 def environment(folder: str | Path) -> dict[str, str]:
-    """Of a row's process. Args: folder: where it may write."""
+    """Returns the environment variables of a row's process. Args: folder: the folder that it may write to."""
     return os.environ | {"WANDB_SILENT": "true", "ROW_FOLDER": str(folder)}
 
 
 def result(arguments: Sequence[str], code: int, stdout: str, stderr: str) -> dict:
-    """What a process printed last."""
+    """Returns the JSON object in a process's last line of output. Raises: SystemExit: the process failed."""
     if code:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{stdout[-2000:]}{stderr[-4000:]}")
     return json.loads(stdout.strip().splitlines()[-1])
 
 
 def trained(arguments: Sequence[str]) -> dict:
-    """train.py as typed, in this process of a row: what its summary.json holds."""
+    """Runs train.py with these arguments in this process and returns its summary.json."""
     import train
 
-    from lowmem import cli
+    from lowmem.command import cli
 
     folder = os.environ["ROW_FOLDER"]
     sys.argv = ["train.py", *arguments, f"hydra.run.dir={folder}"]
@@ -70,12 +71,12 @@ def trained(arguments: Sequence[str]) -> dict:
 
 
 def medians(found: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
-    """nan where a row could not count it."""
+    """Returns {row: the median of a figure over the rounds}, which is nan if the row could not count it."""
     return {name: median(nan if one[key] is None else one[key] for one in rounds) for name, rounds in found.items()}
 
 
 def ratio(found: Mapping[str, Sequence[Mapping]], one: str, other: str, key: str) -> float:
-    """Median over the rounds of one / other: both sides of a ratio were measured in the same minute."""
+    """Returns the median over the rounds of one / other; both sides of each ratio were measured close together."""
     return median(a[key] / b[key] for a, b in zip(found[one], found[other], strict=True))
 
 
@@ -84,7 +85,7 @@ def machine() -> dict[str, object]:
 
 
 def write(name: str, result: Mapping, table: str) -> None:
-    """results/<name>.json and .md. Args: result: with its "machine", where that is not this one."""
+    """Writes results/<name>.json and .md. Args: result: it names its "machine" if that is not this one."""
     RESULTS.mkdir(exist_ok=True)
     result = {"machine": machine(), **result}
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")

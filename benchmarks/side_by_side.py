@@ -1,9 +1,10 @@
-"""lowmem beside a plain PyTorch loop, plain Lightning and transformers.Trainer, under every technique that all have.
+"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with every technique they share.
 
 python -m benchmarks.side_by_side        # about twenty minutes per round on two cores
 
-Speed, the peak of live tensors, resident memory net of imports, and how far the losses of all steps are from the plain
-loop's. Same weights, data, optimizer and seed (see loops.py); the four loops of a recipe take turns (see turns.py).
+It measures speed, the peak of live tensors, resident memory without that of imports, and the largest difference of any
+step's loss from the plain loop's. Weights, data, optimizer and seed are the same (see loops.py), and the four loops of
+a recipe take turns (see turns.py).
 """
 
 import argparse
@@ -14,7 +15,7 @@ from benchmarks.runner import medians, ratio, write
 from benchmarks.turns import measure, speed_ratio
 
 LOOPS = ("lowmem", "plain", "lightning", "trainer")
-# What is asked of lowmem's tokens/s over another loop's, and of its peak over theirs.
+# Limits: least ratio of lowmem's tokens/s to another loop's, and largest ratio of its peak to theirs.
 OF_FRAMEWORKS, PEAK = 0.98, 1.01
 OF_PLAIN = {"bf16": 0.95}  # 0.97 elsewhere
 
@@ -50,7 +51,7 @@ def table(found: dict) -> str:
 
 
 def apart(losses: list[float], of_plain: list[float]) -> str:
-    """In words: whether every step's loss is the plain loop's to the last bit, or how far the farthest is from it."""
+    """Returns "the same bits" if every step's loss equals the plain loop's, or else the largest relative difference."""
     farthest = max(abs(one / other - 1) for one, other in zip(losses, of_plain, strict=True))
     return f"apart by {farthest:.1e}" if farthest else "the same bits"
 

@@ -1,6 +1,6 @@
-"""What checkpointing and the chunked loss cost in time: ratios measured side by side.
+"""Measures the time that gradient checkpointing and the chunked loss cost, as ratios of runs in alternating rounds.
 
-python -m benchmarks.speed               # about ten minutes on two cores
+python -m benchmarks.speed               # about ten minutes on two cores.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from benchmarks.loops import shape
 from benchmarks.runner import measure, medians, ratio, trained, write
 
 CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload")
-# name -> (model of benchmarks.loops, what is typed)
+# name -> (model of benchmarks.loops, overrides)
 ROWS = {
     **{f"checkpointing {c}": ("13.9M", [f"gradient_checkpointing={c}"]) for c in CHECKPOINTING},
     "tiny full": ("tiny", ["loss=full"]),
@@ -18,7 +18,7 @@ ROWS = {
     "50k full": ("tiny", ["loss=full", "model.architecture.vocab_size=50257"]),
     "50k chunked": ("tiny", ["loss=chunked", "loss.rows=128", "model.architecture.vocab_size=50257"]),
 }
-# row, what it is compared with, which figure, and what was asked
+# (row, the row that it is compared with, the figure, the limit of their ratio)
 ASKED = (
     ("checkpointing every_layer", "checkpointing none", "seconds_per_step", "<= 1.40"),
     ("checkpointing sqrt", "checkpointing none", "seconds_per_step", "<= 1.40"),
@@ -41,7 +41,10 @@ def row(name: str) -> dict:
 
 
 def loss_alone() -> dict[str, float]:
-    """Head and loss by themselves: 1024 tokens, width 192, 50257 words; bytes besides inputs, weights and gradients."""
+    """Measures head and loss without the blocks, for 1024 tokens, width 192 and a vocabulary of 50257.
+
+    The bytes do not include inputs, weights and their gradients.
+    """
     import time
     from statistics import median
     from types import SimpleNamespace
@@ -49,13 +52,13 @@ def loss_alone() -> dict[str, float]:
     import torch
     from torch import nn
 
-    from lowmem import loss as losses
     from lowmem.data.loader import MicroBatch
     from lowmem.memory.ledger import Ledger
     from lowmem.memory.tracker import StorageTracker
+    from lowmem.techniques.loss import cross_entropy as losses
 
     class Head(nn.Module):
-        """What a loss sees of a model whose blocks cost nothing."""
+        """Stands in for a model whose blocks cost nothing."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -89,7 +92,7 @@ def loss_alone() -> dict[str, float]:
         with StorageTracker(ledger.storages()) as tracker:
             loss(model, batch).backward()
         peak[kind] = max(point.total for point in tracker.timeline())
-    gradient = model.head.weight.nbytes  # which both hand to autograd
+    gradient = model.head.weight.nbytes  # both losses return it to autograd
     times = median(b / a for a, b in zip(seconds["full"][1:], seconds["chunked"][1:], strict=True))
     return {
         "time": times,

@@ -1,10 +1,11 @@
-"""Strategy by feature: what several processes train beside one on the joint batch, what each holds, what is sent.
+"""Tests every strategy with every feature: several processes must train what one process trains on the joint batch.
 
 python -m benchmarks.strategies                    # some 20 minutes on two cores that nobody else uses
-python -m benchmarks.strategies --only ddp fsdp    # the others stay as they were measured
+python -m benchmarks.strategies --only ddp fsdp    # earlier results of the others stay
 
-The cases are those of tests/matrix.py, over gloo on a CPU: two processes, four for a mesh of two dimensions. What needs
-cards is not run here: NCCL, and how long a step takes.
+It also records each rank's share of the memory, and the collectives that are sent. The cases come from matrix.py of
+tests and run over gloo on a CPU, with two processes, or four for a mesh of two dimensions. NCCL and the time of a step
+need cards, and are not tested here.
 """
 
 import argparse
@@ -18,14 +19,16 @@ from pathlib import Path
 
 from benchmarks.runner import RESULTS, ROOT, machine, write
 
-TESTS = ROOT / "tests"
-WORST = 300  # seconds of a case: of one that compiles, where others use the machine
+TESTS = ROOT / "tests" / "support"
+WORST = 300  # time limit of a case in seconds, enough for one that compiles on a busy machine
 SIGNS = {"exact": "exact", "refused": "refused", "not run": "not run", "differs": "**differs**"}
 
 
 def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> dict:
-    """Feature -> what came of it, and of one of them what each rank holds and sends. Args: before: what was measured
-    earlier; only: features that are measured again; None: all."""
+    """Tests a strategy's features, and returns the results and, for one case, the memory and collectives of each rank.
+
+    Args: before: earlier results; only: the features that are tested again; None: all.
+    """
     import matrix
     import pair
 
@@ -47,7 +50,7 @@ def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> di
 def one(ranks, case, bands: dict[str, float], name: str) -> dict:
     import matrix
     import pair
-    from lowmem.errors import Refused
+    from lowmem.system.errors import Refused
 
     if name == matrix.OF_PARTS and "strategy=ddp" in case.lines:
         return {"result": "not run", "why": "every rank has the same gradient"}
@@ -64,7 +67,7 @@ def one(ranks, case, bands: dict[str, float], name: str) -> dict:
 
 
 def held(ranks, case) -> dict:
-    """Of the last window: bytes as a share of one process's, of each rank; collectives by name."""
+    """Returns the last window's bytes on each rank, as shares of a single process's, and its collectives by name."""
     import pair
 
     seen, whole = ranks(replace(case, counted=True)), pair.alone(case)["bytes"]
@@ -76,7 +79,7 @@ def table(found: dict) -> str:
     names = list(next(iter(found.values()))["features"])
     lines = [
         "Largest difference of an element, of any step's gradients / of the final weights, relative to the largest "
-        "element. `exact`: within the band of tests/matrix.py (fp64 AdamW 1e-9; fp32 SGD 1e-6 of weights; 16 bits "
+        "element. `exact`: within the band of matrix.py (fp64 AdamW 1e-9; fp32 SGD 1e-6 of weights; 16 bits "
         "their roundings).",
         "",
         f"| feature | {' | '.join(found)} |",

@@ -1,12 +1,12 @@
-"""Weights that stream (weights=streamed): 8B parameters trained here, bytes, the link, and what it costs in time.
+"""Measures streamed weights (weights=streamed): the memory they need, the bytes they copy, and the time they cost.
 
-python -m benchmarks.streamed --part 8b        # Llama-3.1-8B from a random start: 20 minutes, 21 GiB of memory
-python -m benchmarks.streamed --part reach     # device and host bytes by shape: no memory, some minutes
-python -m benchmarks.streamed --part cpu       # beside resident weights, on an idle machine: 10 minutes, 6 GiB
-python -m benchmarks.streamed --part link      # bytes of the link, counted beside the formula: seconds
-python -m benchmarks.streamed --part picture   # docs/streamed-step.png: a minute
+python -m benchmarks.streamed --part 8b        # trains Llama-3.1-8B from random weights: 20 minutes, 21 GiB of memory
+python -m benchmarks.streamed --part reach     # predicts device and host bytes from shapes: no memory, some minutes
+python -m benchmarks.streamed --part cpu       # compared with resident weights, idle machine: 10 minutes, 6 GiB
+python -m benchmarks.streamed --part link      # copied bytes, compared with the formula: seconds
+python -m benchmarks.streamed --part picture   # draws docs/streamed-step.png: a minute
 
-Without --part all of them, one after the other. Each keeps what the others left in results/streamed.json.
+Without --part all of them run, one after the other. Each leaves the results of the others in results/streamed.json.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import psutil
 from benchmarks import anatomy, turns
 from benchmarks.runner import RESULTS, ROOT, environment, machine, measure, result, write
 from lowmem.plan.target import Target
-from lowmem.units import GIB, MIB
+from lowmem.system.units import GIB, MIB
 
 QUIET = ["sample_tokens=0", "val_every=1000", "val_sequences=1", "save_every=1000", "logger=none", "plan=off"]
 
@@ -36,12 +36,12 @@ STREAMED = "weights=streamed"
 
 @contextmanager
 def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
-    """A training as train.py starts one, without checkpoints and without an export: of 8B 16 GB each."""
-    from lowmem import training
-    from lowmem.check import check
+    """Trains as train.py does, but without checkpoints and an export, which are 16 GB each for 8B parameters."""
+    from lowmem.config.check import check
+    from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
-    from lowmem.quiet import quiet
-    from lowmem.settle import run_of
+    from lowmem.system.quiet_libraries import quiet
+    from lowmem.training import training
 
     cfg = resolved(run_of(lines), on_card=False)
     check(cfg, {})
@@ -61,11 +61,11 @@ EIGHT = [
 SMALLER = [f"model.architecture.{d}" for d in ("hidden_size=1024", "intermediate_size=3584", "num_hidden_layers=8")]
 SMALLER += [f"model.architecture.{d}" for d in ("num_attention_heads=8", "num_key_value_heads=2")]
 RESIDENT_ASKED = 21 * GIB
-ENDED = 0.5 * GIB  # of memory left on the machine: below it the run is ended, and not somebody else's
+ENDED = 0.5 * GIB  # memory left on the machine: below it this run is ended, so that the kernel does not end another
 
 
 class Told:
-    """Says on the terminal what a long run has got to."""
+    """Prints the progress of a long run, with its time and its resident memory."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -76,7 +76,7 @@ class Told:
 
 
 def eight(more: Sequence[str] = ()) -> dict:
-    from lowmem import training
+    from lowmem.training import training
 
     tell, losses, moments = Told(), [], []
 
@@ -115,7 +115,7 @@ def eight(more: Sequence[str] = ()) -> dict:
 
 
 def watched(arguments: Sequence[str]) -> dict:
-    """A row whose resident memory is watched from outside, and which is ended before the machine has none left."""
+    """Runs a row, watches its resident memory, and ends it before the machine runs out of memory."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stdout"
         with out.open("w") as stdout:
@@ -169,7 +169,7 @@ def _size(batch_size: int, seq_len: int) -> list[str]:
     return [f"batch_size={batch_size}", f"seq_len={seq_len}"]
 
 
-# name -> (what is typed, device GiB asked, host bytes per parameter and GiB beside them that are asked)
+# name -> (overrides, most GiB of the device, and of the host: most bytes per parameter, and GiB in addition to them)
 REACH = {
     "GPT-2 XL, 4 x 1024, bf16-master, adamw8bit": ([*XL, *MASTERS, *_size(4, 1024)], 1.1, 6.03, 2),
     "Llama-3.1-8B, 1 x 2048, the same": ([*LLAMA, *MASTERS, *_size(1, 2048)], 2.8, 6.03, 4),
@@ -183,11 +183,11 @@ REACH = {
 
 
 def by_shape(name: str, weights: str) -> dict:
+    from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
     from lowmem.plan.prediction import predict
-    from lowmem.settle import run_of
 
-    typed = [line for line in REACH[name][0] if line != STREAMED]  # of which the fourth has it already
+    typed = [line for line in REACH[name][0] if line != STREAMED]  # the fourth row has it already
     found = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), Target(on_card=True))
     return {
         "parameters": found.parameters,
@@ -242,8 +242,8 @@ PHASES = ("forward", "backward", "step")
 
 
 def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
-    """One loop of two that take turns."""
-    from lowmem import training
+    """Runs one of the two loops that take turns."""
+    from lowmem.training import training
 
     mine = turns.Turns()
 
@@ -307,16 +307,16 @@ BLOCKS = 6
 SMALL = [f"model.architecture.n_layer={BLOCKS}", "model.architecture.n_embd=256", "seq_len=128", "batch_size=2"]
 SMALL += ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=every_layer", "loss=chunked"]
 SMALL += ["max_steps=3", *QUIET]
-WINDOWS = (1, 4)  # micro-batches
+WINDOWS = (1, 4)  # micro-batches per accumulation window
 
 
 def counted(micro_batches: int) -> dict:
-    """Bytes that travel in the last of three windows, each way."""
-    from lowmem import training
-    from lowmem.offload.link import AtOnceLane, StagedLink
+    """Returns the bytes that are copied each way in the last of three accumulation windows."""
+    from lowmem.techniques.weights.link import AtOnceLane, StagedLink
+    from lowmem.training import training
 
     class Counting(AtOnceLane):
-        """staged: addresses of the host's memory through which gradients leave and other weights come."""
+        """Counts the bytes of copies; `staged` has the addresses of host memory for gradients and other weights."""
 
         def __init__(self) -> None:
             self.staged, self.bytes = set(), {"blocks": 0, "down": 0, "others": 0}
@@ -385,8 +385,8 @@ DEEP += ["loss.columns=512", "batch_size=2", "max_steps=3", *QUIET]
 
 
 def step_of(weights: str) -> dict:
-    """The last step of a run: (phase, bytes of each category) at every allocation and release."""
-    from lowmem.units import CATEGORIES
+    """Returns (phase, bytes of each category) at every allocation and release in the last step of a run."""
+    from lowmem.system.units import CATEGORIES
 
     with running([*DEEP, weights, "+trainer.limit_val_batches=0"]) as run:
         points = [[point.phase, *(point.bytes[category] for category in CATEGORIES)] for point in run.meter.timeline]
@@ -422,7 +422,7 @@ def _picture() -> dict:
     }
 
 
-# what measures a part, and what says it
+# name of a part -> (the function that measures it, the function that makes its table)
 PARTS: dict[str, tuple[Callable[[], dict], Callable[[Mapping], str]]] = {
     "8b": (lambda: watched(_row("8b")), table_of_eight),
     "reach": (_reach, table_of_reach),

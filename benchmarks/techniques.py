@@ -1,7 +1,9 @@
-"""What each technique saves and costs on the default model, and which others it is refused with: docs/techniques.md.
+"""Measures what each technique saves and costs on the default model, and lists the pairs that are refused.
+
+Its table is the one of docs/techniques.md.
 
 python -m benchmarks.techniques          # about half an hour on two cores
-python -m benchmarks.techniques --table  # a minute: a row of `-` for what is new, and the pairs that are refused now
+python -m benchmarks.techniques --table  # a minute: adds a row of `-` for a new technique, and refused pairs.
 """
 
 import argparse
@@ -12,12 +14,12 @@ from statistics import median
 
 from benchmarks.loops import shape
 from benchmarks.runner import RESULTS, measure, medians, trained, write
-from lowmem.refusals import refused
-from lowmem.settle import run_of
-from lowmem.techniques import SHARED, groups, techniques
+from lowmem.config.declarations import SHARED, groups, techniques
+from lowmem.config.refusals import refused
+from lowmem.config.settle import run_of
 
 BASE = "(as shipped)"
-# What a choice needs besides its name here: the same update of eight sequences, a chunk that is one.
+# Overrides that a choice needs here: every update has eight sequences, and a chunk is smaller than the batch.
 WITH = {
     "accumulation=fixed": ["batch_size=2"],
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
@@ -42,10 +44,10 @@ ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOIC
 
 
 def row(arguments: list[str]) -> dict:
-    """One run of train.py on `tiny`: peaks in bytes and tokens/s."""
+    """Runs train.py on `tiny` once and returns peaks in bytes and tokens/s."""
     summary = trained([*shape("tiny"), "logger=none", *arguments])
     return {
-        "peak_bytes": summary["peak_bytes"]["device"],  # None: compiled, not counted
+        "peak_bytes": summary["peak_bytes"]["device"],  # None: a compiled run, which is not counted
         "rss_bytes": summary["peak_bytes"]["host_rss"],
         "parameters": summary["parameters"],
         "tokens_per_second": summary["tokens_per_second"],
@@ -54,7 +56,7 @@ def row(arguments: list[str]) -> dict:
 
 
 def of_shipped(found: dict, name: str) -> float:
-    """Speed beside the shipped run of the same rounds."""
+    """Returns the speed, relative to the shipped run of the same rounds."""
     return median(
         one["tokens_per_second"] / one.get("shipped_tokens_per_second", shipped["tokens_per_second"])
         for one, shipped in zip(found[name], found[BASE], strict=True)
@@ -62,11 +64,11 @@ def of_shipped(found: dict, name: str) -> float:
 
 
 def refused_pairs() -> dict[str, list[str]]:
-    """Row -> the rows that it is refused with, though each of the two can be had alone."""
+    """Returns {row: the rows that it is refused with}, of rows that are accepted alone."""
 
     def says(*names: str) -> list[str]:
         beside = [line for name in names for line in WITH.get(name, [])]
-        return list(refused(run_of([*beside, *names])))  # what was asked for wins
+        return list(refused(run_of([*beside, *names])))  # the names win, because they come last
 
     pairs: dict[str, list[str]] = {name: [] for name in ROWS}
     alone = [name for name in CHOICES if not says(name)]

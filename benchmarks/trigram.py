@@ -1,7 +1,8 @@
-"""A byte-trigram model: the bar that a language model of the same corpus has to clear.
+"""A byte-trigram model, which every language model of the same corpus must beat.
 
-P(c | ab) from counts, smoothed towards P(c | b), that towards P(c), that towards 1/256, each with the weight of
-`PRIOR` observations. 256^3 counts, so 64 MiB while it runs; about a second per 10 MB of text.
+It estimates P(c | ab) from counts and smooths it towards P(c | b), which is smoothed towards P(c), and that towards
+1/256, each with the weight of `PRIOR` observations. It needs 256^3 counts, which are 64 MiB, and about a second per
+10 MB of text.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ PRIOR = 2.0  # imagined observations from the shorter context; 1-4 differ by les
 
 
 def trigram_bits_per_byte(train: Iterable[bytes], val: Iterable[bytes]) -> float:
-    """Mean of -log2 P(byte | the two before it) over the validation texts, each starting a context of its own."""
+    """Returns the mean of -log2 P(byte | the two bytes before it) over the validation texts."""
     counts = np.zeros(256**3, dtype=np.int32)
     for text in _joined(train):
         np.add.at(counts, _trigrams(text), 1)
@@ -36,13 +37,13 @@ def trigram_bits_per_byte(train: Iterable[bytes], val: Iterable[bytes]) -> float
 
 
 def _trigrams(text: bytes) -> np.ndarray:
-    """(len(text) - 2,) indices a * 65536 + b * 256 + c."""
+    """Returns the indices a * 65536 + b * 256 + c of all trigrams, with shape (len(text) - 2,)."""
     b = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
     return (b[:-2] << 16) | (b[1:-1] << 8) | b[2:]
 
 
 def _joined(texts: Iterable[bytes], size: int = 4 << 20) -> Iterable[bytes]:
-    """Short texts together: numpy is slow on thousands of small arrays."""
+    """Joins short texts, because numpy is slow on thousands of small arrays."""
     parts: list[bytes] = []
     for text in texts:
         parts.append(text)

@@ -1,8 +1,8 @@
-"""Loops that take turns, one step each: what slows the machine down for a while slows all of them alike.
+"""Runs training loops that take turns, one step each, so that a slow phase of the machine slows all of them equally.
 
-Each loop is a process of its own that waits before every step until it is told to go on. While one steps, the others
-wait, so a step is as fast as if its process were alone, and the steps of two loops that are compared were a few
-seconds apart. Started by hand, a loop waits for nobody.
+Each loop is a process of its own that waits for its turn before every step. While one loop steps, the others wait, so a
+step is as fast as if its process were alone, and the steps of two loops that are compared are only a few seconds apart.
+A loop that is started by hand does not wait for turns.
 """
 
 import os
@@ -17,22 +17,22 @@ from statistics import median
 
 from benchmarks.runner import ROOT, environment, result
 
-PIPES = "ROW_PIPES"  # in the environment of a loop: what it reads its turns from, and where it gives them back
-SETTLE = 0.05  # seconds between two turns, in which the threads of the last one fall asleep
+PIPES = "ROW_PIPES"  # environment variable: two pipes, by which a loop gets its turns and returns them
+SETTLE = 0.05  # seconds between two turns, in which the threads of the previous loop go to sleep
 
 
 class Turns:
-    """In the process of a loop. Args: settled: returns when the device has done all that it was asked."""
+    """Waits for turns in the process of a loop. Args: settled: returns when the device has finished its work."""
 
     def __init__(self, settled: Callable[[], object] = lambda: None) -> None:
         self.settled = settled
-        self.seconds: list[float] = []  # of every step but the last, from its start to the next one's
-        self.pages: list[int] = []  # that had to be faulted in meanwhile
+        self.seconds: list[float] = []  # for every step but the last, from its start to the next step's
+        self.pages: list[int] = []  # page faults of each step
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
         self._start: tuple[float, int] | None = None
 
     def next(self) -> None:
-        """Call it where a step starts: gives the turn back, and returns when it is this loop's again."""
+        """Returns the turn and waits for the next one. Call it where a step starts."""
         self.settled()
         if self._start is not None:
             seconds, pages = _now()
@@ -46,12 +46,12 @@ class Turns:
 
 
 def _now() -> tuple[float, int]:
-    """Seconds, and the pages that this process has faulted in."""
+    """Returns (seconds, number of this process's page faults)."""
     return time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class _Loop:
-    """In the process that measures."""
+    """Starts a loop and gives it turns, in the process that measures."""
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         folder.mkdir()
@@ -70,7 +70,7 @@ class _Loop:
         os.close(to_write)
 
     def gave_back(self) -> bool:
-        """Waits for it. False: the process has ended."""
+        """Waits until the loop has returned its turn. Returns False if the process has ended."""
         return bool(os.read(self.back, 1))
 
     def step(self) -> bool:
@@ -90,10 +90,14 @@ def _all_or_none(failure: SystemExit) -> dict:
 def together(
     rows: Mapping[str, Sequence[str]], otherwise: Callable[[SystemExit], dict] = _all_or_none
 ) -> dict[str, dict]:
-    """Args: rows: name -> arguments of `python`; otherwise: what stands in the place of a loop that failed.
+    """Runs loops that take turns, one round.
+
+    Args:
+        rows: name -> arguments of `python`.
+        otherwise: makes the result of a loop that failed.
 
     Returns:
-        Name -> what it printed.
+        {name: the loop's result}.
     """
 
     def ended(loop: _Loop) -> dict:
@@ -105,13 +109,13 @@ def together(
     with tempfile.TemporaryDirectory() as folder:
         loops = {name: _Loop(arguments, Path(folder) / str(i)) for i, (name, arguments) in enumerate(rows.items())}
         going = [loop for loop in loops.values() if loop.gave_back()]
-        while going:  # in alternating directions, so that nobody always follows the same
+        while going:  # in alternating directions, so that no loop always follows the same one
             going = [loop for loop in going if loop.step()][::-1]
         return {name: ended(loop) for name, loop in loops.items()}
 
 
 def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[str, list[dict]]:
-    """Args: teams: those that take turns. Returns: name -> what each round printed."""
+    """Runs teams of loops. Args: teams: rows that take turns with each other. Returns {name: each round's result}."""
     found: dict[str, list[dict]] = {name: [] for team in teams for name in team}
     for number in range(1, rounds + 1):
         for team in teams:
@@ -122,15 +126,15 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
 
 
 def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """How many times as fast we are: the median over the steps of all rounds, each beside the other's same step.
+    """Returns how many times as fast our loop is as theirs: the median of the ratios of the same steps, of all rounds.
 
-    What is done in few steps, such as the meter's break-down, is not in it; it is in `tokens_per_second`.
+    The median leaves out the cost of rare work, such as the meter's break-down; `tokens_per_second` includes it.
     """
     return median(their / our for our, their in _steps(ours, theirs, warm_up))
 
 
 def difference(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """Seconds that a step of ours takes longer, likewise."""
+    """Returns the median of the seconds by which a step of ours is longer than the same step of theirs."""
     return median(our - their for our, their in _steps(ours, theirs, warm_up))
 
 

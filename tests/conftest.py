@@ -21,7 +21,8 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 import composing
-from lowmem import home, overrides
+from lowmem.config import typed_lines as overrides
+from lowmem.system import home
 
 # `nohup make test &` starts processes that ignore these two. A run respects that, and a test would wait for its signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -47,9 +48,9 @@ def composed(lines, name="config", whole=False):
 composed.now, overrides.composed = overrides.composed, composed  # before anything else imports it
 
 import made_runs  # noqa: E402
-from lowmem import cli  # noqa: E402
-from lowmem.overrides import key  # noqa: E402
-from lowmem.settle import Run  # noqa: E402
+from lowmem.command import cli  # noqa: E402
+from lowmem.config.settle import Run  # noqa: E402
+from lowmem.config.typed_lines import key  # noqa: E402
 
 pytest_plugins = ["tiers"]
 
@@ -186,7 +187,7 @@ def group_of_one():
     """A gloo group whose only rank is this process; it is left as runs leave theirs, or it might stand still."""
     import torch.distributed as dist
 
-    from lowmem.strategy.group import leave
+    from lowmem.techniques.strategy.process_group import leave
 
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
@@ -219,20 +220,20 @@ def as_for_families():
 @pytest.fixture
 def without_units(monkeypatch):
     """A CPU that multiplies nothing but fp32."""
-    monkeypatch.setattr("lowmem.precision.widened.has_units", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr("lowmem.techniques.precision.cpu_products.has_units", lambda dtype: dtype == torch.float32)
 
 
 @pytest.fixture
 def as_with_compiler(monkeypatch):
     """Lets what generates code be checked and planned where no compiler is installed; nothing is compiled."""
-    monkeypatch.setattr("lowmem.refusals.shutil.which", lambda name: name)
+    monkeypatch.setattr("lowmem.config.refusals.shutil.which", lambda name: name)
 
 
 @pytest.fixture
 def without_compiler(monkeypatch):
     """8-bit optimizers step as torch operators."""
     for module in ("adamw8bit", "bitsandbytes_cpu"):
-        monkeypatch.setattr(f"lowmem.optim.{module}.library", lambda *_: None)
+        monkeypatch.setattr(f"lowmem.techniques.optim.{module}.library", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +244,7 @@ def same_seed():
 @pytest.fixture(autouse=True)
 def no_rates_are_kept(tmp_path_factory, monkeypatch):
     """What a busy machine that runs tests can do is not what the next plan should count with, nor a child's."""
-    monkeypatch.setattr("lowmem.plan.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
+    monkeypatch.setattr("lowmem.plan.cost.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
     monkeypatch.setenv("LOWMEM_RATES", str(tmp_path_factory.getbasetemp() / "rates"))
 
 

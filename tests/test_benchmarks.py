@@ -13,8 +13,8 @@ from benchmarks.runner import RESULTS
 from benchmarks.side_by_side import LOOPS
 from transformers import AutoModelForCausalLM
 
-from lowmem.model import describe
-from lowmem.settle import run_of
+from lowmem.config.settle import run_of
+from lowmem.model.loading import describe
 
 # A loop of as many steps as it is told. It writes down when each of its steps begins and ends.
 COUNTING = """

@@ -19,9 +19,9 @@ from benchmarks.card.case import SIZES, Case, Here, LeftOut, Stage, text
 from benchmarks.card.kit import Kit
 
 from conftest import ROOT
-from lowmem.errors import Refused
-from lowmem.settle import run_of
-from lowmem.units import GIB
+from lowmem.config.settle import run_of
+from lowmem.system.errors import Refused
+from lowmem.system.units import GIB
 from made_up import Allocator
 
 STAGES = (
@@ -216,7 +216,7 @@ def test_what_is_set_where_the_kit_is_typed_does_not_change_what_it_measures(mon
 
 def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
     free = [64 * GIB]
-    monkeypatch.setattr("lowmem.memory.process.available_bytes", lambda: free[0])
+    monkeypatch.setattr("lowmem.system.process.available_bytes", lambda: free[0])
     monkeypatch.setattr(kit.processors, "usable", lambda: 16)
     monkeypatch.setattr(kit.os, "cpu_count", lambda: 16)
     stage = Stage(3, "", "", 60, together=6, gib=8)
@@ -245,7 +245,7 @@ kit.SIZES["cpu"] = kit.SIZES["cuda"]  # whose limits are as long as they say
 import card_stages
 kit.Kit("cpu", Path({str(tmp_path / "card.json")!r}), [stage]).run([stage])
 """
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "src", "tests"))
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "src", "tests/support", "tests"))
     running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
     while len(children := psutil.Process(running.pid).children(recursive=True)) < 2:  # a case, and what it started
         time.sleep(0.02)
@@ -352,7 +352,7 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
 @pytest.mark.slow
 def test_no_stage_needs_pytest():
     code = "import sys; sys.modules['pytest'] = None; import made_up, oracle, parity, same, tolerances, two_models"
-    paths = os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))
+    paths = os.pathsep.join(str(ROOT / part) for part in ("src", "tests/support", "tests"))
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=240)
 
 
@@ -471,7 +471,7 @@ def test_fp32_that_is_tf32_and_tf32_that_is_fp32_are_found_out(fp32, tf32, has_t
 @pytest.mark.parametrize("lost", [False, True])
 def test_state_that_is_restored_goes_on_to_the_same_bits(here, monkeypatch, lost):
     """Lost: the wrong variant, whose second half begins without state."""
-    from lowmem.optim import build
+    from lowmem.techniques.optim import build
 
     if lost:
         monkeypatch.setattr(build, "_restore_paged", lambda optimizer: setattr(optimizer, "load_state_dict", id))

@@ -7,7 +7,7 @@ from hydra._internal.config_repository import ConfigRepository
 from omegaconf import OmegaConf
 
 import composing
-from lowmem import overrides
+from lowmem.config import typed_lines
 
 TYPED = (
     ["precision=16", "optim=adam8bit", "lr=3"],
@@ -26,7 +26,7 @@ TYPED = (
 def outcome(lines):
     """The config with Hydra's own part, or the words of an error."""
     try:
-        return OmegaConf.to_yaml(overrides.composed.now(lines, "config", True))
+        return OmegaConf.to_yaml(typed_lines.composed.now(lines, "config", True))
     except Exception as error:
         return repr(error)
 

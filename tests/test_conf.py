@@ -8,14 +8,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from conftest import ROOT
-from lowmem import overrides, refusals
-from lowmem.check import check, targets
-from lowmem.memory.advice import advice
-from lowmem.memory.advice import out_of_memory as out_of_memory_text
-from lowmem.overrides import quoted
+from lowmem.config import refusals, typed_lines
+from lowmem.config.check import check, targets
+from lowmem.config.settle import Run, run_of, settled
+from lowmem.config.typed_lines import quoted
+from lowmem.plan.advice import advice
+from lowmem.plan.advice import out_of_memory as out_of_memory_text
 from lowmem.plan.target import Target
-from lowmem.settle import Run, run_of, settled
-from lowmem.units import GIB
+from lowmem.system.errors import Refused
+from lowmem.system.units import GIB
 
 CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
@@ -149,8 +150,8 @@ def test_an_architecture_has_the_parameters_of_the_published_model(model, millio
     """Built without memory: only shapes. The counts are those of the published checkpoints."""
     import torch
 
-    from lowmem import model as models
-    from lowmem.schema import Model
+    from lowmem.config.schema import Model
+    from lowmem.model import loading as models
 
     spec = Model.model_construct(**OmegaConf.to_container(composed("model", model).model) | {"pretrained": False})
     with torch.device("meta"):
@@ -177,8 +178,8 @@ def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed
 def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):
     """What the preset sets of its own choice, such as accumulation.size, goes with that."""
     group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
-    cfg = overrides.composed([f"experiment={preset}", line, "seq_len=128"])
-    plainly, hydras = overrides.composed([line]), overrides._composed([f"experiment={preset}", line])
+    cfg = typed_lines.composed([f"experiment={preset}", line, "seq_len=128"])
+    plainly, hydras = typed_lines.composed([line]), typed_lines._composed([f"experiment={preset}", line])
     check(settled(cfg), {})
     kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults  # the choice is the preset's too
     same = OmegaConf.to_container(cfg[group]) == OmegaConf.to_container((hydras if kept else plainly)[group])
@@ -212,3 +213,23 @@ def test_combine_all_steps_on_the_tokens_of_baseline():
             cfg = compose("config", overrides=[f"experiment={preset}"])
             sizes.append(cfg.batch_size * cfg.accumulation.get("batches", 1) * cfg.seq_len)
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("lowmem.loss.full", "lowmem.techniques.loss.cross_entropy.full"),
+        ("lowmem.gradient_checkpointing.none", "lowmem.techniques.gradient_checkpointing.policies.none"),
+        ("lowmem.adapter.freeze.none", "lowmem.techniques.adapter.freeze.none"),
+        ("lowmem.optim.muon.Muon", "lowmem.techniques.optim.muon.Muon"),
+        ("lowmem.loss.of_nobody", None),
+        ("theirs.loss.full", None),
+    ],
+)
+def test_a_target_of_the_old_layout_is_answered_with_the_new_one(old, new, config):
+    run = config(f"loss._target_={old}")
+    with pytest.raises(Refused) as refused:
+        check(run, {})
+    assert f"{old} cannot be imported" in str(refused.value)
+    assert (f"It is now {new}: type that." in str(refused.value)) == (new is not None)
+    assert ("It is now" in str(refused.value)) == (new is not None)

@@ -9,26 +9,29 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem import build
 from lowmem.data.mix import Mix
-from lowmem.errors import Refused
-from lowmem.loss import Chunked, Loss, as_loss, full
-from lowmem.module import CausalLM, Update
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.cross_entropy import Chunked, Loss, as_loss, full
+from lowmem.training import build
+from lowmem.training.module import CausalLM, Update
 
 SOURCE = Path(__file__).parents[1] / "src"
 
 ASKS = {("hasattr", 2), ("getattr", 3)}  # a getattr without a default raises
 # (file, name) -> why it may be asked for by name, although a class of ours has the same name
 THEIRS = {
-    ("adapter/lora.py", "bias"): "a setting of peft",
-    ("auxiliary_loss.py", "config"): "of a model of transformers, or of a bare nn.Module",
-    ("cli.py", "stream"): "of a handler of logging",
-    ("data/jsonl.py", "start"): "of an error in decoding",
-    ("data/reading.py", "start"): "the same",
-    ("offload/tiles.py", "source"): "an attribute that is set on an nn.Linear of transformers, by who holds its weight",
-    ("optim/build.py", "func"): "of a functools.partial, or of a class",
-    ("precision/sixteen.py", "ranks"): "Lightning converts any nn.Module, and CausalLM stands above",
-    ("techniques.py", "declares"): "a group may be any model of the schema, or none",
+    ("techniques/adapter/lora.py", "bias"): "a setting of peft",
+    ("model/auxiliary_loss.py", "config"): "of a model of transformers, or of a bare nn.Module",
+    ("command/cli.py", "stream"): "of a handler of logging",
+    ("data/sources/jsonl.py", "start"): "of an error in decoding",
+    ("data/sources/reading.py", "start"): "the same",
+    (
+        "techniques/loss/head_tiles.py",
+        "source",
+    ): "an attribute that is set on an nn.Linear of transformers, by who holds its weight",
+    ("techniques/optim/build.py", "func"): "of a functools.partial, or of a class",
+    ("techniques/precision/weights_16bit.py", "ranks"): "Lightning converts any nn.Module, and CausalLM stands above",
+    ("config/declarations.py", "declares"): "a group may be any model of the schema, or none",
 }
 
 
@@ -123,5 +126,7 @@ def test_a_loss_says_by_its_verify_that_it_makes_the_logits_itself():
 @pytest.mark.parametrize("made", [nn.Linear(1, 1), SimpleNamespace(verify=print)])
 def test_an_object_that_is_no_loss_is_refused(made):
     """Its `verify` would not be called, and its buffers not be saved."""
-    with pytest.raises(Refused, match=r"which is no loss\. Derive it from Loss of lowmem\.loss"):
+    with pytest.raises(
+        Refused, match=r"which is no loss\. Derive it from Loss of lowmem\.techniques\.loss\.cross_entropy"
+    ):
         as_loss(made)

@@ -70,7 +70,7 @@ NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
 @pytest.mark.slow
 def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
     """The small sibling of what follows."""
-    where = ("test_saves.py", "optim/test_unit.py", "precision/test_odd.py")
+    where = ("test_saves.py", "techniques/optim/test_unit.py", "techniques/precision/test_odd.py")
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
     assert code == 0 and all(f"saves_what_it_declares[{name}]" in said for name in NEW), said
 
@@ -78,7 +78,8 @@ def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
 @pytest.mark.slow
 def test_their_proofs_hold(copy):
     """What is generated for their names, and what the page tests of them."""
-    where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", "optim", "precision/test_odd.py")
+    own = "techniques/optim", "techniques/precision/test_odd.py"
+    where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", *own)
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
     assert code == 0, said
     passed = [line for line in said.splitlines() if line.startswith("PASSED")]
@@ -93,12 +94,17 @@ def test_their_proofs_hold(copy):
 LEFT_OUT = [
     ("README.md", "| `optim=unit` | 4 B | one step size per tensor |\n", "conf.py -k unit", "a row `optim=unit`"),
     (
-        "tests/oracle.py",
+        "tests/support/oracle.py",
         'RULES["unit"] = unit',
         "parity.py::test_a_technique_is_the_oracle[optim=unit]",
-        "tests/oracle.py",
+        "tests/support/oracle.py",
     ),
-    ("tests/tolerances.py", 'UPDATE["precision=bf16-odd"] = (0.2, 0.6)', "parity.py -k odd", "tests/tolerances.py"),
+    (
+        "tests/support/tolerances.py",
+        'UPDATE["precision=bf16-odd"] = (0.2, 0.6)',
+        "parity.py -k odd",
+        "tests/support/tolerances.py",
+    ),
     ("conf/gradient_checkpointing/every_other.yaml", "declares: ", "saves.py -k every_other", "say what it saves"),
 ]
 

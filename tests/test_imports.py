@@ -7,85 +7,10 @@ import pytest
 
 from conftest import ROOT
 
-# From the ground up: a part may import from its own storey and those below it, files of its own folder included.
-STOREYS = (
-    (
-        "errors",
-        "units",
-        "atomic_files",
-        "fail_together",
-        "csv_rows",
-        "overrides",
-        "spelling",
-        "signals",
-        "terminal",
-        "techniques",
-        "starting",
-        "help",
-        "home",
-        "quiet",
-        "instantiate",
-        "internals",
-        "launched",
-        "processors",
-        "strategy.lost_ranks",
-    ),
-    (
-        "data",
-        "memory",
-        "offload",
-        "gradients",
-        "trainable",
-        "accumulation",
-        "scheduler",
-        "stop",
-        "optim",
-        "loss",
-        "tiled_loss",
-        "attention",
-        "head",
-        "auxiliary_loss",
-        "precision.split",
-        "strategy.one_device",
-        "sharded",
-        "by_name",
-        "random_states",
-    ),
-    (
-        "settle",
-        "gpus",
-        "schema",
-        "precision",
-        "kept_results",
-        "gradient_checkpointing",
-        "tiled_tokens",
-        "streamed",
-        "stable_embedding",
-        "refusals",
-        "check",
-        "vocabulary",
-        "model",
-        "export",
-        "generation",
-        "adapter",
-        "strategy.loading",
-        "strategy.several",
-        "strategy.turns",
-        "strategy.ddp",
-        "strategy.fsdp",
-        "strategy.deepspeed",
-        "strategy.stages",
-        "strategy.pipeline",
-        "strategy.divided",
-        "strategy.tensor_parallel",
-        "strategy.fsdp_tensor_parallel",
-        "strategy.group",
-    ),
-    ("non_finite", "module", "checkpoint", "report", "runs"),
-    ("build", "watchers", "training", "task", "generate", "plan", "launch"),
-    ("batch_size", "results", "model_folder"),
-    ("fit",),
-    ("cli",),
+# From the ground up: a room of src/lowmem may import from itself and from the rooms before it.
+ROOMS = (
+    *("system", "memory", "config", "data", "model", "techniques"),
+    *("report", "saving", "training", "plan", "fit", "command"),
 )
 
 
@@ -126,22 +51,25 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (walk(name, []) for name in sorted(graph))), [])
 
 
-def storey(module: str) -> int:
-    """Of `lowmem.<part>.<...>`; a file that stands lower than its folder is named itself."""
-    part = module.split(".")[1]
-    named = {name for parts in STOREYS for name in parts}
-    own = module.removeprefix("lowmem.")
-    return next(number for number, parts in enumerate(STOREYS) if (own if own in named else part) in parts)
+def room(module: str) -> int:
+    """Returns the number of the room of `lowmem.<room>.<...>`."""
+    return ROOMS.index(module.split(".")[1])
 
 
 def upwards(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
     inside = {name: {other for other in others if "." in other} for name, others in graph.items() if "." in name}
     pairs = {(name, other) for name, others in inside.items() for other in others if name.startswith("lowmem.")}
-    return {(name, other) for name, other in pairs if storey(other) > storey(name)}
+    return {(name, other) for name, other in pairs if room(other) > room(name)}
 
 
 def test_no_imports_in_a_circle():
     assert circle(imports(ROOT / "src")) == []
+
+
+def test_the_house_has_these_rooms_and_no_others():
+    source = ROOT / "src" / "lowmem"
+    inside = {file.relative_to(source).with_suffix("").parts[0] for file in source.rglob("*.py")}
+    assert inside - {"__init__"} == {*ROOMS}
 
 
 def test_nothing_imports_upwards():
@@ -153,9 +81,9 @@ def test_a_circle_and_a_climb_are_seen_also_inside_a_function(tmp_path, inside):
     package = tmp_path / "lowmem"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "fit.py").write_text("from lowmem import runs\n")
-    (package / "runs.py").write_text("from lowmem.units import GIB\n" + inside + "from lowmem.fit import fit\n")
-    (package / "units.py").write_text("GIB = 1\n")
+    (package / "fit.py").write_text("from lowmem import plan\n")
+    (package / "plan.py").write_text("from lowmem.system import GIB\n" + inside + "from lowmem.fit import fit\n")
+    (package / "system.py").write_text("GIB = 1\n")
     graph = imports(tmp_path)
-    assert sorted(circle(graph)) == ["lowmem.fit", "lowmem.runs"]
-    assert upwards(graph) == {("lowmem.runs", "lowmem.fit")}
+    assert sorted(circle(graph)) == ["lowmem.fit", "lowmem.plan"]
+    assert upwards(graph) == {("lowmem.plan", "lowmem.fit")}

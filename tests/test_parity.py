@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import parity
-from lowmem import loss
-from lowmem.module import CausalLM
-from lowmem.optim import build
-from lowmem.precision.plugin import Float16Autocast
-from lowmem.precision.sixteen import Float16Weights
-from lowmem.refusals import refused
+from lowmem.config.refusals import refused
+from lowmem.techniques.loss import cross_entropy
+from lowmem.techniques.optim import build
+from lowmem.techniques.precision.fp32_weights import Float16Autocast
+from lowmem.techniques.precision.weights_16bit import Float16Weights
+from lowmem.training.module import CausalLM
 from tolerances import LOW_BIT_STATE, allowed, within
 
 # those that are compiled run on one shape, below
@@ -93,7 +93,7 @@ def short_window_divided_by_the_full_one(monkeypatch):
 
     def wrong(self, window, index):
         sequences = sum(len(batch.labels) for batch in window.micro_batches)
-        return right(self, window._replace(tokens=window.tokens * (8 if sequences == 1 else 1)), index)
+        return right(self, window._replace(weight=window.weight * (8 if sequences == 1 else 1)), index)
 
     monkeypatch.setattr(CausalLM, "training_step", wrong)
 
@@ -133,7 +133,7 @@ def test_a_wrong_variant_is_outside_the_tolerance(config, technique, wrong, monk
     wrong(monkeypatch)
     weights = deviations(config, *techniques, overrides=["clip=null"])[:2]
     assert not within(weights, allowed(*techniques)[:2]), (
-        f"{wrong.__name__} is off by {weights} only: what UPDATE of tests/tolerances.py allows {technique} hides it"
+        f"{wrong.__name__} is off by {weights} only: what UPDATE of tolerances.py allows {technique} hides it"
     )
 
 
@@ -145,8 +145,8 @@ def test_the_loss_of_a_window_without_its_last_micro_batch_is_outside_the_tolera
 
 
 def test_a_loss_summed_in_16_bits_is_outside_the_tolerance(config, monkeypatch):
-    right = loss.full
-    monkeypatch.setattr(loss, "full", lambda *read: right(*read).bfloat16())
+    right = cross_entropy.full
+    monkeypatch.setattr(cross_entropy, "full", lambda *read: right(*read).bfloat16())
     assert deviations(config, "precision=bf16-true")[2] > allowed("precision=bf16-true")[2]
 
 

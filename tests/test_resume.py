@@ -2,8 +2,8 @@
 
 import pytest
 
-from lowmem import random_states
-from lowmem.module import CausalLM
+from lowmem.saving import random_states
+from lowmem.training.module import CausalLM
 from parity import CHOICES, COMPILED, WITH, shipped_but
 from same import last, same
 

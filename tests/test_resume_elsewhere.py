@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from lives import Job, live, several
-from lowmem import checkpoint
-from lowmem.checkpoint import complete
-from lowmem.overrides import key
+from lowmem.config.typed_lines import key
+from lowmem.saving import checkpoint
+from lowmem.saving.checkpoint import complete
 from same import same
 
 TOGETHER = 12  # rows of a window, of all processes

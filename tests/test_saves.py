@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmarks.techniques import WITH
 
-from lowmem.techniques import techniques
+from lowmem.config.declarations import techniques
 from parity import CHOICES, SIBLINGS, shipped_but
 
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
@@ -25,7 +25,7 @@ SAVES_NOTHING = {
     "adapter=none": "the yardstick",
     "precision=tf32": "faster products alone",
     "optim=paged_adamw32bit": "pages on CUDA alone",
-    "gradient_checkpointing=budget": "compiled, unseen: test_gradient_checkpointing.py counts what it keeps",
+    "gradient_checkpointing=budget": "compiled, unseen: test_policies.py counts what it keeps",
 }
 
 

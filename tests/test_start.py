@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lowmem import model
-from lowmem.overrides import CONF
+from lowmem.config.typed_lines import CONF
+from lowmem.model import loading
 
 PRECISIONS = [yaml.stem for yaml in sorted((CONF / "precision").glob("*.yaml"))]
 OPTIMIZERS = [yaml.stem for yaml in sorted((CONF / "optim").glob("*.yaml"))]
@@ -23,7 +23,7 @@ def start(fit, monkeypatch):
         kept.append([p.detach().clone() for p in module.model.parameters()])
         raise Started
 
-    monkeypatch.setattr("lowmem.training._assembled", keep)
+    monkeypatch.setattr("lowmem.training.training._assembled", keep)
 
     def run(*overrides):
         torch.rand(len(kept) + 1)  # whatever was drawn before
@@ -65,5 +65,5 @@ def test_of_weights_whose_distribution_is_another_in_16_bits(dtype):
         return torch.nn.init.xavier_uniform_(torch.empty(300, 32, dtype=dtype))
 
     assert not torch.equal(weight(dtype), weight(torch.float32).to(dtype))
-    with model.drawn_in_fp32():
+    with loading.drawn_in_fp32():
         assert torch.equal(weight(dtype), weight(torch.float32).to(dtype))

@@ -171,13 +171,13 @@ def test_an_unexpected_error_keeps_its_traceback(command, monkeypatch):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("lowmem.build.data", broken)
+    monkeypatch.setattr("lowmem.training.build.data", broken)
     code, said = command()
     assert code == 1 and "Traceback" in said and "ZeroDivisionError" in said
 
 
 def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
-    from lowmem import loss
+    from lowmem.techniques.loss import cross_entropy
 
     def too_much(model, batch):
         model(**batch.inputs).logits.sum()
@@ -185,7 +185,7 @@ def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
             torch.empty(2**60)  # more than any host has: the allocator's own error
         return torch.zeros(())
 
-    monkeypatch.setattr(loss, "full", too_much)
+    monkeypatch.setattr(cross_entropy, "full", too_much)
     code, said = command("model.architecture.n_embd=256", "batch_size=64")
     assert code == 1 and "Traceback" not in said
     held = {line.split()[0]: float(line.split()[1]) for line in said.splitlines() if line.endswith(" GiB")}

@@ -1,1 +1,1 @@
-"""Everything that only a card can show, from one command: python -m benchmarks.card"""
+"""Measures everything that only a card can show, with one command: `python -m benchmarks.card`."""

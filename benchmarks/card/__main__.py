@@ -1,16 +1,16 @@
-"""Everything that only a card can show, stage by stage.
+"""Measures everything that only a card can show, in eight stages: speed, memory, correctness and the link to the host.
 
-    python -m benchmarks.card                  # all eight, on a CUDA device: forty minutes, with two of them fifty
-    python -m benchmarks.card --stages 3,5     # some of them; what is known of the others stays
-    python -m benchmarks.card --resume         # what has no record yet
-    python -m benchmarks.card --retry          # and again what failed or was ended
-    python -m benchmarks.card --table          # only the page again, of what is in the file; needs no card
-    python -m benchmarks.card --device cpu     # a rehearsal without a card: small, and on stand-ins
+    python -m benchmarks.card                  # all eight, on CUDA: forty minutes, or fifty with two devices
+    python -m benchmarks.card --stages 3,5     # only these stages; earlier results of the others stay in the file
+    python -m benchmarks.card --resume         # the cases that have no record yet
+    python -m benchmarks.card --retry          # the same, and those that failed or were ended
+    python -m benchmarks.card --table          # writes the page again from the file; needs no card
+    python -m benchmarks.card --device cpu     # a rehearsal without a card: small models, and stand-ins for CUDA
 
-Every case is a process of its own with a time limit; one that fails is recorded with its last words, and the next one
-runs. results/card.json is written after every case, and docs/card.md at the end of every stage. Checkpoints of up to
-16 GB are written under .cache/card and removed. One case is left out unless CROWD_THE_CARD=1 is set: it may hang a
-card. The exit code is 1 where a case has no whole result or is not right.
+Every case runs in a process of its own with a time limit. If a case fails, its last lines of output are recorded and
+the next case runs. results/card.json is written after every case, and docs/card.md at the end of every stage.
+Checkpoints of up to 16 GB are written under .cache/card and removed. One case may hang a card, so it runs only if
+CROWD_THE_CARD=1 is set. The exit code is 1 if a case has no complete result or a wrong one.
 """
 
 import argparse
@@ -30,16 +30,16 @@ NEEDED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: 0; 1 where a case has no whole result or is not right; 2 where nothing could be run; 130: Ctrl-C."""
+    """Returns 0; 1 if a case has no complete result or a wrong one; 2 if nothing could be run; 130 after Ctrl-C."""
     options = _options(arguments)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return _refused(f"{', '.join(missing)}: not installed, and nothing runs without. Type pip install -e . first.")
     if old := list(_too_old()):
         return _refused(f"{', '.join(old)}. Type pip install -e . first.")
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # of this checkout, whatever is installed and wherever this was typed
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # imports this checkout, even if another one is installed
     from benchmarks.card import auto, correctness, link, memory, several, speed, streamed, xl
     from benchmarks.card.kit import Kit
-    from lowmem.errors import Refused
+    from lowmem.system.errors import Refused
 
     modules = (link, correctness, memory, speed, xl, auto, streamed, several)
     stages = {str(module.STAGE.number): module.STAGE for module in modules}
@@ -75,7 +75,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _too_old() -> Iterator[str]:
-    """Of what pyproject.toml asks for."""
+    """Yields a message for each package that is older than pyproject.toml requires."""
     asked = re.findall(r'"(torch|lightning|transformers)>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     for package, least in asked:
         if _numbers(version(package)) < _numbers(least):
@@ -87,7 +87,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def _file(device: str) -> Path:
-    """A rehearsal's figures are nobody's results."""
+    """Returns the file of results; a rehearsal's figures are no results, and go to .cache."""
     return ROOT / ("benchmarks/results/card.json" if device == "cuda" else ".cache/card/rehearsal.json")
 
 
@@ -97,7 +97,7 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C does, so that no case outlives this process
-        if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # under nohup it does not hang up
+    for name in ("SIGTERM", "SIGHUP"):  # they raise, as Ctrl-C does, so that no case outlives this process
+        if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -1,10 +1,13 @@
-"""Stage 6: what is left to the program: batch_size=auto and plan=auto, and whether what they choose is right."""
+"""Stage 6 tests the settings that the program chooses itself: batch_size=auto and plan=auto.
+
+A batch size is right if the next larger one does not work; a plan is compared with the memory that its run needed.
+"""
 
 from collections.abc import Mapping
 from functools import partial
 
 from benchmarks.card.case import Case, Here, Size, Stage
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 STAGE = Stage(6, "batch_size=auto and plan=auto", __name__, seconds=450, gib=10)
 SHORT = ["max_steps=3", "val_every=1000", "val_sequences=8", "save_every=1000", "scheduler=constant", "log_every=1"]
@@ -22,10 +25,12 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 
 def batch_size(here: Here, plan: str) -> dict:
-    """The size that was found, and whether the next larger one would have worked: under the same cap, which is of
-    torch's memory alone."""
-    from lowmem.accumulation import divisors
-    from lowmem.batch_size import fits
+    """Returns the batch size that was chosen, and tries the next larger one under the same cap.
+
+    The cap limits torch's memory alone.
+    """
+    from lowmem.config.accumulation import divisors
+    from lowmem.plan.batch_size import fits
 
     auto = ["accumulation=effective_batch", f"accumulation.size={here.size.effective}", f"memory.limit={here.size.cap}"]
     typed = [*without_batch(here.size.model), *auto, *SHORT, "precision=bf16"]
@@ -48,7 +53,7 @@ def without_batch(typed: tuple[str, ...]) -> list[str]:
 
 
 def chosen(here: Here, cap: str | None) -> dict:
-    """The recipe that the planner takes for what is free, and what it needed when it ran."""
+    """Returns the recipe that the planner chooses for the free memory, and the memory that its run needed."""
     limit = [f"memory.limit={cap}"] if cap else []
     summary = here.train(*here.size.model, *SHORT, *limit, *here.size.chosen, "plan=auto")
     return {
@@ -61,7 +66,7 @@ def chosen(here: Here, cap: str | None) -> dict:
 
 
 def _log(here: Here, word: str) -> list[str]:
-    """What the run said that begins with a word."""
+    """Returns the lines of the run's log that begin with a word."""
     file = here.folder / "run" / "train.log"
     return [line for line in file.read_text().splitlines() if line.startswith(word)] if file.exists() else []
 

@@ -1,8 +1,9 @@
-"""A case of a stage: a function that returns figures, in a process of its own.
+"""Runs one case of a stage, a function that returns figures, in a process of its own.
 
     python -m benchmarks.card.case <module of the stage> <case> <device> <folder of text>
 
-It leaves result.json in the folder that the environment names: what libraries print at their end is in nobody's way.
+The result is written to result.json in the folder that the environment variable ROW_FOLDER names. It is not printed,
+because libraries print lines of their own when a process ends.
 """
 
 import os
@@ -15,37 +16,37 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lowmem.report.summary import write
-from lowmem.starting import undisturbed
+from lowmem.system.without_gc import undisturbed
 
 RESULT, UNFINISHED = "result.json", "unfinished"
 
 
 class LeftOut(Exception):
-    """This case cannot be run here, and why."""
+    """Raised with the reason when a case cannot be run here."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What differs between a card and a rehearsal without one."""
+    """Holds the sizes that differ between a card and a rehearsal without one."""
 
-    whole: bool  # every case; else one of each kind
-    patience: float  # times the limits of stages and cases: a rehearsal may run on a busy machine
-    side: int  # of square matrices that are multiplied
+    whole: bool  # True runs every case, False one of each kind
+    patience: float  # multiplies the time limits of stages and cases: a rehearsal may run on a busy machine
+    side: int  # rows and columns of the matrices that are multiplied
     moved: int  # bytes that go over the link at once
-    touched: int  # GiB of the host's memory that are touched to see whether they are there
-    tries: int  # of the search for the smallest cap that works, after the first
-    state: int  # bytes of an optimizer's state that the card is left no room for
-    small: tuple[str, ...]  # typed beside a recipe of GPT-2, to make it small
-    bits: tuple[str, ...]  # what is trained where runs are compared to the bit: checkpoints are written
-    model: tuple[str, ...]  # what is trained where times are looked at
-    cap: str  # of that model, so that not every micro-batch fits
-    limit: str  # under which GPT-2 runs out of memory in its first step
+    touched: int  # GiB of the host's memory that are written to, to see whether they exist
+    tries: int  # steps of the search for the smallest cap that works, after the first try
+    state: int  # bytes of an optimizer state that does not fit on the card next to the filler
+    small: tuple[str, ...]  # overrides that make a recipe of GPT-2 small
+    bits: tuple[str, ...]  # the model of runs that are compared bit for bit; they write checkpoints
+    model: tuple[str, ...]  # the model of runs that are timed
+    cap: str  # memory cap for that model under which not every micro-batch fits
+    limit: str  # memory cap under which GPT-2 runs out of memory in its first step
     loops: tuple[tuple[str, str, float], ...]  # (recipe, model, GiB of the card for all four) of benchmarks.loops
     rounds: int
-    preset: tuple[str, ...]  # typed beside the preset of GPT-2 XL
-    steps: int  # of it
-    effective: int  # sequences of an optimizer step where the micro-batch is found
-    chosen: tuple[str, ...]  # typed beside plan=auto: what is not left to choose
+    preset: tuple[str, ...]  # overrides of the preset of GPT-2 XL
+    steps: int  # optimizer steps of that preset
+    effective: int  # sequences per optimizer step where batch_size=auto chooses the micro-batch
+    chosen: tuple[str, ...]  # typed with plan=auto: settings that the planner may not choose
 
 
 DRY = tuple(f"model.architecture.{kind}_pdrop=0.0" for kind in ("resid", "embd", "attn"))
@@ -65,7 +66,7 @@ SIZES = {
         state=1 << 30,
         small=(),
         bits=(*MIDDLE, "seq_len=512", "batch_size=8"),
-        # half of its blocks: 204M parameters, whose checkpoints do not take longer than the steps
+        # half of the blocks, 204M parameters: checkpoints do not take longer than the steps
         model=(
             *("model=gpt2-medium", "model.pretrained=false", "model.architecture.n_layer=12"),
             *("seq_len=1024", "batch_size=8", "loss=chunked"),
@@ -104,7 +105,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Here:
-    """Where a case runs. folder: its own; text: what is trained on, the same for all."""
+    """Holds a case's surroundings. Args: folder: the case's own; text: the training text, the same for all cases."""
 
     device: str
     size: Size
@@ -117,13 +118,13 @@ class Here:
 
     @property
     def memory(self) -> int:
-        """Bytes of the card; without one, more than any has."""
+        """Returns the bytes of the card, or, without a card, more than any card has."""
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory if self.on_card else 1 << 40
 
     def release(self) -> None:
-        """What this process still holds of the card is not the next one's to have."""
+        """Frees the card's memory that this process caches, so that the next run starts with an empty card."""
         import gc
 
         import torch
@@ -133,28 +134,28 @@ class Here:
             torch.cuda.empty_cache()
 
     def typed(self) -> list[str]:
-        """Beside every command line: no hub, no W&B, no standard library of this Python."""
+        """Returns overrides for every command line: made-up text, so nothing is downloaded, and no W&B."""
         data = ["data=text", f"data.path={self.text}", f"cache_dir={self.text.parent / 'tokens'}"]
         return [*data, f"device={self.device}", "logger=csv", "sample_tokens=0"]
 
     def keep(self, result: dict) -> None:
-        """What is known by now, should the case not come to its end."""
+        """Writes the result so far, in case this process ends early."""
         write(self.folder / RESULT, {"status": UNFINISHED, "result": result})
 
     def train(self, *typed: str, folder: str = "run") -> dict:
-        """train.py as typed, in this process: its summary."""
+        """Runs train.py with these overrides in this process and returns its summary."""
         from benchmarks.runner import trained
 
         os.environ["ROW_FOLDER"] = str(self.folder / folder)
         return trained([*self.typed(), *typed])
 
     def config(self, *typed: str, base: tuple[str, ...] = ()):
-        """The run. Args: base: what the fixture of the tests takes besides.
+        """Returns the config of a run. Args: base: overrides that come before the others, as in the tests' fixture.
 
         Raises:
-            LeftOut: where its optimizer's library is not installed.
+            LeftOut: the optimizer's library is not installed.
         """
-        from lowmem.settle import run_of
+        from lowmem.config.settle import run_of
 
         cfg = run_of([*base, *typed, f"device={self.device}"])
         library = cfg.optim.target.split(".")[0]
@@ -165,7 +166,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Case:
-    """Args: seconds: after which it is ended; imports: with which it begins."""
+    """Describes a case. Args: seconds: its time limit; imports: the module that its process imports before it runs."""
 
     run: Callable[[Here], dict]
     seconds: float
@@ -174,12 +175,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Stage:
-    """A module of this package that has `cases(size)`, `says(results)` and `table(results)`.
+    """Describes a module of this package that has `cases(size)`, `says(results)` and `table(results)`.
 
     Args:
-        seconds: after which what is left of it is not begun, and what runs is ended.
-        together: cases at once, where nobody looks at a clock.
-        gib: that the card must have, for each of them.
+        seconds: the time limit, after which no case is begun and running cases are ended.
+        together: cases that may run at once; more than one only where nothing is timed.
+        gib: GiB that the card must have for each case that runs at once.
     """
 
     number: int
@@ -193,11 +194,11 @@ class Stage:
         return import_module(self.module).cases(size)
 
 
-WORDS = 3000  # of the text, in the shares of a language: the n-th is drawn 1/n as often as the first
+WORDS = 3000  # vocabulary of the text, as frequent as in a language: the n-th is drawn 1/n as often as the first
 
 
 def text(folder: Path, files: int = 24, lines: int = 2000) -> Path:
-    """Files of made-up sentences, the same on every machine: about 100 kB each."""
+    """Writes files of made-up sentences, about 100 kB each and the same on every machine, and returns the folder."""
     letters = random.Random(0)
     words = ["".join(letters.choices("aeioulnrstmdkp", k=letters.randint(2, 9))) for _ in range(WORDS)]
     shares = [1 / n for n in range(1, WORDS + 1)]
@@ -226,7 +227,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # as a module of the package: the stages import it by that name, and there must be one LeftOut
+    # imported by its full name, as the stages do: otherwise there would be two classes LeftOut
     from benchmarks.card import case
 
     case.main()

@@ -1,8 +1,8 @@
-"""Stage 2: the same numbers as on a CPU. The oracle, the runs beside it and what they may differ by are the tests'.
+"""Stage 2 tests that a card computes the same numbers as a CPU.
 
-Losses and weights of every technique and of mixed recipes against plain fp32 on the CPU; masters and offloaded
-boundaries whose copies overlap with computation against copies that are waited for, to the bit; runs that were stopped
-and resumed, to the bit.
+It compares the losses and weights of every technique and of mixed recipes with plain fp32 on the CPU. Bit for bit, it
+compares master weights and offloaded boundaries whose copies overlap with computation with copies that are waited for,
+and resumed runs with uninterrupted ones. The reference, the runs and the tolerances come from the tests (tests/).
 """
 
 import os
@@ -13,9 +13,9 @@ from benchmarks.card.case import Case, Here, Size, Stage
 from benchmarks.techniques import CHOICES
 
 STAGE = Stage(2, "correctness", __name__, seconds=450, together=6, gib=2)
-COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # a kernel per shape: on one matrix
-INDUCTOR = "gradient_checkpointing.backend=inductor"  # which the tests leave out for its time
-MIXED = (  # of the experiments, and what else meets on a card
+COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # compile a kernel per shape, so they are tested on one matrix
+INDUCTOR = "gradient_checkpointing.backend=inductor"  # takes too long for the tests
+MIXED = (  # recipes of the experiments, and other combinations that are usual on a card
     "precision=16-master optim=adamw8bit gradient_checkpointing=every_layer loss=chunked accumulation=fixed",
     "precision=bf16-master optim=adamw8bit gradient_checkpointing=offload loss=chunked accumulation=effective_batch",
     "precision=16 optim=adam8bit gradient_checkpointing=every_layer accumulation=fixed",
@@ -25,7 +25,7 @@ MIXED = (  # of the experiments, and what else meets on a card
     "precision=bf16-true optim=muon gradient_checkpointing=every_k",
 )
 RESUMED = ("optim=adamw", "precision=bf16-sr", "precision=16-master", "precision=16", "optim=paged_adamw8bit")
-MASTERS = ("16-master norm", "bf16-master norm", "bf16-master off")  # clipping decides when masters step
+MASTERS = ("16-master norm", "bf16-master norm", "bf16-master off")  # clipping decides when master weights step
 
 
 def cases(size: Size) -> Mapping[str, Case]:
@@ -43,7 +43,7 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 
 def oracle(here: Here, recipe: str, more: tuple[str, ...] = ()) -> dict:
-    """Four steps beside the oracle's: what update and losses are off by, and what they may be."""
+    """Trains four steps and returns how far updates and losses are from the oracle's, and the tolerances."""
     import parity
     from tolerances import EXACT, allowed, within
 
@@ -51,13 +51,13 @@ def oracle(here: Here, recipe: str, more: tuple[str, ...] = ()) -> dict:
     cfg = here.config(*parity.overrides(*techniques), *more)
     off, most = parity.deviations(cfg, *techniques), allowed(*techniques, on_card=here.on_card)
     right = within(off, most)
-    if here.on_card and recipe == "precision=tf32":  # as near as fp32 is, it was fp32
+    if here.on_card and recipe == "precision=tf32":  # a result as close as fp32's was computed in fp32, not in TF32
         right = right and not within(off[:2], EXACT)
     return {"off": off, "allowed": most, "right": right}
 
 
 def matrix(here: Here, optim: str) -> dict:
-    """torchao's state on one matrix after 20 steps."""
+    """Returns the error of torchao's quantized optimizer state on one matrix after 20 steps."""
     import parity
     from tolerances import LOW_BIT_STATE
 
@@ -66,8 +66,10 @@ def matrix(here: Here, optim: str) -> dict:
 
 
 def masters(here: Here, way: str) -> dict:
-    """To the bit: copies that overlap, through few small slots and through the run's own; copies that are waited for;
-    the naive loop with two whole models."""
+    """Compares master weights whose copies overlap and use few small slots, bit for bit, with three other runs.
+
+    These are a run with the usual slots, a run that waits for every copy, and a naive loop that keeps two full models.
+    """
     import two_models
     from made_up import SlowLane
 
@@ -78,7 +80,7 @@ def masters(here: Here, way: str) -> dict:
     def lane():
         import torch
 
-        from lowmem.offload.link import CudaLane
+        from lowmem.techniques.weights.link import CudaLane
 
         return CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
 
@@ -92,7 +94,7 @@ def masters(here: Here, way: str) -> dict:
 
 
 class InTurn:
-    """A lane on which nothing overlaps: every copy is waited for."""
+    """A lane that waits for every copy, so that nothing overlaps."""
 
     def __init__(self, lane) -> None:
         self.lane = lane
@@ -117,10 +119,13 @@ RUN = ("max_steps=4", "save_every=2", "val_sequences=4", "scheduler=constant", "
 
 
 def boundaries(here: Here) -> dict:
-    """To the bit, dropout on: boundaries that stay, that travel beside the computation, and that are waited for."""
+    """Compares offloaded boundaries, bit for bit and with dropout, with boundaries that stay on the card.
+
+    On a card they are also compared with copies in the computation's own stream, which cannot overlap with it.
+    """
     import torch
 
-    from lowmem.offload import boundary
+    from lowmem.techniques.gradient_checkpointing import boundary
     from same import last, same
 
     deterministic()
@@ -131,7 +136,7 @@ def boundaries(here: Here) -> dict:
 
     resident, overlapping = trained("resident", "every_layer"), trained("overlapping", "offload")
     if here.on_card:
-        boundary._stream = torch.cuda.current_stream  # copies in the computation's own stream
+        boundary._stream = torch.cuda.current_stream  # makes the copies in the computation's own stream
     in_turn = trained("in turn", "offload")
     found = {
         "as boundaries that stay": same(overlapping, resident),
@@ -141,7 +146,7 @@ def boundaries(here: Here) -> dict:
 
 
 def resumed(here: Here, technique: str) -> dict:
-    """To the bit: four steps, and two steps, a checkpoint and two more."""
+    """Compares a run of four steps, bit for bit, with two steps, a checkpoint and two more."""
     from same import last, same
 
     deterministic()
@@ -156,8 +161,11 @@ def resumed(here: Here, technique: str) -> dict:
 
 
 def deterministic() -> None:
-    """Attention's backward adds in whatever order its blocks end, unless told otherwise; told to warn, it warns and
-    does (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
+    """Makes torch use deterministic algorithms.
+
+    By default attention's backward pass adds in the order in which its blocks end. With `warn_only` it warns and still
+    does so (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    """
     import torch
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

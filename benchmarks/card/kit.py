@@ -1,4 +1,8 @@
-"""The stages one after the other: their cases, their time, what is known already, and what is written down of it."""
+"""Runs the stages one after the other and writes down their results.
+
+It keeps each stage within its time limit, reuses earlier results of the same card where that is wanted, and writes the
+file of results after every case and the page after every stage.
+"""
 
 import fcntl
 import json
@@ -15,53 +19,53 @@ from pathlib import Path
 from benchmarks.card import page, process
 from benchmarks.card.case import SIZES, Stage, text
 from benchmarks.runner import ROOT
-from lowmem import processors
-from lowmem.errors import Refused
 from lowmem.report.summary import write
-from lowmem.units import GIB
+from lowmem.system import processors
+from lowmem.system.errors import Refused
+from lowmem.system.units import GIB
 
 PAGE = ROOT / "docs" / "card.md"
-FORMAT = 1  # raise it when what a case returns changes: older files are then set aside
-SAME = ("name", "driver", "versions")  # of two machines whose results may stand together
+FORMAT = 1  # raise it when the results of a case change: older files are then renamed, not read
+SAME = ("name", "driver", "versions")  # equal on two machines whose results may share a file
 LEAST = 5.0  # seconds: with less of a stage's time left no case is begun
-REHEARSED = 4  # cases at once of a rehearsal, in which no clock is looked at
-HOST = 4 * GIB  # of the host's memory that a case may take, CUDA's libraries with it
+REHEARSED = 4  # cases that run at once in a rehearsal, in which nothing is timed
+HOST = 4 * GIB  # the host's memory that a case may take, including CUDA's libraries
 
 
 @dataclass
 class Kit:
-    """Args: file: of the results; stages: all there are, for the page."""
+    """Runs stages on a device. Args: file: the file of results; stages: all stages, for the page."""
 
     device: str
     file: Path
     stages: Sequence[Stage]
 
     def run(self, wanted: Sequence[Stage], resume: bool = False, retry: bool = False) -> int:
-        """Returns: 0, or 1 where a case has no whole result or one that is not right.
+        """Returns 0, or 1 if a case has no complete result or a wrong one.
 
         Raises:
-            Refused: no device, no place to write to, or another kit at work.
+            Refused: there is no device, the file cannot be written, or another run of this command is at work.
         """
         _check_place(self.file)
         with _alone():
             machine = self._machine()
             print(page.card(machine), flush=True)
             found = self._known(machine)
-            # in a rehearsal no clock is looked at: all at once
+            # a rehearsal times nothing, so the cases of all its stages share one pool
             for stages in [[stage] for stage in wanted] if SIZES[self.device].whole else [wanted]:
                 for stage in stages:
                     self._begin(stage, found, resume or retry, retry)
                 self._stages(stages, found)
         print(f"\n{page.page(found, self.stages)}\nwrote {self.file}")
-        for stage in wanted:  # once more: of a long page one sees the end
+        for stage in wanted:  # repeated, because of a long page only the end is on the screen
             print(page.line(stage, found["stages"][str(stage.number)]))
         return int(any(not _whole(found["stages"][str(stage.number)]) for stage in wanted))
 
     def table(self) -> int:
-        """What is known, as a page; one of a card into docs/.
+        """Prints the page of the file's results, and writes it into docs/ if they are a card's.
 
         Raises:
-            Refused: there is no file of results, or it is something else.
+            Refused: the file does not exist or is no file of results.
         """
         known = _read(self.file)
         if known is None:
@@ -83,7 +87,7 @@ class Kit:
         return card["result"]
 
     def _known(self, machine: dict) -> dict:
-        """Earlier results of this card; whatever else is in the file is set aside."""
+        """Returns earlier results of this card; renames the file if it holds anything else."""
         known = _read(self.file)
         if known is not None and all(known["machine"].get(key) == machine.get(key) for key in SAME):
             return known
@@ -94,7 +98,7 @@ class Kit:
         return {"format": FORMAT, "machine": machine, "stages": {}}
 
     def _begin(self, stage: Stage, found: dict, resume: bool, retry: bool) -> None:
-        """A stage's record, with what stays of an earlier one."""
+        """Begins a stage's record with those results of an earlier record that stay valid."""
         known = found["stages"].get(str(stage.number), {}).get("cases", {}) if resume else {}
         planned, again = list(stage.cases(SIZES[self.device])), ("failed", "ended") if retry else ()
         kept = {name: known[name] for name in planned if name in known and known[name]["status"] not in again}
@@ -105,11 +109,11 @@ class Kit:
         found["stages"][str(stage.number)] = record
 
     def _stages(self, stages: Sequence[Stage], found: dict) -> None:
-        """Their cases that have no record, each written down as soon as it has ended."""
+        """Runs the stages' cases that have no record, and writes down each as soon as it has ended."""
         size, memory = SIZES[self.device], found["machine"].get("memory_bytes")
         records = {stage: found["stages"][str(stage.number)] for stage in stages}
         at_once, threads = _at_once(stages[0], memory) if size.whole else (min(processors.usable(), REHEARSED), 1)
-        print(f"Cases at once: {at_once}.", flush=True)  # of which a machine with little memory has one
+        print(f"Cases at once: {at_once}.", flush=True)  # one on a machine with little memory
         begin, todo = self._beginner(threads), [(stage, name) for stage in stages for name in _todo(records[stage])]
         with ThreadPoolExecutor(at_once) as pool:
             running = {pool.submit(begin, stage, name): (stage, name) for stage, name in todo}
@@ -129,7 +133,7 @@ class Kit:
             page.write(PAGE, found, self.stages)
 
     def _beginner(self, threads: int | None) -> Callable[[Stage, str], dict | None]:
-        """(stage, name) -> the record of a case; None: what is left of the stage's time is not enough."""
+        """Returns a function (stage, name) -> the case's record, or None if too little of the stage's time is left."""
         size, words, start = SIZES[self.device], text(process.SCRATCH / "text"), time.monotonic()
         process.stopped.clear()
 
@@ -139,7 +143,7 @@ class Kit:
                 return None
             seconds = size.patience * stage.cases(size)[name].seconds
             found = process.case(stage.module, name, self.device, words, min(seconds, left), threads)
-            # one that the stage's end cut short has not had its time: --resume begins it again
+            # a case that the stage's end cut short did not have its full time: --resume begins it again
             return None if found["status"] == "ended" and left < seconds else found
 
         return begin
@@ -158,8 +162,11 @@ def _keep(record: dict, name: str, case: dict | None) -> None:
 
 
 def _at_once(stage: Stage, memory: int | None) -> tuple[int, int | None]:
-    """(cases at once, threads of each): two cores for each, and what a case may need of the host and the card."""
-    from lowmem.memory.process import available_bytes  # and with it torch
+    """Returns (cases at once, threads of each), so that each case has two cores and enough memory of host and card.
+
+    The threads are None where a single case may use every core of the machine.
+    """
+    from lowmem.system.process import available_bytes  # here, because it imports torch
 
     cores = processors.usable()
     most = min(stage.together, cores // 2, available_bytes() // HOST)
@@ -170,7 +177,7 @@ def _at_once(stage: Stage, memory: int | None) -> tuple[int, int | None]:
 
 
 def _whole(record: Mapping) -> bool:
-    """Whether every case that can be run here has its result, and none is wrong."""
+    """Returns whether every case that can run here has its result, and none is wrong."""
     cases = record["cases"].values()
     ended = len(cases) == len(record["planned"]) and not any(case["status"] in ("failed", "ended") for case in cases)
     return "left_out" in record or (ended and not any(map(page.is_wrong, cases)))
@@ -180,7 +187,7 @@ def _whole(record: Mapping) -> bool:
 
 
 def _read(file: Path) -> dict | None:
-    """Results of this command; None: there are none, or of another format."""
+    """Returns the results in a file, or None if it has none of this format."""
     try:
         known = json.loads(file.read_text())
         return known if known["format"] == FORMAT and {"name", "device"} <= known["machine"].keys() else None
@@ -189,7 +196,7 @@ def _read(file: Path) -> dict | None:
 
 
 def _check_place(file: Path) -> None:
-    """Before an hour's results have none."""
+    """Raises Refused if the file cannot be written, before an hour of measuring."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=file.parent):
@@ -202,13 +209,17 @@ def _check_place(file: Path) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Two at once would measure each other."""
+    """Holds a lock while this command runs, because two at once would slow each other; removes leftover folders.
+
+    Raises:
+        Refused: another process holds the lock.
+    """
     process.SCRATCH.mkdir(parents=True, exist_ok=True)
     with (process.SCRATCH / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused("Another python -m benchmarks.card is at work here. Wait for its end, or end it.") from None
-        for left in process.SCRATCH.glob(f"{process.PREFIX}*"):  # by one that was killed: checkpoints, perhaps
+        for left in process.SCRATCH.glob(f"{process.PREFIX}*"):  # left by a killed run, perhaps with checkpoints
             shutil.rmtree(left, ignore_errors=True)
         yield

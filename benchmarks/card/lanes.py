@@ -1,19 +1,23 @@
-"""Lanes that look at the clock: how long copies to the device take, and how long the device stands still for them."""
+"""Lanes that measure how long copies to the device take, and how long the device waits for them.
+
+A lane makes the copies between host and device. `OnCard` measures with CUDA events; `Rehearsed` stands in for it
+without a card.
+"""
 
 import time
 from collections.abc import Callable
 
 import torch
 
-from lowmem.offload.link import CudaLane
+from lowmem.techniques.weights.link import CudaLane
 from made_up import SlowLane
 
-Timed = list[Callable[[], float]]  # each: seconds, asked for when all is done
-FIRST = 3  # the first of so many parts is not looked at: nothing is warm
+Timed = list[Callable[[], float]]  # each returns seconds, and is called when all copies are done
+FIRST = 3  # the first third of the copies is left out: the device is still warming up
 
 
 class OnCard(CudaLane):
-    """By the device's own clock, on the stream that copies and on the one that computes."""
+    """Measures with CUDA events, on the stream that copies and on the stream that computes."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -23,7 +27,7 @@ class OnCard(CudaLane):
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
         if not to.is_cuda:
             return super().copy(to, source, after)
-        self._up.wait_event(after)  # before the clock starts: a copy that has to wait takes no longer
+        self._up.wait_event(after)  # before the clock starts, so that waiting does not count as copying
         return _on(self._up, self.copied, lambda: super(OnCard, self).copy(to, source, after))
 
     def hold(self, until: torch.cuda.Event) -> None:
@@ -41,7 +45,7 @@ def _on(stream: torch.cuda.Stream, into: Timed, call: Callable):
 
 
 class Rehearsed(SlowLane):
-    """By this machine's clock, of copies that are made up."""
+    """Measures simulated copies with the clock of this machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,5 +67,5 @@ class Rehearsed(SlowLane):
 
 
 def seconds(timed: Timed) -> float:
-    """Of all that was timed once everything was warm."""
+    """Returns the sum of the measured seconds, without those of the first third, which warms up."""
     return sum(one() for one in timed[len(timed) // FIRST :])

@@ -1,4 +1,8 @@
-"""Stage 1: which card this is, what its link carries, what its units multiply, and what moves when it is full."""
+"""Stage 1 measures the card itself, before any training.
+
+It records the card and its versions, the bandwidth of the link between host and card, the speed and the precision of
+matrix products, the rates that the planner uses, and what happens to paged optimizer state when the card is full.
+"""
 
 import os
 import shutil
@@ -10,15 +14,15 @@ from statistics import median
 from benchmarks.card import pages
 from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
 from benchmarks.runner import machine
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 STAGE = Stage(1, "environment and link", __name__, seconds=300)
-TIMES = 5  # of which the median counts
-PRODUCTS = 10  # in a row, so that the clock is not what is measured
-# What a product of normal numbers is off by, relative: fp32 by 1e-7 of each of its sums, TF32 by the roundings of its
-# factors to 2**-11. Between them nothing lies.
+TIMES = 5  # measurements, of which the median counts
+PRODUCTS = 10  # products per measurement, so that reading the clock takes no visible time
+# (least, most) relative error of a product of normal numbers: fp32 errs by 1e-7 of each of its sums, TF32 by rounding
+# the factors to 2**-11. No error lies between the two ranges.
 OFF_IN_FP32, OFF_IN_TF32 = (0.0, 1e-5), (1e-5, 1e-3)
-EXACT = 512  # side of the matrices that are multiplied in fp64, too
+EXACT = 512  # side of the matrices whose product is also computed in fp64
 
 
 def cases(size: Size) -> Mapping[str, Case]:
@@ -27,15 +31,15 @@ def cases(size: Size) -> Mapping[str, Case]:
         "link": Case(link, 60, imports="torch"),
         "memory of the host": Case(host, 60, imports="torch"),
         "products": Case(products, 60, imports="torch"),
-        "gradients over the link": Case(staged, 60, imports="lowmem.offload.link"),
-        "weights over the link": Case(weights, 60, imports="lowmem.offload.registered"),
+        "gradients over the link": Case(staged, 60, imports="lowmem.techniques.weights.link"),
+        "weights over the link": Case(weights, 60, imports="lowmem.techniques.weights.registered"),
         "rates of the planner": Case(rates, 90),
         "state that the card has no room for": Case(pages.crowded, 90),
     }
 
 
 def card(here: Here) -> dict:
-    """Name, memory, driver, versions; what CUDA's context takes, which the planner assumes to be half a GiB."""
+    """Returns name, memory, driver, versions and the context's bytes, which the planner assumes to be half a GiB."""
     found = {"device": here.device, **machine()}
     if not here.on_card:
         return found | {"name": "no card: a rehearsal", "memory_bytes": None, "driver": None}
@@ -43,7 +47,7 @@ def card(here: Here) -> dict:
 
     if not torch.cuda.is_available():
         raise LeftOut(f"torch {torch.__version__} sees no CUDA device")
-    driver, taken = _asked()  # before there is a context of this process
+    driver, taken = _asked()  # before this process has a context
     properties = torch.cuda.get_device_properties(0)
     total = properties.total_memory
     context = total - torch.cuda.mem_get_info()[0]
@@ -65,7 +69,7 @@ def card(here: Here) -> dict:
 
 
 def _asked() -> tuple[str | None, int | None]:
-    """(the driver's version, bytes that others hold of the card, such as a screen), as nvidia-smi says it, or None."""
+    """Returns (driver version, bytes of the card that others use, such as a screen), or None for what is unknown."""
     if shutil.which("nvidia-smi") is None:
         return None, None
     query = ["nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader,nounits"]
@@ -76,12 +80,14 @@ def _asked() -> tuple[str | None, int | None]:
 
 
 def host(here: Here) -> dict:
-    """Free memory before some is touched and while it is held: a virtual machine's may grow only then, and a run is
-    refused for what is not there."""
+    """Returns the host's free memory before, while and after a test allocates some of it.
+
+    The memory of a virtual machine may grow only when it is used, and a run that needs more than is free is refused.
+    """
     import psutil
     import torch
 
-    from lowmem.memory.process import available_bytes  # which knows a container's own limit
+    from lowmem.system.process import available_bytes  # which knows a container's own limit
 
     found, held = [available_bytes()], []
     while len(held) < here.size.touched and available_bytes() > 2 * GIB:
@@ -94,7 +100,7 @@ def host(here: Here) -> dict:
 
 
 def seconds(call: Callable[[], object], here: Here) -> float:
-    """The median of some calls after two that warm up, by the device's own clock."""
+    """Returns the median seconds of a call, after two that warm up, by the device's own clock."""
     import torch
 
     taken = []
@@ -115,7 +121,7 @@ def seconds(call: Callable[[], object], here: Here) -> float:
 
 
 def link(here: Here) -> dict:
-    """Bytes per second over the link: pinned and pageable memory, both ways, and both ways at once."""
+    """Measures bytes per second over the link: with pinned and pageable memory, each way, and both ways at once."""
     import torch
 
     device = torch.zeros(here.size.moved, dtype=torch.uint8, device=here.device)
@@ -154,10 +160,13 @@ def _both_ways(size: int) -> Callable[[], None]:
 
 
 def staged(here: Here) -> dict:
-    """Gradients down and weights up as masters move them: in pieces through pinned slots, the host doing nothing."""
+    """Measures how fast gradients come down and weights go up, as with master weights on the host.
+
+    They are copied in pieces through pinned slots; the host computes nothing in between.
+    """
     import torch
 
-    from lowmem.offload.link import CudaLane, StagedLink
+    from lowmem.techniques.weights.link import CudaLane, StagedLink
     from made_up import SlowLane
 
     lane = CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
@@ -183,12 +192,14 @@ def staged(here: Here) -> dict:
 
 
 def weights(here: Here) -> dict:
-    """Weights up as they stream: from memory that is registered, that is not, and that is not and goes through staging;
-    and how fast memory is registered."""
+    """Measures how fast streamed weights go up, and how fast the host's memory is registered with CUDA.
+
+    The weights come from registered memory, from unregistered memory, and from unregistered memory through staging.
+    """
     import torch
 
-    from lowmem.offload.link import CudaLane
-    from lowmem.offload.registered import Registered
+    from lowmem.techniques.weights.link import CudaLane
+    from lowmem.techniques.weights.registered import Registered
     from made_up import SlowLane
 
     class Refusing(CudaLane if here.on_card else SlowLane):
@@ -219,7 +230,7 @@ def weights(here: Here) -> dict:
 
 
 def products(here: Here) -> dict:
-    """Operations per second of square matrix products on random numbers, and what they are off by."""
+    """Measures operations per second of square matrix products on random numbers, and their errors."""
     import torch
 
     rates, off, dtypes = {}, {}, {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -241,7 +252,7 @@ def products(here: Here) -> dict:
 
 
 def _off(dtype, here: Here) -> float:
-    """Of a product, relative, from that of the same numbers in fp64."""
+    """Returns the relative error of a product, compared with the product of the same numbers in fp64."""
     import torch
 
     a, b = (torch.randn(EXACT, EXACT, device=here.device).to(dtype) for _ in range(2))
@@ -250,16 +261,16 @@ def _off(dtype, here: Here) -> float:
 
 
 def right(off: Mapping[str, float], has_tf32: bool) -> bool:
-    """fp32 is fp32, and TF32 is TF32 where there is such a thing."""
+    """Returns whether fp32 has the error of fp32, and TF32 that of TF32 if the card has TF32."""
     expected = {"fp32": OFF_IN_FP32, "TF32": OFF_IN_TF32 if has_tf32 else OFF_IN_FP32}
     return all(least <= off[name] < most for name, (least, most) in expected.items())
 
 
 def rates(here: Here) -> dict:
-    """What the planner will count with on this card, measured as it does by itself."""
+    """Returns the rates that the planner will use on this card, measured by the planner's own code."""
     from dataclasses import asdict
 
-    from lowmem.plan.machine import measured
+    from lowmem.plan.cost.machine import measured
 
     return asdict(measured("card", here.device))
 

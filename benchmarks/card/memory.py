@@ -1,9 +1,10 @@
-"""Stage 3: what was predicted beside what a card holds, and the least that it can be made to work in.
+"""Stage 3 compares the predicted memory with a card's, and finds the smallest memory in which a recipe still works.
 
-Thirteen recipes and two with bitsandbytes, most of them those of benchmarks/plan_error.py: live bytes by phase, what
-the allocator reserves, and the smallest cap (`set_per_process_memory_fraction`) under which two steps and an evaluation
-still work, each try in a process of its own. Then: whether paged state leaves the allocator's memory, also after
-`resume=`; what a run says that dies of memory; and whether the allocator's snapshots can be read.
+It runs thirteen recipes and two with bitsandbytes, most of them from benchmarks/plan_error.py. For each it measures
+live bytes by phase, the bytes that the allocator reserves, and the smallest cap (`set_per_process_memory_fraction`)
+under which two steps and an evaluation still work; every try runs in a process of its own. Then it tests whether paged
+optimizer state stays outside the allocator's memory, also after `resume=`; what a run prints that runs out of memory;
+and whether the allocator's snapshots can be read.
 """
 
 import csv
@@ -15,20 +16,23 @@ from pathlib import Path
 
 from benchmarks import plan_error
 from benchmarks.card.case import Case, Here, Size, Stage
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 FILE = "memory_snapshot.pickle"
 STAGE = Stage(3, "memory", __name__, seconds=470, together=6, gib=8)
 PRESET = ["precision=16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=chunked"]
 PREDICTIONS = ("device_peak", "reserved_peak", "smallest_cap", "device_need")
-WORKSPACE = 64 << 20  # of cuBLAS, in torch's allocator: two of 32 MiB on capability 9, 10 and 12, of 8 elsewhere
-LOWEST = 0.97  # of the allocator's peak: where the search for the smallest cap begins, which fails
+WORKSPACE = 64 << 20  # cuBLAS's, in torch's allocator: two of 32 MiB on capability 9, 10 and 12, of 8 elsewhere
+LOWEST = 0.97  # share of the peak of live bytes: a cap that is taken to fail, where the search begins
 PHASES = ("forward", "backward", "step", "evaluation")
 
 
 def recipes() -> dict[str, list[str]]:
-    """Name -> what is typed: the preset's techniques, what is shipped, each mixed recipe of plan_error.py once, and one
-    for which torch has no kernel but the one that holds attention's scores: grouped heads in fp32."""
+    """Returns {name: overrides} of the recipes that are measured.
+
+    These are the preset's techniques, the default recipe, each mixed recipe of plan_error.py once, and grouped heads in
+    fp32, for which torch has only the kernel that stores attention's scores.
+    """
     rows = plan_error.rows()
     mixed = [name for name in rows if ": precision=" in name][::2]
     wanted = ("(as shipped)", *mixed, "llama: 1 x 1024", "qwen3: 16 x 64")
@@ -46,7 +50,7 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 
 def recipe(here: Here, name: str) -> dict:
-    """Predicted, measured, and the smallest cap that works."""
+    """Returns a recipe's predicted memory, its measured memory, and the smallest cap under which it works."""
     typed = [*recipes()[name], *here.size.small]
     cfg = here.config(*here.typed(), *typed)
     stand_in(here)
@@ -71,18 +75,17 @@ def recipe(here: Here, name: str) -> dict:
     here.keep(found)
     here.release()
     found |= smallest(here, cfg, found)
-    return found | ({"right": planned_enough(found)} if here.on_card else {})  # whose figures are not made up
+    return found | ({"right": planned_enough(found)} if here.on_card else {})  # without a card the figures are made up
 
 
 def planned_enough(found: Mapping) -> bool:
-    """Whether a run works in the least that the plan says torch must reserve, and cuBLAS's workspace, which is no event
-    of a trace."""
+    """Returns whether a run works in the planned smallest cap plus cuBLAS's workspace, which no trace shows."""
     return found["smallest_cap"] is not None and found["smallest_cap"] <= found["predicted"]["smallest_cap"] + WORKSPACE
 
 
 def smallest(here: Here, cfg, found: dict) -> dict:
-    """The smallest cap that works, in bytes and of the card."""
-    from lowmem.errors import Refused
+    """Returns the smallest cap that works, in bytes and as a share of the card, and every cap that was tried."""
+    from lowmem.system.errors import Refused
 
     fails = round(LOWEST * found["allocated"])
     try:
@@ -93,7 +96,7 @@ def smallest(here: Here, cfg, found: dict) -> dict:
 
 
 def stand_in(here: Here) -> None:
-    """Without a card the figures of its allocator are made up, as in the meter's tests."""
+    """Makes up the figures of a card's allocator where there is no card, as the meter's tests do."""
     if not here.on_card:
         from types import SimpleNamespace
 
@@ -103,7 +106,7 @@ def stand_in(here: Here) -> None:
 
 
 def reserved_by_phase(file: Path) -> dict[str, int]:
-    """Phase -> the allocator's highest reservation."""
+    """Returns {phase: the most bytes that the allocator reserved}."""
     found: dict[str, int] = {}
     with file.open(newline="") as rows:
         for row in csv.DictReader(rows):
@@ -115,10 +118,10 @@ def reserved_by_phase(file: Path) -> dict[str, int]:
 def smallest_that_works(
     fails: int, most: int, works: Callable[[int], bool], tries: int
 ) -> tuple[int | None, dict[int, bool]]:
-    """By bisection between a cap that is taken to fail and one that should work, which is tried first.
+    """Bisects between a cap that is taken to fail and one that should work, which is tried at the start.
 
     Returns:
-        The smallest that was seen to work, None where none was; every cap that was tried, and whether it worked.
+        The smallest cap that worked, or None; every cap that was tried, and whether it worked.
     """
     tried = {most: works(most)}
     if not tried[most]:
@@ -131,16 +134,18 @@ def smallest_that_works(
 
 
 def works(cfg, cap: int) -> bool:
-    """Whether two steps and an evaluation do, in a process of its own, as batch_size=auto tries it."""
+    """Returns whether two steps and an evaluation work under a cap, tried in a new process as batch_size=auto does."""
 
-    from lowmem.batch_size import fits
+    from lowmem.plan.batch_size import fits
 
     return fits(cfg.knowing(memory={"limit": cap}), cfg.batch_size)
 
 
 def paged(here: Here) -> dict:
-    """How much of its state the allocator is spared, in a run and in one that is resumed. Whether pages move when there
-    is no room for them is the first stage's."""
+    """Returns the share of paged optimizer state that is outside the allocator, in a run and in a resumed run.
+
+    Stage 1 tests whether pages move when the card has no room for them.
+    """
     typed = [*plan_error.GPT2, *plan_error.DRY, *plan_error.sized(4, 256), *here.size.small]
     here.config("optim=paged_adamw32bit")
     ways = {
@@ -160,7 +165,7 @@ def paged(here: Here) -> dict:
 
 
 def out_of_memory(here: Here) -> dict:
-    """What a run leaves that dies of memory: what was held, what to try, and on a card the allocator's snapshot."""
+    """Tests what a run leaves that runs out of memory: what used it, what to try, and a card's allocator snapshot."""
     typed = [*plan_error.GPT2, *plan_error.USUAL, *here.size.small, f"memory.limit={here.size.limit}", "plan=off"]
     try:
         here.train(*plan_error.SHORT, *typed)
@@ -178,7 +183,7 @@ def out_of_memory(here: Here) -> dict:
 
 
 def snapshot(here: Here) -> dict:
-    """memory.snapshot=true: of a run that ends well, with the lines of Python that asked."""
+    """Tests memory.snapshot=true in a run that ends well: the snapshot names the Python lines that allocated."""
     here.train(*plan_error.SHORT, *plan_error.GPT2, *plan_error.USUAL, *here.size.small, "memory.snapshot=true")
     file = here.folder / "run" / FILE
     found = {
@@ -189,7 +194,7 @@ def snapshot(here: Here) -> dict:
 
 
 def events(file: Path) -> list[dict]:
-    """Of torch.cuda.memory._dump_snapshot; none where there is no file."""
+    """Returns the events in a file of torch.cuda.memory._dump_snapshot, or none if there is no file."""
     if not file.exists():
         return []
     return [event for trace in pickle.loads(file.read_bytes())["device_traces"] for event in trace]
@@ -200,7 +205,7 @@ def actions(file: Path) -> set[str]:
 
 
 def asked_by(file: Path, package: str) -> bool:
-    """Whether any allocation names a line of a package's."""
+    """Returns whether any allocation names a line of this package."""
     return any(f"/{package}/" in frame["filename"] for event in events(file) for frame in event.get("frames", ()))
 
 

@@ -1,15 +1,15 @@
-"""What the stages found, as a page: docs/card.md, written by itself where there was a card."""
+"""Writes the results of the stages as a page, which is docs/card.md after a run on a card."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from benchmarks.card.case import Stage
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 
 def card(machine: Mapping) -> str:
-    """One line: the card, its driver and the versions beside it."""
+    """Returns one line with the card, its driver, the host's processor and the versions of the packages."""
     memory = machine.get("memory_bytes")
     parts = [machine["name"], f"{memory / GIB:.1f} GiB" if memory else None]
     parts += [f"driver {machine['driver']}" if machine.get("driver") else None]
@@ -19,13 +19,13 @@ def card(machine: Mapping) -> str:
 
 
 def results(stage: Mapping) -> dict[str, dict]:
-    """Of the cases that found something, be it not all that was asked of them, in their order."""
+    """Returns {case: result} in the order of the cases, incomplete results included."""
     cases = stage["cases"]
     return {name: cases[name]["result"] for name in stage["planned"] if "result" in cases.get(name, {})}
 
 
 def is_wrong(case: Mapping) -> bool:
-    """Whether what it found is not what it should be, where that can be told."""
+    """Returns whether a case has judged its own result to be wrong."""
     return case.get("result", {}).get("right") is False
 
 
@@ -34,7 +34,7 @@ def line(stage: Stage, found: Mapping) -> str:
 
 
 def went(stage: Stage, found: Mapping) -> str:
-    """How a stage went, and what it shows."""
+    """Returns how many of a stage's cases succeeded and failed, and its results in one sentence."""
     if "left_out" in found:
         return f"left out, {found['left_out']}"
     counts = dict.fromkeys(("done", "failed", "ended", "left out"), 0)
@@ -49,7 +49,10 @@ def went(stage: Stage, found: Mapping) -> str:
 
 
 def _of(stage: Stage, what: str, found: Mapping) -> str:
-    """A stage's own words. Results that are not as it expects, such as half of one, must not cost the rest."""
+    """Returns the text of a stage's `says` or `table`.
+
+    Where a result is incomplete it returns the error instead, so that the rest of the page is still written.
+    """
     try:
         return getattr(import_module(stage.module), what)(results(found))
     except Exception as error:
@@ -76,7 +79,7 @@ def _gone_wrong(stage: Mapping) -> list[tuple[str, Mapping]]:
 
 
 def short(why: str) -> str:
-    """The last line of what was said: of a traceback the error."""
+    """Returns the last line of a text, which is the error of a traceback."""
     return (why.strip().splitlines() or [""])[-1][-300:]
 
 

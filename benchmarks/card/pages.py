@@ -1,12 +1,13 @@
-"""An optimizer's state that the card has no room for: its pages must leave, and come back for every step.
+"""Tests paged optimizer state on a card that has no room for it: its pages must leave and come back at every step.
 
-A filler takes what the card has free but for half of the state's size, before there is any state. The optimizer without
-pages then runs out of memory. Where the one with pages steps all the same, and to the same bits, no step can have found
-all of its state on the card. Then its state is saved and restored, which must page it again, and the filler goes.
+Before the optimizer has any state, a filler takes all free memory of the card except half of the state's size. The
+optimizer without pages then runs out of memory. If the paged optimizer still steps, and its weights are equal bit for
+bit, then no step can have had all of its state on the card. Then the state is saved and restored, which must page it
+again, and the filler is freed.
 
-What this does not show: whether a page was brought or was read over the link from where it lay, which CUDA decides;
-and how fast it is beside other work. The seconds are told, not judged. On some machines a card hangs that has less room
-than pages it is asked for, and with it all that comes after: so this runs on a card only where CROWD_THE_CARD=1 asks.
+This does not show whether a page was moved or was read over the link, which CUDA decides, nor how fast paging is while
+other work runs. The seconds are reported and not judged. On some machines a card hangs when it has less room than the
+pages need, and everything after it hangs too, so this runs on a card only with CROWD_THE_CARD=1.
 """
 
 import os
@@ -15,20 +16,24 @@ from collections.abc import Mapping
 from statistics import median
 
 from benchmarks.card.case import Here, LeftOut
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 ASKED = "CROWD_THE_CARD"  # environment variable
-STEPS = 4  # with the filler, and as many without it
+STEPS = 4  # steps with the filler, and the same number without it
 MATRICES = 16
 PAGED, UNPAGED = "optim=paged_adamw32bit", "optim._target_=bitsandbytes.optim.AdamW32bit"
 FP32_STATE = 8  # bytes per parameter
 
 
 def crowded(here: Here) -> dict:
-    """Raises: LeftOut: it was not asked for; others hold the card."""
+    """Returns the seconds per step, the checks and `right`.
+
+    Raises:
+        LeftOut: CROWD_THE_CARD is not set, or other processes use the card's memory.
+    """
     if here.on_card and not os.environ.get(ASKED):
         raise LeftOut(f"a card that is asked for more pages than it has room for may hang: {ASKED}=1 asks for it")
-    from lowmem import build
+    from lowmem.training import build
 
     make, make_unpaged = (build.optimizer(here.config(PAGED, *more)) for more in ((), (UNPAGED,)))
     model = begun(_model(here))
@@ -55,14 +60,14 @@ def crowded(here: Here) -> dict:
 
 
 def right(found: Mapping, on_card: bool) -> bool:
-    """Without CUDA nothing is paged, and nothing runs out."""
+    """Returns whether all checks hold; without CUDA nothing is paged and no memory runs out, so those are not asked."""
     asked = ("same bits", "same state")
     asked += ("unpaged runs out of memory", "paged", "paged when restored") if on_card else ()
     return all(found[what] is True for what in asked)
 
 
 def _model(here: Here):
-    """Of as many parameters as make the state; with gradients, so that later only state is allocated."""
+    """Returns a model whose optimizer state has the wanted size, and whose gradients exist already."""
     import torch
     from torch import nn
 
@@ -74,7 +79,7 @@ def _model(here: Here):
 
 
 def begun(model):
-    """The same start for everyone."""
+    """Returns the model with its initial weights, the same at every call."""
     import torch
 
     torch.manual_seed(0)
@@ -84,7 +89,7 @@ def begun(model):
 
 
 def _steps(model, optimizer, numbers: range, here: Here) -> float:
-    """With the gradients of these steps. Returns: seconds of one, the first aside."""
+    """Steps with the gradients of these step numbers. Returns the median seconds of a step, without the initial one."""
     import torch
 
     settled = torch.cuda.synchronize if here.on_card else lambda: None
@@ -102,7 +107,11 @@ def _steps(model, optimizer, numbers: range, here: Here) -> float:
 
 
 def _filler(here: Here, leave: int):
-    """Raises: LeftOut: others hold the card."""
+    """Allocates the card's free memory except `leave` bytes.
+
+    Raises:
+        LeftOut: other processes use the card's memory.
+    """
     import torch
 
     if not here.on_card:
@@ -155,7 +164,7 @@ def _same(some: list, others: list) -> bool:
 
 
 def says(one: Mapping) -> str:
-    """In a cell of a table."""
+    """Returns a result in one line, for a cell of a table."""
     seconds = ", ".join(f"{one[f'seconds {when}']:.4f} {when}" for when in ("crowded", "with room", "unpaged"))
     truths = ("same bits", "same state", "paged", "paged when restored", "unpaged runs out of memory")
     told = ", ".join(f"{what}: {'yes' if one[what] else 'NO'}" for what in truths if what in one)

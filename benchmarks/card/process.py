@@ -1,4 +1,4 @@
-"""A case's process: started, ended after its time, and its result or its last words brought home."""
+"""Runs a case in a process of its own, ends it at its time limit, and returns its result or its last output."""
 
 import json
 import os
@@ -15,38 +15,38 @@ from pathlib import Path
 from benchmarks.card.case import RESULT, UNFINISHED
 from benchmarks.runner import ROOT, environment
 
-SCRATCH = ROOT / ".cache" / "card"  # on the disk of the project: checkpoints are written, and /tmp may be memory
-PREFIX = "case-"  # of a case's folder
-LINES, CHARACTERS = 12, 2000  # of the last words
-# What may be set where the kit is typed, and would change what it measures.
+SCRATCH = ROOT / ".cache" / "card"  # on the project's disk, because checkpoints are written and /tmp may be memory
+PREFIX = "case-"  # names of the cases' folders begin with it
+LINES, CHARACTERS = 12, 2000  # at most so many of the last output are recorded
+# Environment variables that the user may have set and that would change the measurements.
 NOT_OURS = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
 
-EVERY_CARD = "CARDS_OF_THE_KIT"  # CUDA_VISIBLE_DEVICES as the kit found it; empty: all
+EVERY_CARD = "CARDS_OF_THE_KIT"  # CUDA_VISIBLE_DEVICES as the user set it; empty: all
 
-stopped = threading.Event()  # the kit is: what is about to begin must not
+stopped = threading.Event()  # set when the kit stops: no further case may begin
 _running: set[subprocess.Popen] = set()
 
 
 def case(module: str, name: str, device: str, text: Path, seconds: float, threads: int | None = None) -> dict:
-    """The record of one case. Args: threads: of the host that its operators may use; None: all."""
+    """Runs one case and returns its record. Args: threads: CPU threads that its operators may use; None: all."""
     return ended(["-m", "benchmarks.card.case", module, name, device, str(text)], seconds, threads)
 
 
 def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) -> dict:
-    """Args: arguments: of `python`.
+    """Runs `python` in a temporary folder, for at most some seconds. Args: arguments: the arguments of `python`.
 
     Returns:
-        status: done, left out, failed or ended; seconds; result, and where it is none or not all of it, why.
+        status (done, left out, failed or ended); seconds; result; and, if the result is missing or incomplete, why.
     """
     start = time.monotonic()
     SCRATCH.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=SCRATCH, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with (folder / "said").open("w") as said:
-            # a group of its own, so that what it started ends with it
+            # in a process group of its own, so that the processes that it starts end with it
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=ROOT,
@@ -82,7 +82,7 @@ def _record(process: subprocess.Popen, folder: Path, seconds: float) -> dict:
 
 
 def _exit(code: int) -> str:
-    """How a process ended that has not said so itself."""
+    """Returns how a process ended that printed no reason itself."""
     if code >= 0:
         return f"exit code {code}"
     out_of_memory = "; so the kernel ends what the host has no memory for" if -code == signal.SIGKILL else ""
@@ -91,7 +91,7 @@ def _exit(code: int) -> str:
 
 def _end(process: subprocess.Popen) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it started may outlive it
+        os.killpg(process.pid, signal.SIGKILL)  # processes that it started may outlive it
     process.wait()
     _running.discard(process)
 
@@ -108,12 +108,16 @@ def _words(folder: Path) -> str:
 
 
 def _environment(folder: Path, threads: int | None) -> dict[str, str]:
-    """The tests hold the oracle; no hub is asked for anything; one device, or transformers.Trainer takes them all."""
-    paths = [str(ROOT / part) for part in ("src", "tests")] + [os.environ.get("PYTHONPATH", "")]
+    """Returns the environment variables of a case.
+
+    The path includes the tests, because the oracle is there. The Hugging Face hub and W&B are offline. One device is
+    visible, because transformers.Trainer would take them all.
+    """
+    paths = [str(ROOT / part) for part in ("src", "tests/support", "tests")] + [os.environ.get("PYTHONPATH", "")]
     more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    more |= {"PYTHONUNBUFFERED": "1"}  # or one that is ended has said nothing
+    more |= {"PYTHONUNBUFFERED": "1"}  # otherwise the output of a killed process is lost
     more |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     more |= {EVERY_CARD: os.environ.get("CUDA_VISIBLE_DEVICES", "")}  # for the stage that needs several
-    more |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts them
+    more |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # numbers the cards as nvidia-smi does
     more |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {key: value for key, value in environment(folder).items() if key not in NOT_OURS} | more

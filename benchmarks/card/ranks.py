@@ -1,4 +1,4 @@
-"""What stage 8 puts into each rank of a run: `+callbacks.seen._target_=benchmarks.card.ranks.Seen`."""
+"""Callbacks that stage 8 adds to each rank of a run, as in `+callbacks.seen._target_=benchmarks.card.ranks.Seen`."""
 
 import json
 import time
@@ -11,8 +11,10 @@ from benchmarks.card.several import LIMIT, SEEN
 
 
 class Seen(Callback):
-    """Leaves whether a rank's parts of the weights are in pinned memory, and what its card holds that is not torch's:
-    CUDA's context, kernels, and NCCL's buffers. Args: folder: for a file of each rank."""
+    """Writes a file with whether a rank's shards are in pinned memory, and the bytes of its card that are not torch's.
+
+    Those are CUDA's context, kernels and NCCL's buffers. Args: folder: the folder of the files, one of each rank.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -26,7 +28,7 @@ class Seen(Callback):
 
 
 class Hangs(Callback):
-    """The last rank stands still in its second window, for longer than the others wait."""
+    """Makes the last rank sleep in its second micro-batch, for longer than the others wait."""
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: object, batch_idx: int) -> None:
         if batch_idx == 1 and module.ranks.rank == module.ranks.size - 1:

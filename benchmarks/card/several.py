@@ -1,8 +1,8 @@
-"""Stage 8: several cards, where there are at least two: memory per rank, speed beside one card, and a rank that hangs.
+"""Stage 8 tests training on several cards, if there are at least two.
 
-Each strategy trains the same model on all cards that can be seen: what the allocator of each had at its peak, beside
-what was predicted, and tokens per second beside those of one card. fsdp_offload must have its parts in
-pinned memory, and a rank that stands still must end the run with NCCL's time limit in a sentence of lowmem's.
+Each strategy trains the same model on all visible cards. The stage compares each allocator's peak with the prediction,
+and tokens per second with those of one card. fsdp_offload must have its shards in pinned memory. A rank that hangs must
+end the run, at NCCL's time limit, with an error message of lowmem.
 """
 
 import json
@@ -20,22 +20,22 @@ from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
 from benchmarks.card.memory import both, reserved_by_phase
 from benchmarks.card.process import EVERY_CARD
 from benchmarks.runner import ROOT
-from lowmem.signals import ECHO_SECONDS
-from lowmem.units import GIB
+from lowmem.system.signals import ECHO_SECONDS
+from lowmem.system.units import GIB
 
 STAGE = Stage(8, "several cards", __name__, seconds=475, gib=8)
 ONE, HANGS = "one card", "a rank that hangs"
-WHOLE = (ONE, "ddp")  # of which each rank has all
-DIVIDED = 0.9  # of the weights; half, but for a pipeline's embedding
-MORE = 1.1  # times what was predicted
+WHOLE = (ONE, "ddp")  # each rank has all weights
+DIVIDED = 0.9  # largest share of the weights on a rank; half of them, except for a pipeline's embedding
+MORE = 1.1  # largest ratio of measured to predicted memory
 STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "tensor_parallel", "pipeline")
-REHEARSED = ("fsdp_offload", HANGS)  # one that divides, and the end of one
+REHEARSED = ("fsdp_offload", HANGS)  # a strategy that divides the weights, and a run that ends early
 RUN = (
     *("max_steps=12", "val_every=1000", "save_every=1000", "scheduler=constant", "log_every=1", "precision=bf16"),
     *("accumulation=fixed", "accumulation.batches=4", "optim=adamw", "export=null"),
 )
-SECONDS = (100, 160)  # that a run may take, and one that hangs
-LEAVES = 20  # seconds that its ranks have to leave the cards
+SECONDS = (100, 160)  # time limits of a run and of one that hangs
+LEAVES = 20  # seconds that the ranks have to leave the cards
 LIMIT = 20  # seconds after which a rank that does not answer is lost
 SEEN, RANKS = "seen-{}.json", "benchmarks.card.ranks"
 SAYS = r"another rank did not answer (in time|within \d+ seconds)"
@@ -43,22 +43,22 @@ SAYS = r"another rank did not answer (in time|within \d+ seconds)"
 
 def cases(size: Size) -> Mapping[str, Case]:
     wanted = (ONE, *STRATEGIES, HANGS) if size.whole else REHEARSED
-    # which import nothing themselves: with one card there is nothing to do
+    # these processes import nothing heavy, because with one card they have nothing to do
     return {name: Case(partial(case, name=name), SECONDS[name == HANGS] + LEAVES, "json") for name in wanted}
 
 
 def case(here: Here, name: str) -> dict:
-    """Raises: LeftOut: with one card."""
+    """Runs one case. Raises: LeftOut: there is only one card."""
     if (cards := counted(here)) < 2:
         raise LeftOut("it needs two cards: not run")
-    cards = 1 << cards.bit_length() - 1  # which divide the heads of the model
+    cards = 1 << cards.bit_length() - 1  # the largest power of two, which divides the number of heads
     if name == HANGS:
         return hang(here, cards)
     return strategy(here, name, 1 if name == ONE else cards)
 
 
 def counted(here: Here) -> int:
-    """Cards that may be used; a rehearsal has two processes in their place."""
+    """Returns the number of cards that may be used, or 2 in a rehearsal, which runs two processes instead."""
     if not here.on_card:
         return 2
     ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
@@ -66,16 +66,21 @@ def counted(here: Here) -> int:
 
 
 def environment() -> dict[str, str]:
-    """With every card that the kit was started with, of which a case is given one; the ranks share the processors."""
+    """Returns the environment with every card that the user made visible, though a case usually sees one.
+
+    It sets no number of threads, because the ranks divide the processors themselves.
+    """
     cards, of_case = os.environ.get(EVERY_CARD), (EVERY_CARD, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     rest = {key: value for key, value in os.environ.items() if key not in of_case}
     return rest | ({"CUDA_VISIBLE_DEVICES": cards} if cards else {})
 
 
 def train(here: Here, *typed: str, seconds: float = SECONDS[0]) -> tuple[int, str]:
-    """train.py, which starts the ranks. Returns: its exit code, and what it said.
+    """Runs train.py, which starts the ranks. Returns its exit code and its output.
 
-    Args: seconds: after which it is told to end, and its ranks with it, or they would be on the next one's cards."""
+    Args:
+        seconds: time limit, after which the run and its ranks are ended, so that the cards are free for the next run.
+    """
     lines = [*here.typed(), *here.size.model, *RUN, *typed, f"hydra.run.dir={here.folder / 'run'}"]
     ran = subprocess.Popen(
         [sys.executable, "train.py", *lines],
@@ -88,7 +93,7 @@ def train(here: Here, *typed: str, seconds: float = SECONDS[0]) -> tuple[int, st
     try:
         said, _ = ran.communicate(timeout=seconds * here.size.patience)
     except subprocess.TimeoutExpired:
-        for _ in range(2):  # at once
+        for _ in range(2):  # the second signal ends it at once
             ran.terminate()
             time.sleep(2 * ECHO_SECONDS)
         said, _ = ran.communicate()
@@ -96,7 +101,7 @@ def train(here: Here, *typed: str, seconds: float = SECONDS[0]) -> tuple[int, st
 
 
 def strategy(here: Here, name: str, cards: int) -> dict:
-    """Raises: SystemExit: it did not come to its end, with its last words."""
+    """Trains with one strategy. Raises: SystemExit: the run failed, with its last lines of output."""
     typed = f"strategy={'auto' if name == ONE else name}", f"devices={cards}"
     watched = f"+callbacks.seen._target_={RANKS}.Seen", f"+callbacks.seen.folder={here.folder}"
     code, said = train(here, *typed, *watched)
@@ -106,7 +111,7 @@ def strategy(here: Here, name: str, cards: int) -> dict:
 
 
 def found(here: Here, run: Path, name: str) -> dict:
-    """What a run of several ranks has left in its folder."""
+    """Reads the results that a run of several ranks has left in its folder."""
     summary, predicted = json.loads((run / "summary.json").read_text()), None
     seen = [json.loads((here.folder / SEEN.format(rank)).read_text()) for rank in range(len(summary["ranks"]))]
     folders = [run, *(run / f"rank-{rank}" for rank in range(1, len(summary["ranks"])))]
@@ -126,8 +131,11 @@ def found(here: Here, run: Path, name: str) -> dict:
 
 
 def right(one: Mapping, name: str, on_card: bool) -> bool:
-    """It trains; no rank has all of what is divided, nor a card more than was predicted; and what is on the host for a
-    card is where a copy need not wait for another one."""
+    """Returns whether a run's results are right.
+
+    The loss must be finite, no rank may have all of the divided weights, no card may use more than `MORE` times the
+    prediction, and fsdp_offload must have its shards in pinned memory.
+    """
     found = [math.isfinite(one["train_loss"])]
     if name not in WHOLE:
         found.append(max(one["weights"]) < DIVIDED)
@@ -147,7 +155,7 @@ def hang(here: Here, cards: int) -> dict:
 
 
 def beside_one(results: Mapping[str, dict], name: str) -> float | None:
-    """Tokens per second, of all cards over one; None where the one did not run."""
+    """Returns tokens per second of all cards over those of one card, or None if the latter did not run."""
     return results[name]["tokens_per_second"] / results[ONE]["tokens_per_second"] if ONE in results else None
 
 

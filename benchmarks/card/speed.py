@@ -1,8 +1,9 @@
-"""Stage 4: tokens per second beside other loops, and how much of the host's work hides behind the device's.
+"""Stage 4 compares tokens per second with other training loops, and measures how much of the host's work is hidden.
 
-Four loops take turns step by step (benchmarks/turns.py). Of masters: the step beside that of the same passes without
-an update, and the seconds that the host works in it; what is longer than the passes alone is waited for. Of boundaries:
-a step that sends them to the host beside one that keeps them. Runs that are compared follow each other in one process.
+Four loops take turns, step by step (benchmarks/turns.py). With master weights, a step is compared with one that makes
+the same passes without an update: the extra time is time in which the device waits for the host. With offloaded
+boundaries, a step that sends them to the host is compared with one that keeps them on the device. Runs that are
+compared follow each other in one process.
 """
 
 import shutil
@@ -16,7 +17,7 @@ from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
 from benchmarks.loops import WARM_UP
 from benchmarks.side_by_side import apart
 from benchmarks.turns import speed_ratio
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 STAGE = Stage(4, "speed", __name__, seconds=470, gib=8)
 LOOPS = ("lowmem", "plain", "lightning", "trainer")
@@ -44,10 +45,10 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 
 def loops(here: Here, of: tuple[str, str], gib: float) -> dict:
-    """Name of a loop -> tokens per second, peak and losses of each round; or why it failed.
+    """Returns {loop: the tokens per second, peak and losses of each round, or why it failed}.
 
     Raises:
-        LeftOut: a card that has no room for all of them: one computes at a time, but each holds what it trains.
+        LeftOut: the card has no room for all loops: one computes at a time, but each has its model on the card.
     """
     from benchmarks.turns import together
 
@@ -76,10 +77,10 @@ def boundaries(here: Here) -> dict:
 
 
 def masters(here: Here, more: tuple[str, ...] = ()) -> dict:
-    """Runs with a stop-watch on the host: seconds of its work, and seconds that the loop stands still for it."""
-    from lowmem.module import CausalLM
-    from lowmem.offload.link import StagedLink
-    from lowmem.precision import master
+    """Measures how long the host works in each step, and how long the training loop waits for it."""
+    from lowmem.techniques.precision import host_masters as master
+    from lowmem.techniques.weights.link import StagedLink
+    from lowmem.training.module import CausalLM
 
     if not here.on_card:
         stand_in(master)
@@ -98,21 +99,21 @@ def masters(here: Here, more: tuple[str, ...] = ()) -> dict:
 
 
 def stand_in(master) -> None:
-    """Without a card: the link's own slots and thread, over copies that run late."""
-    from lowmem.offload.link import StagedLink
+    """Makes copies late on purpose where there is no card; the link's slots and its thread are the real ones."""
+    from lowmem.techniques.weights.link import StagedLink
     from made_up import SlowLane
 
     master.link_to = lambda device: StagedLink(SlowLane(), slot_bytes=1 << 14)
 
 
 class Watch:
-    """Seconds that functions take, step by step. The last step's host work may end in the next one's."""
+    """Measures the seconds that functions take, step by step; a step's host work may end during the next step."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A run."""
+        """Begins a run."""
         self.seconds = {"host": 0.0, "loop": 0.0}
         self.steps: list[dict[str, float]] = []
 
@@ -140,7 +141,7 @@ class Watch:
 
 
 def waits(of: Mapping[str, float], alone: Mapping[str, float]) -> tuple[float, float]:
-    """(share of the step that waits for the host, share of the host's work that is hidden behind the passes)."""
+    """Returns (share of the step spent waiting for the host, share of the host's work hidden behind the passes)."""
     longer = max(0.0, of["seconds_per_step"] - alone["seconds_per_step"])
     return longer / of["seconds_per_step"], 1 - min(1.0, longer / max(of["host_seconds"], 1e-9))
 
@@ -166,7 +167,7 @@ def ran(rounds: list[dict]) -> bool:
 
 
 def ratio_to(other: str, one: Mapping) -> float | None:
-    """lowmem's speed over that of another loop, step beside step; None where one of them failed."""
+    """Returns lowmem's speed over that of another loop, step by step, or None if one of them failed."""
     ours, theirs = (one.get("loops", {}).get(loop, []) for loop in ("lowmem", other))
     return speed_ratio(ours, theirs, WARM_UP) if ran(ours) and ran(theirs) else None
 

@@ -1,7 +1,8 @@
-"""Stage 7: weights that stream, beside resident ones: memory, speed, and how much of the copies computation hides.
+"""Stage 7 compares streamed weights with resident ones: memory, speed, and the share of the copies that is hidden.
 
-GPT-2 XL and Llama-3.1-8B from a random start, a few steps each, nothing saved. What a card holds is put beside what was
-predicted and what is asked of it; a copy is hidden where the device did not stand still for it, by its own events.
+It trains GPT-2 XL and Llama-3.1-8B from random weights for a few steps and saves nothing. The card's memory is compared
+with the prediction and with the limit in `ROWS`. Copy time is hidden as far as the device did not wait for it, measured
+with CUDA events.
 """
 
 import math
@@ -12,7 +13,7 @@ from unittest.mock import patch
 from benchmarks.card.case import Case, Here, LeftOut, Size, Stage
 from benchmarks.card.memory import both, reserved_by_phase, stand_in
 from benchmarks.plan_error import DRY, sized
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 STAGE = Stage(7, "weights that stream", __name__, seconds=475, gib=4)
 RECIPE = ("precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=offload", "loss=tiled")
@@ -20,7 +21,7 @@ RUN = ("max_steps=4", "val_every=1000", "save_every=1000", "scheduler=constant",
 WAYS = ("streamed", "resident")
 XL = ("model=gpt2-xl", "model.pretrained=false", *DRY)
 LLAMA = ("model=llama-3.1-8b", "model.pretrained=false")
-# name -> (what is typed, GiB of the device that are asked for streamed weights)
+# name -> (overrides, most GiB of the device that streamed weights may use)
 ROWS = {
     "GPT-2 XL, 4 x 1024": ((*XL, *sized(4, 1024)), 1.1),
     "Llama-3.1-8B, 1 x 2048": ((*LLAMA, *sized(1, 2048)), 2.8),
@@ -35,12 +36,12 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 
 def row(here: Here, name: str) -> dict:
-    """Both ways, as far as card and host have the memory.
+    """Trains with streamed and with resident weights, as far as card and host have the memory.
 
     Raises:
-        LeftOut: where not even streamed weights have.
+        LeftOut: the memory is too small even for streamed weights.
     """
-    from lowmem.errors import Refused
+    from lowmem.system.errors import Refused
 
     typed, asked = ROWS[name]
     stand_in(here)
@@ -58,27 +59,27 @@ def row(here: Here, name: str) -> dict:
 
 
 def right(runs: Mapping[str, Mapping], asked: float) -> bool:
-    """Within what is asked of the device, and training what resident weights train."""
+    """Returns whether streamed weights stay within their limit, and train to the loss of resident ones (within 1%)."""
     losses = [run["train_loss"] for run in runs.values() if "why" not in run]
     learns = all(map(math.isfinite, losses)) and max(losses) - min(losses) <= 0.01 * min(losses)
     return learns and runs["streamed"]["allocated"] <= asked * GIB
 
 
 def run(here: Here, way: str, typed: list[str]) -> dict:
-    """A few steps, without a checkpoint and without an export, which would be 16 GB each.
+    """Trains a few steps, without a checkpoint and without an export, which would be 16 GB each.
 
     Raises:
-        Refused: it does not fit, with the numbers.
+        Refused: the run does not fit; the message has the numbers.
     """
     import torch
 
     from benchmarks.card import lanes
-    from lowmem import streamed
-    from lowmem.check import check
+    from lowmem.config.check import check
+    from lowmem.config.settle import run_of
     from lowmem.plan import at_start
     from lowmem.plan.job import resolved
-    from lowmem.settle import run_of
-    from lowmem.training import training_session
+    from lowmem.techniques.weights import streamed
+    from lowmem.training.training import training_session
 
     lines = [*here.typed(), *RECIPE, *RUN, *typed, f"weights={way}"]
     cfg = resolved(run_of(lines), on_card=here.on_card)
@@ -105,14 +106,14 @@ def run(here: Here, way: str, typed: list[str]) -> dict:
 
 
 def hidden(run: Mapping) -> float | None:
-    """The share of the copies that the device did not stand still for; None: nothing was copied."""
+    """Returns the share of the copy time in which the device did not wait, or None if nothing was copied."""
     if not run["copied_seconds"]:
         return None
     return 1 - min(1.0, run["waited_seconds"] / run["copied_seconds"])
 
 
 def ratio(one: Mapping) -> float | None:
-    """Tokens per second, streamed over resident; None where only one of them could run."""
+    """Returns tokens per second of streamed over resident weights, or None if one of the two did not run."""
     rates = [one["runs"].get(way, {}).get("tokens_per_second") for way in WAYS]
     return rates[0] / rates[1] if all(rates) else None
 

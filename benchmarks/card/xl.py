@@ -1,4 +1,7 @@
-"""Stage 5: all weights of GPT-2 XL (1558M parameters) under 12 GiB: the preset as shipped, from a random start."""
+"""Stage 5 trains all weights of GPT-2 XL (1558M parameters) under 12 GiB, with the preset as shipped.
+
+The weights start at random. A second run makes a sixth of the steps under 6 GiB.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,13 +10,13 @@ from math import isfinite
 from benchmarks.card.case import Case, Here, Size, Stage
 from benchmarks.gpt2_xl import CAPS, capped
 from lowmem.memory.cap import parse_bytes
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 STAGE = Stage(5, "GPT-2 XL under 12 GiB", __name__, seconds=470, gib=11)
-# cap -> (share of the preset's steps, seconds after which it is ended: what it had measured by then counts)
+# cap -> (share of the preset's steps, time limit in seconds: what was measured until then counts)
 SHARES = {CAPS[0]: (1, 330), CAPS[1]: (1 / 6, 110)}
 
-LEARNT = 20  # steps after which the loss is below that of the first: the rate rises from 0 over fifty
+LEARNT = 20  # steps after which the loss must be below the initial one: the learning rate rises from 0 over fifty steps
 
 
 def cases(size: Size) -> Mapping[str, Case]:
@@ -25,7 +28,7 @@ def cases(size: Size) -> Mapping[str, Case]:
 
 
 def preset(here: Here, cap: str, share: float, seconds: float) -> dict:
-    """Random numbers of dropout aside, what a user would see: peaks, pace and the loss of every step."""
+    """Returns the peaks, the pace and every step's loss, as a user would see them but for dropout's random numbers."""
     typed, seconds = [*here.typed(), *here.size.preset], here.size.patience * seconds
     found = capped(cap, typed, max(2, round(share * here.size.steps)), seconds)
     if not found["losses"]:
@@ -34,7 +37,7 @@ def preset(here: Here, cap: str, share: float, seconds: float) -> dict:
 
 
 def right(found: Mapping, cap: int) -> bool:
-    """Within its cap, and learning, where it had the steps to show it."""
+    """Returns whether a run stayed within its cap, and its loss fell if it had enough steps to show it."""
     held, losses = found["reserved_peak"] or found["allocated_peak"], found["losses"]
     return held <= cap and all(map(isfinite, losses)) and (len(losses) < LEARNT or losses[-1] < losses[0])
 

@@ -1,4 +1,4 @@
-"""hydra/sweeper=optuna: search for overrides by what runs turn out to need and to reach.
+"""Implements hydra/sweeper=optuna: searches for overrides by the figures of finished runs.
 
 Hydra's own plug-in asks for optuna below 3, four years old; this one asks today's, and takes any figure of summary.json
 as an objective. It stands in this package because Hydra looks for plug-ins nowhere else. optuna is imported when a
@@ -16,16 +16,18 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lowmem.errors import Refused
-from lowmem.runs import folders
+from lowmem.report import folders
+from lowmem.system.errors import Refused
 
 
 class Optuna(Sweeper):
-    """Args:
-    minimize, maximize: figures of summary.json; `peak_bytes.device` is one inside another.
-    trials: how many runs.
-    at_once: how many the launcher gets at a time.
-    seed: of the sampler: the same seed and figures give the same search, so it can be resumed.
+    """Searches with optuna.
+
+    Args:
+        minimize, maximize: figures of summary.json; `peak_bytes.device` is a nested one.
+        trials: the number of runs.
+        at_once: the number of runs that the launcher gets at a time.
+        seed: of the sampler: the same seed and figures give the same search, so that it can be resumed.
     """
 
     def __init__(self, minimize: Sequence[str], maximize: Sequence[str], trials: int, at_once: int, seed: int) -> None:
@@ -71,7 +73,7 @@ class Optuna(Sweeper):
         self._report(study, folder, list(known))
 
     def _report(self, study, folder: Path, known: Sequence[tuple]) -> None:
-        """The best run, or those of which none is better in everything; search.json has all trials."""
+        """Prints the best run, or the Pareto front of several objectives; search.json has all trials."""
         finished = [trial for trial in study.trials if trial.values]
         best = sorted({known.index(_key(trial)) for trial in (study.best_trials if finished else [])})
         trials = [
@@ -98,7 +100,7 @@ def _distribution(override: Override):
 
 
 def _plain(typed: Mapping[str, object]) -> dict[str, object]:
-    """Without the quotes that tell Hydra the choice '32' from the number."""
+    """Returns values without the quotes with which Hydra distinguishes the choice '32' from the number."""
     return {key: value.strip("'") if isinstance(value, str) else value for key, value in typed.items()}
 
 
@@ -107,7 +109,7 @@ def _key(trial) -> tuple:
 
 
 def _values(folder: Path, objectives: Sequence[str]) -> list[float]:
-    """Empty for a run that failed."""
+    """Returns the objectives of a run; none for a run that failed."""
     summary = folders.load(folder).summary if folder.is_dir() else None
     values = []
     for name in objectives if summary else ():

@@ -1,4 +1,4 @@
-"""The main job, as a function: check -> plan -> train -> report -> export. The command line and a notebook call it.
+"""Runs the main job: check -> plan -> train -> report -> export. The command line and notebooks call `fit`.
 
 from hydra import compose, initialize
 from lowmem.fit import fit
@@ -16,27 +16,27 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lowmem import batch_size, build, model, model_folder, results
-from lowmem.check import check
-from lowmem.errors import Refused
-from lowmem.memory.advice import out_of_memory
-from lowmem.overrides import replaced
-from lowmem.plan import at_start
+from lowmem.config.check import check
+from lowmem.config.settle import Command, Run, settled
+from lowmem.config.typed_lines import replaced
+from lowmem.model import loading
+from lowmem.plan import at_start, batch_size
+from lowmem.plan.advice import out_of_memory
 from lowmem.plan.prediction import Prediction
-from lowmem.quiet import quiet
-from lowmem.report import hints, show
-from lowmem.runs import folders
-from lowmem.settle import Command, Run, settled
-from lowmem.strategy.group import process_group
-from lowmem.strategy.one_device import OneDevice
-from lowmem.task import Task, find_task, summary_of, with_model
-from lowmem.training import DidNotFit, Training, training_session
+from lowmem.report import folders, hints, show
+from lowmem.system.errors import Refused
+from lowmem.system.quiet_libraries import quiet
+from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.strategy.process_group import process_group
+from lowmem.training import build, model_folder, results
+from lowmem.training.task import Task, find_task, summary_of, with_model
+from lowmem.training.training import DidNotFit, Training, training_session
 
 log = logging.getLogger(__name__)
 
 
 class OutOfMemory(Refused):
-    """The run did not fit: what was held, and what to try."""
+    """The run did not fit. The message says what filled the memory, and what to try."""
 
 
 def fit(
@@ -45,14 +45,14 @@ def fit(
     choices: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
 ) -> dict:
-    """Train as `cfg` says and leave the results in `output_dir`.
+    """Does what `cfg` says and leaves the results in `output_dir`.
 
     Args:
         choices: group -> chosen yaml, for messages.
         overrides: what the user typed, for the summary.
 
     Returns:
-        What summary.json holds; nothing, where data was only shown.
+        The content of summary.json; an empty dictionary if data was only shown.
 
     Raises:
         Refused: a run that cannot work, or that ran out of memory, in a sentence.
@@ -78,7 +78,7 @@ def fit(
 
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
-    """Puts the steps that epochs= takes in its place. Only open data tells how many, and it stays open for the work."""
+    """Replaces epochs= by the optimizer steps that it takes. Only open data shows how many, and it stays open."""
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
         return command, None
@@ -91,7 +91,7 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Trains with the recipe and the batch size that were asked for."""
-    model.check_architecture(command.run)
+    loading.check_architecture(command.run)
     run = at_start.with_recipe(command.run, command.lines)
     run = batch_size.resolve(run).resolved()
     command = replace(command, run=run)
@@ -99,7 +99,8 @@ def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | 
     if prediction:
         at_start.tell_duration(run, prediction, run.max_steps - (task.saved.steps if task.saved else 0))
     with _training(command, task, ranks, texts, prediction) as training:
-        summary = results.summary(training, command, prediction)
+        predicted = prediction and prediction.based_on(training.rss_before_model).as_dict()
+        summary = results.summary(training, command, predicted)
         if prediction:
             summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.watchers.metrics)
         if training.saves.ended_by:
@@ -134,7 +135,7 @@ def _show(command: Command, texts: build.Texts | None) -> dict:
 def _unplanned(command: Command) -> Command:
     """Makes a run ready that does not train, and so has no plan."""
     run = command.run.sized()
-    model.check_architecture(run)
+    loading.check_architecture(run)
     return replace(command, run=run.resolved())
 
 
@@ -146,10 +147,10 @@ def _training(
     texts: build.Texts | None = None,
     prediction: Prediction | None = None,
 ) -> Iterator[Training]:
-    """Does the work, and holds what was built for it, for as long as anything is written of it.
+    """Trains or evaluates, and keeps the model and the data until the results are written.
 
     Raises:
-        OutOfMemory: with what to try, also from what is done inside the `with`.
+        OutOfMemory: with what to try, also for errors inside the `with`.
         OSError: with a file's name.
     """
     run = command.run

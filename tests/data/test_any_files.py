@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
-from lowmem.data import corpus, reading, tokens
-from lowmem.errors import Refused
+from lowmem.config import values
+from lowmem.data import token_store
+from lowmem.data.sources import reading, text_files
+from lowmem.system.errors import Refused
 
 ENCODINGS = ["utf-8"] * 6 + ["utf-16", "latin-1", "utf-7", "unicode_escape", "cp1252", "idna"]
 SENTENCES = (
@@ -60,7 +62,7 @@ typed = st.fixed_dictionaries(
         "val_fraction": st.floats(0.001, 0.999),
         "val": st.booleans(),  # a folder of its own for validation, if there is one
         "encoding": st.sampled_from(ENCODINGS),  # idna: none of text
-        "on_error": st.sampled_from(reading.ON_ERROR),
+        "on_error": st.sampled_from(values.ON_ERROR),
     }
 )
 
@@ -85,8 +87,8 @@ def outcome(folder, files, typed):
     path = paths[0] if alone and paths else text
     val_path = str(text / "val") if val and (text / "val").is_dir() else None
     try:
-        read = corpus.text(str(path), val_path=val_path, **typed)
-        made = tokens.tokenize(read, cache, 300)
+        read = text_files.text(str(path), val_path=val_path, **typed)
+        made = token_store.tokenize(read, cache, 300)
     except Refused as error:
         assert str(error).isprintable() and str(error).endswith(".")
         assert not cache.exists() or not list(cache.iterdir())
@@ -95,7 +97,7 @@ def outcome(folder, files, typed):
     assert {path.name for path in cache.glob("*/*")} == set(KEPT) and len(list(cache.iterdir())) == 1
     for split in ("train", "val"):
         said = made.tokenizer.decode(getattr(made, split).ids)
-        assert said == "".join(f"{text}{tokens.END_OF_TEXT}" for text in read_again(read, split))
+        assert said == "".join(f"{text}{token_store.END_OF_TEXT}" for text in read_again(read, split))
     return "tokens"
 
 
@@ -156,8 +158,8 @@ def test_a_traceback_a_draft_and_tokens_that_say_something_else_are_seen(tmp_pat
     """Each fault, planted, ends the property in the error that it is."""
     for of, name, fault in (
         (reading, "_likely", lambda raw: raw[10**9]),  # a bug in what makes a sentence
-        (tokens, "shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
-        (corpus, "pieces", lambda blocks, _=None: ((block[1:], True) for block in blocks)),  # a character is lost
+        (token_store, "shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
+        (text_files, "pieces", lambda blocks, _=None: ((block[1:], True) for block in blocks)),  # a character is lost
     ):
         with monkeypatch.context() as planted, pytest.raises((AssertionError, IndexError)):
             planted.setattr(of, name, fault)

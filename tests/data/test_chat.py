@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem.data.chat import BadRecord, Chat
-from lowmem.data.chat_template import CHATML, ChatTemplate
-from lowmem.errors import Refused
+from lowmem.data.sources.chat import BadRecord, Chat
+from lowmem.data.sources.chat_template import CHATML, ChatTemplate
+from lowmem.system.errors import Refused
 
 PLAIN_CHATML = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 LLAMA = (

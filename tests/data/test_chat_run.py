@@ -6,11 +6,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from conftest import ROOT
-from lowmem import build
-from lowmem.check import check_places
-from lowmem.data.chat_template import CHATML
+from lowmem.config.check import check_places
 from lowmem.data.loader import IGNORED
-from lowmem.errors import Refused
+from lowmem.data.sources.chat_template import CHATML
+from lowmem.system.errors import Refused
+from lowmem.training import build
 
 CHAT = (
     "data=chat",

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lowmem.data import corpus, reading, tokens
-from lowmem.errors import Refused
+from lowmem.data import token_store
+from lowmem.data.sources import reading, text_files
+from lowmem.system.errors import Refused
 
 
 def test_stdlib_is_several_megabytes_of_source_split_by_file():
-    lib = corpus.stdlib(val_fraction=0.05)
+    lib = text_files.stdlib(val_fraction=0.05)
     size = {split: sum(f.stat().st_size for f in files) for split, files in (("train", lib.train), ("val", lib.val))}
     assert size["train"] > 3e6 and size["val"] >= 0.05 * (size["train"] + size["val"])
     assert not set(lib.train) & set(lib.val)
@@ -24,16 +25,16 @@ def test_stdlib_is_several_megabytes_of_source_split_by_file():
 def test_the_split_does_not_move_when_a_file_is_added(text_folder, tmp_path):
     for f in text_folder.iterdir():
         (tmp_path / f.name).write_bytes(f.read_bytes())
-    before = corpus.text(str(tmp_path), "**/*.txt", 0.2)
+    before = text_files.text(str(tmp_path), "**/*.txt", 0.2)
     (tmp_path / "more.txt").write_text("x" * 10)
-    after = corpus.text(str(tmp_path), "**/*.txt", 0.2)
+    after = text_files.text(str(tmp_path), "**/*.txt", 0.2)
     assert {f.name for f in before.train} - {f.name for f in after.train} == set()
 
 
 def test_a_validation_path_of_its_own(text_folder, caplog):
     every = sorted(text_folder.iterdir())
     with caplog.at_level("INFO"):
-        given = corpus.text(str(text_folder), "**/*.txt", 0.2, str(every[0]))
+        given = text_files.text(str(text_folder), "**/*.txt", 0.2, str(every[0]))
     assert given.val == [every[0]] and given.train == every[1:]  # the same order on every file system
     assert "of 12 files of data.path 1 are validation only" in caplog.text
 
@@ -44,7 +45,7 @@ def test_a_validation_path_that_is_all_of_the_training_text_is_refused(text_fold
     (tmp_path / "link").symlink_to(path)
     for same in (path, tmp_path / "link"):
         with pytest.raises(Refused, match="nothing is left to train on"):
-            corpus.text(str(path), "**/*.txt", 0.2, str(same))
+            text_files.text(str(path), "**/*.txt", 0.2, str(same))
 
 
 # --- a single file ----------------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def test_a_validation_path_that_is_all_of_the_training_text_is_refused(text_fold
 
 def test_a_single_file_is_validated_on_its_end(text_folder):
     one = next(text_folder.iterdir())
-    given = corpus.text(str(one), "*", 0.2)
+    given = text_files.text(str(one), "*", 0.2)
     assert given.train == given.val == [one] and given.tail == 0.2
 
 
@@ -121,17 +122,17 @@ def test_what_cannot_be_meant_is_a_sentence(tmp_path, typed, said):
         key: value.replace("{}", str(tmp_path)) if isinstance(value, str) else value for key, value in typed.items()
     }
     with pytest.raises(Refused, match=said):
-        corpus.text(**typed)
+        text_files.text(**typed)
 
 
 def test_files_that_the_pattern_passes_over_are_mentioned(tmp_path, caplog):
     path = _files(tmp_path, "a.txt", "b.txt", "c.md", "below/d.md", "e.rst", "f", ".git/g.md", "h.TXT")
     with caplog.at_level("INFO"):
-        corpus.text(path, "**/*.txt", 0.5)
+        text_files.text(path, "**/*.txt", 0.5)
     assert "passes over 5 other files (2 .md, " in caplog.text
     caplog.clear()
     with caplog.at_level("INFO"):
-        corpus.text(path, "**/*", 0.5)
+        text_files.text(path, "**/*", 0.5)
     assert not caplog.text
 
 
@@ -139,22 +140,22 @@ def test_where_nothing_matches_it_says_what_is_there(tmp_path):
     with pytest.raises(
         Refused, match=r"no file there matches \*\*/\*.txt; there are 2 .md, 1 .rst. Type .*'\*\*/\*.md'"
     ):
-        corpus.text(_files(tmp_path, "a.md", "b.md", "c.rst"), "**/*.txt", 0.5)
+        text_files.text(_files(tmp_path, "a.md", "b.md", "c.rst"), "**/*.txt", 0.5)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(Refused, match="there is no text in it"):
-        corpus.text(str(tmp_path), "**/*.txt", 0.5)
+        text_files.text(str(tmp_path), "**/*.txt", 0.5)
 
 
 def test_records_are_no_plain_text_unless_one_says_so(tmp_path):
     path = _files(tmp_path, "a.jsonl", "b.txt", "c.txt")
     with pytest.raises(Refused, match=r"a.jsonl holds records.*data.on_error=replace"):
-        corpus.text(f"{path}/a.jsonl", "*", 0.5)
+        text_files.text(f"{path}/a.jsonl", "*", 0.5)
     with pytest.raises(Refused, match=r"a.jsonl holds records"):
-        corpus.text(path, "*", 0.5)
-    taken, left = (corpus.text(path, "*", 0.5, on_error=how) for how in ("replace", "skip"))
+        text_files.text(path, "*", 0.5)
+    taken, left = (text_files.text(path, "*", 0.5, on_error=how) for how in ("replace", "skip"))
     assert len(taken.train + taken.val) == 3 and len(left.train + left.val) == 2
     with pytest.raises(Refused, match="no text in it"):
-        corpus.text(f"{path}/a.jsonl", "*", 0.5, on_error="skip")
+        text_files.text(f"{path}/a.jsonl", "*", 0.5, on_error="skip")
 
 
 @pytest.fixture
@@ -184,13 +185,13 @@ def _lock(path, mode=0o000):
 
 @pytest.mark.parametrize("which", [".", "below"], ids=["the folder", "one below it"])
 def test_a_folder_that_may_not_be_read_is_called_that(locked, which):
-    assert corpus.text(str(locked), "**/*.txt", 0.5).root == locked
+    assert text_files.text(str(locked), "**/*.txt", 0.5).root == locked
     _lock(locked / which)
     with pytest.raises(Refused, match=f"data.path={locked}: permission denied.*Give files"):
-        corpus.text(str(locked), "**/*.txt", 0.5)
+        text_files.text(str(locked), "**/*.txt", 0.5)
 
 
 def test_a_file_that_may_not_be_read_is_called_that(locked):
     _lock(locked / "b.txt")
     with pytest.raises(Refused, match=r"b.txt cannot be read \(permission denied\)"):
-        tokens.tokenize(corpus.text(str(locked), "**/*.txt", 0.5), locked / "cache", 300)
+        token_store.tokenize(text_files.text(str(locked), "**/*.txt", 0.5), locked / "cache", 300)

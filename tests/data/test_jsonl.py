@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_any_files import one_of
 
-from lowmem.data import corpus, jsonl, tokens
-from lowmem.errors import Refused
+from lowmem.data import token_store
+from lowmem.data.sources import jsonl, text_files
+from lowmem.system.errors import Refused
 
 
 def write(path, records):
@@ -27,15 +28,15 @@ def opened(path, val_fraction=0.2, pattern="**/*.jsonl", **typed):
 
 
 def made_of(folder, path, **typed):
-    return tokens.tokenize(opened(path, **typed), folder / "cache", 400)
+    return token_store.tokenize(opened(path, **typed), folder / "cache", 400)
 
 
 def documents(made, split):
     """The text of each, its end left out."""
     of = getattr(made, split)
     said = [made.tokenizer.decode(ids) for ids in np.split(of.ids, of.ends[:-1])]
-    assert all(text.endswith(tokens.END_OF_TEXT) for text in said)
-    return [text.removesuffix(tokens.END_OF_TEXT) for text in said]
+    assert all(text.endswith(token_store.END_OF_TEXT) for text in said)
+    return [text.removesuffix(token_store.END_OF_TEXT) for text in said]
 
 
 TEXTS = [f'Größe {i} of {i * i}, and\nwords 数据 "{i}"' for i in range(50)]
@@ -92,7 +93,9 @@ def test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path
     for stop in made.train.ends.tolist():
         learnt, ids = made.train.learnt(start, stop), made.train.ids[start:stop]
         said = made.tokenizer.decode(ids[~learnt]), made.tokenizer.decode(ids[learnt])
-        assert (said[0], said[1].removesuffix(tokens.END_OF_TEXT)) in pairs and ids[-1] == made.tokenizer.eos_token_id
+        assert (said[0], said[1].removesuffix(token_store.END_OF_TEXT)) in pairs and ids[
+            -1
+        ] == made.tokenizer.eos_token_id
         start, seen = stop, seen + 1
     assert seen > 20 and 0.2 < made.train.learnt(0, start).mean() < 0.9
     assert np.array_equal(made.train.learnt(3, 70), made.train.learnt(0, start)[3:70])
@@ -100,7 +103,9 @@ def test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path
 
 def test_everything_learnt_would_be_seen(tmp_path, monkeypatch):
     """The deliberately wrong variant of the test above."""
-    monkeypatch.setattr(tokens._Bits, "add", lambda self, learnt, count, add=tokens._Bits.add: add(self, None, count))
+    monkeypatch.setattr(
+        token_store._Bits, "add", lambda self, learnt, count, add=token_store._Bits.add: add(self, None, count)
+    )
     with pytest.raises(AssertionError):
         test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path)
 
@@ -202,9 +207,9 @@ def test_validation_on_copies_of_the_training_text_is_refused(tmp_path, kind):
             for i, text in enumerate(texts):
                 (tmp_path / folder / f"{i}.txt").write_text(text)
     paths = str(tmp_path / "train"), str(tmp_path / "val")
-    read = opened(paths[0], val_path=paths[1]) if kind == "jsonl" else corpus.text(paths[0], "*", 0.1, paths[1])
+    read = opened(paths[0], val_path=paths[1]) if kind == "jsonl" else text_files.text(paths[0], "*", 0.1, paths[1])
     with pytest.raises(Refused, match=r"data: 30 of 50 different validation documents are training documents too"):
-        tokens.tokenize(read, tmp_path / "cache", 300)
+        token_store.tokenize(read, tmp_path / "cache", 300)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -332,7 +337,7 @@ def test_that_all_records_are_validation_is_said(tmp_path, count):
 
 def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
     """One in the midst of a text would be the document's end, and the model asked about a user's text would obey it."""
-    said = f"one{tokens.END_OF_TEXT} two"
+    said = f"one{token_store.END_OF_TEXT} two"
     for fields, typed in (
         ({"text": said}, {}),
         ({"q": said, "a": "yes"}, {"prompt": "q", "completion": "a"}),

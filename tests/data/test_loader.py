@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from documents import split
-from lowmem.accumulation import by_epoch, by_step, fixed
+from lowmem.config.accumulation import by_epoch, by_step, fixed
 from lowmem.data.loader import Position, Share, ValidationLoader, WindowLoader
 from lowmem.data.packing import Joined, rows
-from lowmem.data.tokens import Split
-from lowmem.errors import Refused
+from lowmem.data.token_store import Split
+from lowmem.system.errors import Refused
 
 SEQ_LEN = 4
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from documents import split
-from lowmem import build
-from lowmem.accumulation import fixed
-from lowmem.data.jsonl import jsonl
+from lowmem.config.accumulation import fixed
 from lowmem.data.loader import IGNORED, Share, WindowLoader
 from lowmem.data.mix import Mix, Mixed
-from lowmem.data.opened import Wanted
+from lowmem.data.opening import Wanted
 from lowmem.data.packing import example, rows, with_positions
-from lowmem.data.random import Drawn
-from lowmem.data.tokens import load_bpe, train_bpe
-from lowmem.errors import Refused
+from lowmem.data.random_tokens import Drawn
+from lowmem.data.sources.jsonl import jsonl
+from lowmem.data.token_store import load_bpe, train_bpe
 from lowmem.fit import fit
+from lowmem.system.errors import Refused
+from lowmem.training import build
 
 T = 8
 
@@ -76,8 +76,8 @@ def test_rows_of_a_micro_batch_are_those_of_their_parts_wherever_they_stand():
     order = np.random.default_rng(0).permutation(len(mixed))
     batch = mixed.micro_batch(order)
     for place, index in enumerate(order):
-        alone = mixed.micro_batch(np.array([index]))
-        assert all(torch.equal(whole[place], one[0]) for whole, one in zip(batch, alone, strict=True))
+        alone = mixed.micro_batch(np.array([index])).tensors
+        assert all(torch.equal(tensor[place], alone[name][0]) for name, tensor in batch.tensors.items())
     first = parts["joined"].micro_batch(np.array([3]))
     assert torch.equal(mixed.micro_batch(np.array([3])).labels, first.labels)
     assert torch.equal(mixed.micro_batch(np.array([3])).position_ids, torch.arange(T)[None])
@@ -88,7 +88,7 @@ def test_an_example_for_the_planner_has_the_tensors_of_a_mixture(second):
     mixed = Mixed({"a": part(0, 20), "b": part(1000, 20, packing=second)}, None)
     data = {"parts": {"a": {"packing": "joined"}, "b": {"packing": second}}}
     real, found = mixed.micro_batch(np.arange(4)), example(data, 4, T)
-    assert [type(one) for one in real] == [type(one) for one in found]
+    assert real.tensors.keys() == found.tensors.keys()
     assert found.input_ids.shape == real.input_ids.shape and found.input_ids.is_contiguous()
 
 

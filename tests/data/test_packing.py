@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from documents import split
-from lowmem.accumulation import fixed
+from lowmem.config.accumulation import fixed
 from lowmem.data import packing
 from lowmem.data.loader import IGNORED, Rows, Share, WindowLoader
 from lowmem.data.packing import Documents, Joined, Padded, packed, rows, with_positions
-from lowmem.errors import Refused
+from lowmem.system.errors import Refused
 
 SEQ_LEN = 16
 
@@ -54,7 +54,7 @@ def test_joined_rows_are_the_text_cut_anywhere():
 
 def layout(batch):
     """Of each tensor its shape, dtype, strides and bytes, and how many pieces of memory there are."""
-    tensors = [part for part in batch if part is not None]
+    tensors = list(batch.tensors.values())
     parts = [(part.shape, part.dtype, part.stride(), part.untyped_storage().nbytes()) for part in tensors]
     return parts, len({part.untyped_storage().data_ptr() for part in tensors})
 
@@ -130,7 +130,7 @@ def test_rows_are_packed_once_for_a_length(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(packing, "packed", lambda *of: calls.append(of) or packed(*of))
     again = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
-    assert not calls and all(map(torch.equal, first, again))
+    assert not calls and all(map(torch.equal, first.tensors.values(), again.tensors.values()))
     rows(text, 2 * SEQ_LEN, "documents", "cut", "train"), rows(text, SEQ_LEN, "documents", "drop", "train")
     assert len(calls) == 2
 

@@ -12,8 +12,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem.data import corpus, jsonl, pieces, reading, tokens
-from lowmem.errors import Refused
+from lowmem.data import token_store
+from lowmem.data.sources import jsonl, pieces, reading, text_files
+from lowmem.system.errors import Refused
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -133,7 +134,7 @@ def test_tokens_of_a_large_file_are_those_of_the_whole_and_one_document(tmp_path
     monkeypatch.setattr(reading, "BLOCK", 3000)
     said = text(9000)
     (tmp_path / "one.txt").write_bytes(said.encode())
-    made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 400)
+    made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 400)
     at = reading.cut_at(lambda: [said], 0.1)
     for split, part in ((made.train, said[:at]), (made.val, said[at:])):
         assert split.ids.tolist() == [*whole(made.tokenizer, part), made.tokenizer.eos_token_id]
@@ -164,7 +165,7 @@ MB = 10**6
 
 def grown(folder, kind, sizes, small, whole, pipe):
     """In a process of its own: MB by which its resident memory rose beyond where it was, after files of each size."""
-    from lowmem.memory.process import peak_rss_bytes, reset_peak_rss, rss_bytes
+    from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes
 
     if small:
         reading.BLOCK, pieces.BATCH, pieces.PIECE = 1 << 17, 1 << 18, 1 << 14
@@ -172,8 +173,8 @@ def grown(folder, kind, sizes, small, whole, pipe):
         pieces.CUT = re.compile(r"(?!)")
     paragraphs = [text(20, seed) for seed in range(200)]
     (folder / "small.txt").write_text("".join(paragraphs))
-    tokens.train_bpe(paragraphs, 400, folder / "bpe.json")
-    tokenizer = tokens.load_bpe(folder / "bpe.json")
+    token_store.train_bpe(paragraphs, 400, folder / "bpe.json")
+    tokenizer = token_store.load_bpe(folder / "bpe.json")
     reset_peak_rss()
     before, peaks = rss_bytes(), []
     for size in sizes:
@@ -183,8 +184,8 @@ def grown(folder, kind, sizes, small, whole, pipe):
                 said = "".join(draw.choices(paragraphs, k=5))
                 drawn += len(said.encode())
                 out.write(said if kind == "text" else json.dumps({"text": said}) + "\n")
-        source = corpus.text(str(file), "*", 0.01) if kind == "text" else jsonl.jsonl(str(file), "*", 0.01)
-        made = tokens.tokenize(source, folder / "cache", 400, tokenizer)
+        source = text_files.text(str(file), "*", 0.01) if kind == "text" else jsonl.jsonl(str(file), "*", 0.01)
+        made = token_store.tokenize(source, folder / "cache", 400, tokenizer)
         assert made.train.text_bytes[-1] > 0.9 * drawn > 0.6 * size * MB
         file.unlink()
         peaks.append((peak_rss_bytes() - before) / MB)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from lowmem import build
-from lowmem.accumulation import fixed
-from lowmem.data.hub import hub
+from lowmem.config.accumulation import fixed
 from lowmem.data.loader import Position, Share
-from lowmem.data.opened import Wanted
-from lowmem.data.tokens import load_bpe, train_bpe
-from lowmem.errors import Refused
+from lowmem.data.opening import Wanted
+from lowmem.data.sources.hub import hub
+from lowmem.data.token_store import load_bpe, train_bpe
 from lowmem.fit import fit
+from lowmem.system.errors import Refused
+from lowmem.training import build
 
 FILES, ROWS = 3, 14  # of parquet, and in each
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from lowmem import build
-from lowmem.data.tables import csv_rows, parquet_rows, table_csv, table_parquet
-from lowmem.data.tokens import train_bpe
-from lowmem.errors import Refused
+from lowmem.data.sources.tables import csv_rows, parquet_rows, table_csv, table_parquet
+from lowmem.data.token_store import train_bpe
+from lowmem.system.errors import Refused
+from lowmem.training import build
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 CASES = settings(

@@ -6,15 +6,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem.data import corpus, tokens
+from lowmem.data import token_store
+from lowmem.data.bits_per_byte import bits_per_byte, label_bytes
 from lowmem.data.loader import IGNORED, MicroBatch, Share, ValidationLoader
 from lowmem.data.packing import Joined
-from lowmem.data.text_bytes import bits_per_byte, label_bytes
+from lowmem.data.sources import text_files
 
 
 @pytest.fixture
 def made(text_folder, tmp_path):
-    return tokens.tokenize(corpus.text(str(text_folder), "*.txt", 0.3), tmp_path / "cache", 300)
+    return token_store.tokenize(text_files.text(str(text_folder), "*.txt", 0.3), tmp_path / "cache", 300)
 
 
 def pieces(tmp_path):

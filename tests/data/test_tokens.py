@@ -10,18 +10,19 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem.data import corpus, tokens
-from lowmem.errors import Refused
+from lowmem.data import token_store
+from lowmem.data.sources import text_files
+from lowmem.system.errors import Refused
 
 
 @pytest.fixture
 def texts(text_folder):
-    return corpus.text(str(text_folder), "**/*.txt", 0.2)
+    return text_files.text(str(text_folder), "**/*.txt", 0.2)
 
 
 def test_tokens_are_the_text_with_an_end_after_every_file(texts, tmp_path):
-    made = tokens.tokenize(texts, tmp_path, 300)
-    expected = "".join(f.read_text() + tokens.END_OF_TEXT for f in texts.train)
+    made = token_store.tokenize(texts, tmp_path, 300)
+    expected = "".join(f.read_text() + token_store.END_OF_TEXT for f in texts.train)
     assert made.tokenizer.decode(made.train.ids) == expected
     assert (np.asarray(made.val.ids) == made.tokenizer.eos_token_id).sum() == len(texts.val)
     assert made.val_bytes(len(made.val.ids)) == sum(f.stat().st_size for f in texts.val)
@@ -64,15 +65,15 @@ def test_ids_on_disk_are_what_they_have_always_been(tmp_path, given):
     for i in range(6):
         lines = (" ".join(draw.choices(WORDS_OF_ALL_KINDS, k=draw.randrange(9))) for _ in range(80))
         (tmp_path / f"{i}.txt").write_bytes("\n".join(lines).encode())
-    made = tokens.tokenize(corpus.text(str(tmp_path / given), "*.txt", 0.3), tmp_path / "cache", 400)
+    made = token_store.tokenize(text_files.text(str(tmp_path / given), "*.txt", 0.3), tmp_path / "cache", 400)
     digests = tuple(hashlib.sha256(split.ids.tobytes()).hexdigest() for split in (made.train, made.val))
     assert digests == FORMAT_3[given] and made.train.learnt_bits is None
 
 
 def test_the_second_time_nothing_is_made(texts, tmp_path, monkeypatch):
-    first = tokens.tokenize(texts, tmp_path, 300)
-    monkeypatch.setattr(tokens, "_write", lambda *a: pytest.fail("made again"))
-    second = tokens.tokenize(texts, tmp_path, 300)
+    first = token_store.tokenize(texts, tmp_path, 300)
+    monkeypatch.setattr(token_store, "_write", lambda *a: pytest.fail("made again"))
+    second = token_store.tokenize(texts, tmp_path, 300)
     assert np.array_equal(first.train.ids, second.train.ids) and isinstance(second.train.ids, np.memmap)
 
 
@@ -83,11 +84,13 @@ def test_the_cache_is_keyed_by_content_and_vocabulary(text_folder, tmp_path):
         (copy / f.name).write_bytes(f.read_bytes())
 
     def key(vocab_size=300):
-        return tokens._key(corpus.text(str(copy), "**/*.txt", 0.2), vocab_size, None)
+        return token_store._key(text_files.text(str(copy), "**/*.txt", 0.2), vocab_size, None)
 
     first = key()
     assert key() == first and key(299) != first
-    assert tokens._key(corpus.text(str(text_folder), "**/*.txt", 0.2), 300, None) == first  # elsewhere, same content
+    assert (
+        token_store._key(text_files.text(str(text_folder), "**/*.txt", 0.2), 300, None) == first
+    )  # elsewhere, same content
     changed = sorted(copy.iterdir())[0]
     changed.write_text(changed.read_text() + "!")
     assert key() != first
@@ -97,9 +100,9 @@ def test_an_interrupted_start_leaves_no_half_cache(texts, tmp_path, monkeypatch)
     def dies(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tokens.json, "dumps", dies)
+    monkeypatch.setattr(token_store.json, "dumps", dies)
     with pytest.raises(KeyboardInterrupt):
-        tokens.tokenize(texts, tmp_path, 300)
+        token_store.tokenize(texts, tmp_path, 300)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -117,8 +120,8 @@ def test_bytes_that_are_no_text_are_refused_with_the_files_name_unless_one_says_
         (tmp_path / name).write_bytes(written)
 
     def made(on_error):
-        read = corpus.text(str(tmp_path), "**/[01].txt", 0.5, str(tmp_path / "2.txt"), on_error=on_error)
-        made = tokens.tokenize(read, tmp_path / "cache", 300)
+        read = text_files.text(str(tmp_path), "**/[01].txt", 0.5, str(tmp_path / "2.txt"), on_error=on_error)
+        made = token_store.tokenize(read, tmp_path / "cache", 300)
         return made.tokenizer.decode(made.train.ids)
 
     with pytest.raises(Refused, match=rf"data: {tmp_path}/1.txt is .*{said}"):
@@ -126,7 +129,7 @@ def test_bytes_that_are_no_text_are_refused_with_the_files_name_unless_one_says_
     assert not list((tmp_path / "cache").iterdir())
     assert "\N{REPLACEMENT CHARACTER}" in made("replace") and "\0" not in made("replace")
     with caplog.at_level("INFO"):
-        assert made("skip") == "words " * 40 + tokens.END_OF_TEXT
+        assert made("skip") == "words " * 40 + token_store.END_OF_TEXT
     assert "data.on_error=skip: 1 of 2 train files are left out" in caplog.text
 
 
@@ -139,8 +142,8 @@ def test_another_encoding_is_the_same_text(tmp_path):
 
     def made(encoding):
         folder = tmp_path / encoding
-        read = corpus.text(str(folder), "*.txt", 0.5, str(folder / "1.txt"), encoding=encoding)
-        return tokens.tokenize(read, tmp_path / "cache", 300)
+        read = text_files.text(str(folder), "*.txt", 0.5, str(folder / "1.txt"), encoding=encoding)
+        return token_store.tokenize(read, tmp_path / "cache", 300)
 
     ours = made("utf-8")
     for other in map(made, ("utf-16", "gb18030")):
@@ -152,8 +155,10 @@ def test_another_encoding_is_the_same_text(tmp_path):
 def test_of_a_single_file_the_end_is_validation(tmp_path):
     text = "\n\n".join(f"Paragraph {i} says Größe.\nAnd more of {i}." for i in range(40))
     (tmp_path / "one.txt").write_text(text)
-    made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
-    train, val = (made.tokenizer.decode(ids).removesuffix(tokens.END_OF_TEXT) for ids in (made.train.ids, made.val.ids))
+    made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
+    train, val = (
+        made.tokenizer.decode(ids).removesuffix(token_store.END_OF_TEXT) for ids in (made.train.ids, made.val.ids)
+    )
     assert train + val == text and val.startswith("Paragraph ") and 0.1 <= len(val) / len(text) < 0.15
     assert (made.val.ends.tolist(), made.val.text_bytes.tolist()) == ([len(made.val.ids)], [len(val.encode())])
     nats = made.bits_per_byte(len(made.val.ids) - 1)(np.log(2))
@@ -164,7 +169,11 @@ def test_of_a_single_file_the_end_is_validation(tmp_path):
 def test_the_share_of_a_single_file_is_part_of_the_key(tmp_path):
     (tmp_path / "one.txt").write_text("".join(f"line {i} of text\n" for i in range(100)))
     sizes = [
-        len(tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", share), tmp_path / "cache", 300).val.ids)
+        len(
+            token_store.tokenize(
+                text_files.text(str(tmp_path / "one.txt"), "*", share), tmp_path / "cache", 300
+            ).val.ids
+        )
         for share in (0.1, 0.5, 0.1)
     ]
     assert sizes[0] == sizes[2] < sizes[1] and len(list((tmp_path / "cache").iterdir())) == 2
@@ -173,7 +182,7 @@ def test_the_share_of_a_single_file_is_part_of_the_key(tmp_path):
 def test_a_file_of_one_character_cannot_be_both(tmp_path):
     (tmp_path / "one.txt").write_text("x")
     with pytest.raises(Refused, match="hold no text"):
-        tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
+        token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -187,25 +196,25 @@ def _letters(count):
 
 def test_a_word_is_seen_in_pieces_by_the_training_of_a_tokenizer_alone(tmp_path, monkeypatch):
     """A piece is longer than every word of ordinary text, whose tokenizer stays what it was."""
-    word = "ab" * 3 * tokens.LONGEST_WORD
+    word = "ab" * 3 * token_store.LONGEST_WORD
     for name, text in (("0", f"a word {word}"), ("1", word)):
         (tmp_path / f"{name}.txt").write_text(text)
-    read = corpus.text(str(tmp_path / "0.txt"), "*", 0.5, str(tmp_path / "1.txt"))
+    read = text_files.text(str(tmp_path / "0.txt"), "*", 0.5, str(tmp_path / "1.txt"))
 
     def longest(folder):
-        made = tokens.tokenize(read, tmp_path / folder, 400)
-        assert made.tokenizer.decode(made.val.ids) == word + tokens.END_OF_TEXT
+        made = token_store.tokenize(read, tmp_path / folder, 400)
+        assert made.tokenizer.decode(made.val.ids) == word + token_store.END_OF_TEXT
         return max(map(len, made.tokenizer.get_vocab()))
 
-    assert longest("in pieces") == tokens.LONGEST_WORD
-    monkeypatch.setattr(tokens, "LONGEST_WORD", 10**6)
+    assert longest("in pieces") == token_store.LONGEST_WORD
+    monkeypatch.setattr(token_store, "LONGEST_WORD", 10**6)
     assert longest("whole") > 256
 
 
 def test_words_of_ordinary_length_make_the_same_tokenizer_in_pieces_or_not(texts, tmp_path, monkeypatch):
-    ours = tokens.tokenize(texts, tmp_path / "a", 300).tokenizer
-    monkeypatch.setattr(tokens, "LONGEST_WORD", 10**6)
-    assert tokens.tokenize(texts, tmp_path / "b", 300).tokenizer.backend_tokenizer.to_str() == (
+    ours = token_store.tokenize(texts, tmp_path / "a", 300).tokenizer
+    monkeypatch.setattr(token_store, "LONGEST_WORD", 10**6)
+    assert token_store.tokenize(texts, tmp_path / "b", 300).tokenizer.backend_tokenizer.to_str() == (
         ours.backend_tokenizer.to_str()
     )
 
@@ -215,7 +224,7 @@ def test_a_word_that_never_ends_does_not_stall_the_tokenizer(tmp_path, letters):
     """Whole, 200 000 letters take 8 s and 2 000 000 a minute and a half of one core, here half a second and 6 s."""
     (tmp_path / "one.txt").write_text(f"some words and {_letters(letters)}\n\nthe end of it\n")
     before = time.process_time()
-    made = tokens.tokenize(corpus.text(str(tmp_path / "one.txt"), "*", 0.01), tmp_path / "cache", 4096)
+    made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.01), tmp_path / "cache", 4096)
     assert time.process_time() - before < letters / 1e5
     assert len(made.train.ids) > letters / 4
 
@@ -238,20 +247,20 @@ WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_ends": 600}  # 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_full_disk_is_a_sentence_and_leaves_no_draft(texts, tmp_path, small_files, writer):
     if writer == "val_ends":  # which are larger than their tokens where they have one token each
-        tokenizer = tokens.tokenize(texts, tmp_path / "made before", 300).tokenizer
+        tokenizer = token_store.tokenize(texts, tmp_path / "made before", 300).tokenizer
         _write_all(tmp_path / "train", ["some words"])
         _write_all(tmp_path / "val", ["x"] * 100)
     else:
         tokenizer = None
         _write_all(tmp_path / "train", ["a line of text " * 4000])
         _write_all(tmp_path / "val", ["x y z" * 9000])
-    read = corpus.text(str(tmp_path / "train"), "*", 0.5, str(tmp_path / "val"))
+    read = text_files.text(str(tmp_path / "train"), "*", 0.5, str(tmp_path / "val"))
     small_files(WRITERS[writer])
     with pytest.raises(Refused, match=r"cache_dir=.*/cache: .* cannot be written there \(.*\). Make room, or type"):
-        tokens.tokenize(read, tmp_path / "cache", 300, tokenizer)
+        token_store.tokenize(read, tmp_path / "cache", 300, tokenizer)
     small_files(10**9)
     assert not list((tmp_path / "cache").iterdir())
-    made = tokens.tokenize(read, tmp_path / "cache", 300, tokenizer)  # with room it goes on
+    made = token_store.tokenize(read, tmp_path / "cache", 300, tokenizer)  # with room it goes on
     sizes = {path.stem: path.stat().st_size for path in (tmp_path / "cache").glob("*/*")}
     assert next(name for name in WRITERS if sizes.get(name, 0) > WRITERS[writer]) == writer and len(made.val.ids)
 
@@ -263,9 +272,9 @@ def _write_all(folder, texts):
 
 
 def test_no_text_is_refused(tmp_path):
-    empty = corpus.Corpus("text", tmp_path, [], [])
+    empty = text_files.Corpus("text", tmp_path, [], [])
     with pytest.raises(Refused, match="no text"):
-        tokens.tokenize(empty, tmp_path / "cache", 300)
+        token_store.tokenize(empty, tmp_path / "cache", 300)
 
 
 # --- bits per byte ----------------------------------------------------------------------------------------------------
@@ -280,8 +289,8 @@ def uneven(tmp_path):
     for name, content in (("train", WORDS * 9), ("val/0", WORDS), ("val/1", SIGNS)):
         (tmp_path / f"{name}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.txt").write_bytes(content)
-    read = corpus.text(str(tmp_path / "train.txt"), "*.txt", 0.2, str(tmp_path / "val"))
-    made = tokens.tokenize(read, tmp_path / "cache", 300)
+    read = text_files.text(str(tmp_path / "train.txt"), "*.txt", 0.2, str(tmp_path / "val"))
+    made = token_store.tokenize(read, tmp_path / "cache", 300)
     first = int(np.flatnonzero(made.val.ids == made.tokenizer.eos_token_id)[0]) + 1
     assert first < len(WORDS) / 3 and len(made.val.ids) == first + len(SIGNS) + 1
     return made, first
@@ -307,10 +316,10 @@ def test_bits_per_byte_are_those_of_what_was_predicted(uneven):
 
 def test_of_a_large_split_only_the_document_that_is_cut_is_looked_at(uneven, monkeypatch):
     made, first = uneven
-    counted, looked_at = tokens.bytes_of, []
-    monkeypatch.setattr(tokens, "bytes_of", lambda t, ids: looked_at.append(len(ids)) or counted(t, ids))
+    counted, looked_at = token_store.bytes_of, []
+    monkeypatch.setattr(token_store, "bytes_of", lambda t, ids: looked_at.append(len(ids)) or counted(t, ids))
     assert made.val_bytes(len(made.val.ids)) == 880 and made.val_bytes(first) == len(WORDS) and not looked_at
-    monkeypatch.setattr(tokens, "COUNTED_AT_ONCE", 3)
+    monkeypatch.setattr(token_store, "COUNTED_AT_ONCE", 3)
     assert made.val_bytes(first + 10) == len(WORDS) + 10 and looked_at == [3, 3, 3, 1]
 
 
@@ -324,8 +333,8 @@ def test_bytes_of_tokens_that_are_no_bytes(uneven, tmp_path):
     pieces = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
     for i, content in enumerate(("wörd other läst wördß", "läst läst")):
         (tmp_path / "val" / f"{i}.txt").write_text(content)
-    read = corpus.text(str(tmp_path / "train.txt"), "*.txt", 0.2, str(tmp_path / "val"))
-    made = tokens.tokenize(read, tmp_path / "cache", 0, pieces)
+    read = text_files.text(str(tmp_path / "train.txt"), "*.txt", 0.2, str(tmp_path / "val"))
+    made = token_store.tokenize(read, tmp_path / "cache", 0, pieces)
     assert made.val.ids.tolist() == [
         ids[t] for t in ("▁wörd", "▁other", "▁läst", "▁wörd", "<0xC3>", "<0x9F>", "<end>")
     ] + [
@@ -344,10 +353,10 @@ def test_a_run_says_the_bits_per_byte_of_its_first_validation_sequences(fit, une
 
 
 def test_control_tokens_in_plain_text_are_counted(tmp_path, caplog):
-    text = f"one {tokens.END_OF_TEXT} two\n" * 2 + "and more words\n" * 40
+    text = f"one {token_store.END_OF_TEXT} two\n" * 2 + "and more words\n" * 40
     (tmp_path / "a.txt").write_text(text)
-    source = corpus.text(str(tmp_path / "a.txt"), "*", 0.2)
+    source = text_files.text(str(tmp_path / "a.txt"), "*", 0.2)
     with caplog.at_level("INFO"):
-        made = tokens.tokenize(source, tmp_path / "cache", 300)
+        made = token_store.tokenize(source, tmp_path / "cache", 300)
     assert (made.train.ids == made.tokenizer.eos_token_id).sum() == 3  # bits of earlier runs stay
     assert "the train text holds 2 control tokens of the tokenizer" in caplog.text and "the val text" not in caplog.text

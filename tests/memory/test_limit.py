@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lowmem.errors import Refused
 from lowmem.memory import cap
 from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
-from lowmem.offload.boundary import OnHost
+from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing.boundary import OnHost
 
 
 @pytest.mark.parametrize(

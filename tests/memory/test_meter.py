@@ -9,11 +9,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lowmem.memory.ledger import PHASES
 from lowmem.memory.meter import MemoryMeter, curve, is_compiled
-from lowmem.offload.home import Resident
-from lowmem.precision.master import HostMasters
-from lowmem.precision.plugin import FullPrecision
-from lowmem.strategy.one_device import OneDevice
-from lowmem.units import CATEGORIES
+from lowmem.system.units import CATEGORIES
+from lowmem.techniques.precision.fp32_weights import FullPrecision
+from lowmem.techniques.precision.host_masters import HostMasters
+from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.weights.resident import Resident
 from made_up import Allocator
 
 LIVE = [f"{category}_bytes" for category in CATEGORIES]
@@ -134,9 +134,9 @@ def test_sampling_changes_no_bit(fit, monkeypatch):
 
 
 def test_compiled_code_still_compiles_and_the_break_down_says_it_is_off(fit, monkeypatch, caplog):
-    from lowmem import model
+    from lowmem.model import loading
 
-    compiled, load = [], model.load
+    compiled, load = [], loading.load
 
     def backend(graph, inputs):
         compiled.append(graph)
@@ -147,7 +147,7 @@ def test_compiled_code_still_compiles_and_the_break_down_says_it_is_off(fit, mon
         network.transformer.h[0].mlp.compile(backend=backend)
         return network
 
-    monkeypatch.setattr(model, "load", load_compiled)
+    monkeypatch.setattr(loading, "load", load_compiled)
     with caplog.at_level("INFO", logger="lowmem"):
         summary, run = fit("val_every=2")
     assert compiled, "the meter turned torch.compile off"

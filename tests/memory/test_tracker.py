@@ -7,7 +7,7 @@ import torch
 
 from lowmem.memory.ledger import Ledger, gradients, optimizer_state, weights
 from lowmem.memory.tracker import StorageTracker, highest, host_side
-from lowmem.units import CATEGORIES
+from lowmem.system.units import CATEGORIES
 
 KIB = 1024
 

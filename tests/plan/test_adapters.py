@@ -7,17 +7,17 @@ import torch
 from test_recipes import card, machine
 from test_trace import MODELS, PHASES, SCALARS, measured, traced
 
-from lowmem import build
-from lowmem.errors import Refused
 from lowmem.memory.tracker import Point
-from lowmem.model import describe
-from lowmem.plan.candidates import Typed, candidates, trainings
-from lowmem.plan.derive import Derivation
+from lowmem.model.loading import describe
+from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import needs, outline
-from lowmem.plan.recipes import model_depth
+from lowmem.plan.search.candidates import Typed, candidates, trainings
+from lowmem.plan.search.derive import Derivation
+from lowmem.plan.search.recipes import model_depth
 from lowmem.plan.target import Target
-from lowmem.plan.trace import trace
-from lowmem.trainable import trainable
+from lowmem.plan.tracing.trace import trace
+from lowmem.system.errors import Refused
+from lowmem.training import build
 
 FREEZE = "freeze=[transformer.wte.*,*.ln_1.*]"
 RUN = (*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8", "clip=1.0")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lowmem.plan.allocator import Allocator, Full, replay, smallest_limit
+from lowmem.plan.cost.allocator import Allocator, Full, replay, smallest_limit
 
 MIB = 2**20
 

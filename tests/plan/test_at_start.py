@@ -8,9 +8,10 @@ from datetime import date
 import pytest
 import torch
 
-from lowmem import build
-from lowmem.memory import process
-from lowmem.plan import at_start, machine, update, window
+from lowmem.plan import at_start
+from lowmem.plan.cost import machine, step_time, update_time
+from lowmem.system import process
+from lowmem.training import build
 
 
 def test_predicted_stands_beside_measured(command, tmp_path):
@@ -54,7 +55,7 @@ def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
 
 @pytest.mark.slow
 def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, monkeypatch):
-    from lowmem import loss
+    from lowmem.techniques.loss import cross_entropy
 
     def too_much(model, batch):
         found = model(**batch.inputs, use_cache=False).logits.sum()
@@ -62,7 +63,7 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
             torch.empty(2**60)
         return found
 
-    monkeypatch.setattr(loss, "full", too_much)
+    monkeypatch.setattr(cross_entropy, "full", too_much)
     code, said = command("plan=check", "precision=32", "model.architecture.n_embd=256")
     assert code == 1 and "Traceback" not in said
     need = float(re.search(r"Predicted were ([\d.]+) GiB of the device", said)[1])
@@ -136,7 +137,7 @@ def test_fit_is_a_size_or_a_word(command, value):
 def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_path, caplog):
     """Of this machine, if some are; a run of a few steps tells nothing, and what it was predicted to take is said."""
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
-    monkeypatch.setattr(window, "LONG", 0.0)
+    monkeypatch.setattr(step_time, "LONG", 0.0)
     monkeypatch.setattr(at_start, "LONG", 0.0)
     caplog.set_level("INFO")
 
@@ -149,7 +150,7 @@ def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_p
     rates.save()
     assert counted(15) is None  # what an update takes is not known, and not measured then
     assert "steps of about" not in caplog.text
-    monkeypatch.setattr(update, "_kind", lambda cfg: cfg.optim.target)
+    monkeypatch.setattr(update_time, "_kind", lambda cfg: cfg.optim.target)
     rates.updates["torch.optim.AdamW"] = 1.0
     rates.save()
     assert counted(5) is None and not machine.kept(False).runs

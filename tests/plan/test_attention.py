@@ -16,18 +16,22 @@ import torch.nn.functional as F
 from test_trace import MODELS
 from torch import nn
 
-from lowmem import gpus, internals, kept_results
-from lowmem.gpus import Card
-from lowmem.gradient_checkpointing import Alone
+from lowmem.config import cards
+from lowmem.config.cards import Card
 from lowmem.memory.tracker import StorageTracker, highest
-from lowmem.plan import at_start, attend, attention, card, table
-from lowmem.plan.attention import CUDNN, EFFICIENT, FLASH, MATH, Call, kernel
-from lowmem.plan.candidates import Typed
-from lowmem.plan.recipes import Plan, Recipe
+from lowmem.plan import at_start, table
+from lowmem.plan.search.candidates import Typed
+from lowmem.plan.search.recipes import Plan, Recipe
 from lowmem.plan.target import Target
-from lowmem.plan.trace import trace
-from lowmem.plan.work import work_of
-from lowmem.units import GIB
+from lowmem.plan.tracing import as_card as card
+from lowmem.plan.tracing import attend, attention
+from lowmem.plan.tracing.attention import CUDNN, EFFICIENT, FLASH, MATH, Call, kernel
+from lowmem.plan.tracing.operator_cost import work_of
+from lowmem.plan.tracing.trace import trace
+from lowmem.system import torch_private
+from lowmem.system.units import GIB
+from lowmem.techniques.gradient_checkpointing import selective
+from lowmem.techniques.gradient_checkpointing.policies import Alone
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CARDS = (7.5, 8.0, 8.6, 8.9, 9.0, 12.0)
@@ -111,16 +115,16 @@ def test_efficient_attention_has_kernels_for_these_cards():
 def test_efficient_attention_takes_no_groups():
     """Where torch learns it, its header and its shapes say so, and `attention._efficient` may take them."""
     assert "supports_mqa" not in (TRANSFORMERS / "sdp_utils_cpp.h").read_text()
-    with internals.FakeTensorMode():
+    with torch_private.FakeTensorMode():
         q, k, v = made(FP32, 4, 2, 64, 16)
-        out = internals.ATTENTION_EFFICIENT(q, k, v, None, True)[0]
+        out = torch_private.ATTENTION_EFFICIENT(q, k, v, None, True)[0]
         with pytest.raises(RuntimeError, match="invalid gradient"):
             out.sum().backward()
 
 
 @pytest.mark.gpu
 def test_the_card_that_is_here_takes_what_the_table_says():
-    capability, names = gpus.here().capability, {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
+    capability, names = cards.here().capability, {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
     wrong = []
     heads = (64, 66, 80, 128, 208, 256, 320)
     for dtype, head, kv, mask, dropout in product((FP32, BF16, FP16), heads, (4, 2), (False, True), (0.0, 0.1)):
@@ -145,7 +149,7 @@ def made(dtype, heads, groups, tokens, size, batch=1, device=None):
 
 def measured(capability, tensors, **more):
     """Bytes that stay for backward, the result among them, and what backward takes beyond those and its gradient."""
-    with internals.FakeTensorMode(), card.kernels(True, capability), StorageTracker({}) as tracker:
+    with torch_private.FakeTensorMode(), card.kernels(True, capability), StorageTracker({}) as tracker:
         q, k, v = made(*tensors)
         given = tracker.now
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape != q.shape, **more)
@@ -217,7 +221,7 @@ def test_math_keeps_what_dropout_drops_and_a_byte_for_each():
 def test_scratch_of_models_that_people_have():
     """In MiB, by hand: GPT-2 XL and Llama 3.1 8B under flash; 32 heads of many sizes under the memory-efficient one."""
     mib = 2**20
-    with internals.FakeTensorMode():
+    with torch_private.FakeTensorMode():
         gpt2, llama = made(BF16, 25, 25, 1024, 64, 4), made(BF16, 32, 8, 4096, 128)
         assert attend.flash_scratch(*gpt2[:2]) == [25 * mib, 25 * mib // 64]
         assert attend.flash_scratch(*llama[:2]) == [64 * mib, mib // 2, 32 * mib, 32 * mib]
@@ -230,7 +234,7 @@ def test_scratch_of_models_that_people_have():
 
 def test_a_mask_is_written_out_in_the_dtype_of_the_query_and_padded():
     """In each layer: torch keeps its own copy. 20 tokens are padded to 24."""
-    with internals.FakeTensorMode(), card.kernels(True, 8.6), StorageTracker({}) as tracker:
+    with torch_private.FakeTensorMode(), card.kernels(True, 8.6), StorageTracker({}) as tracker:
         q, k, v = made(BF16, 4, 4, 20, 16)
         mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
         given = tracker.now
@@ -247,7 +251,7 @@ def test_heads_that_no_eight_divides_are_padded():
 
 
 def test_autocast_decides_the_dtype():
-    with internals.FakeTensorMode(), card.kernels(True, 8.6) as attention:
+    with torch_private.FakeTensorMode(), card.kernels(True, 8.6) as attention:
         q, k, v = made(FP32, 4, 2, 64, 16)
         with torch.autocast("cpu", dtype=BF16):
             assert F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).dtype == BF16
@@ -262,13 +266,13 @@ def test_operations_are_counted_as_torch_counts_them(capability, dropout, mask):
 
     flops = []
 
-    class Counts(internals.TorchDispatchMode):
+    class Counts(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             flops.append(getattr(work_of(func, args, kwargs, out), "flops", 0))
             return out
 
-    with internals.FakeTensorMode(), card.kernels(True, capability), Counts():
+    with torch_private.FakeTensorMode(), card.kernels(True, capability), Counts():
         q, k, v = made(BF16, 4, 4, 64, 16)
         masks = torch.ones(64, 64, dtype=torch.bool) if mask else None
         with FlopCounterMode(display=False) as counter:
@@ -280,7 +284,7 @@ def test_operations_are_counted_as_torch_counts_them(capability, dropout, mask):
 
 
 @pytest.mark.parametrize("capability, mask", [(8.6, False), (8.6, True), (9.0, False)])
-@pytest.mark.parametrize("contexts, times", [(kept_results.contexts, 1), (None, 2)])
+@pytest.mark.parametrize("contexts, times", [(selective.contexts, 1), (None, 2)])
 def test_selective_checkpointing_keeps_attention_whatever_its_kernel(capability, mask, contexts, times):
     """As on a card: these operators are those that a card's attention ends in. Dropout makes it draw numbers."""
 
@@ -297,17 +301,17 @@ def test_selective_checkpointing_keeps_attention_whatever_its_kernel(capability,
 
     seen = []
 
-    class See(internals.TorchDispatchMode):
+    class See(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    with internals.FakeTensorMode(), card.kernels(True, capability), See():
+    with torch_private.FakeTensorMode(), card.kernels(True, capability), See():
         block = Block()
         Alone(block, **({"contexts": contexts} if contexts else {}))
         block(torch.empty(2, 32, 64, requires_grad=True)).sum().backward()
-    assert sum(func in internals.ATTENTION for func in seen) == times
-    assert sum(func in internals.ATTENTION_BACKWARD for func in seen) == 1
+    assert sum(func in torch_private.ATTENTION for func in seen) == times
+    assert sum(func in torch_private.ATTENTION_BACKWARD for func in seen) == 1
 
 
 def traced(config, *typed, capability=8.6, on_card=True):
@@ -353,7 +357,7 @@ def test_what_to_type_is_what_this_card_has_a_kernel_for():
 
 
 def test_run_and_plan_say_it_once(config, monkeypatch, caplog):
-    monkeypatch.setattr(gpus, "here", lambda: Card(8 * GIB, "a card in mind", capability=8.6))
+    monkeypatch.setattr(cards, "here", lambda: Card(8 * GIB, "a card in mind", capability=8.6))
     said = {}
     for precision in ("tf32", "bf16"):
         caplog.clear()

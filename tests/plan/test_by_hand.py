@@ -11,7 +11,7 @@ The peak of each recipe is elsewhere: at the loss, inside a block that is comput
 
 from types import SimpleNamespace
 
-from lowmem.plan.trace import trace
+from lowmem.plan.tracing.trace import trace
 
 SCALARS = 64  # bytes: the loss, its sum and its mean, norms, counts of tokens
 

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowmem.internals import FakeTensorMode
 from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.tracker import StorageTracker
-from lowmem.optim.build import MakeOptimizer
-from lowmem.plan import card
-from lowmem.plan.trace import trace
+from lowmem.plan.tracing import as_card
+from lowmem.plan.tracing.trace import trace
+from lowmem.system.torch_private import FakeTensorMode
+from lowmem.techniques.optim.build import MakeOptimizer
 
 GPT2 = ["model.architecture.n_embd=64", "model.architecture.n_layer=3", "model.architecture.vocab_size=300"]
 DROPS = [f"model.architecture.{name}_pdrop=0.1" for name in ("resid", "embd", "attn")]
@@ -40,7 +40,7 @@ def kept(compute, *inputs):
 def test_dropout_keeps_a_mask_of_a_byte_per_element_and_a_cpu_its_noise():
     x = torch.randn(SHAPE, requires_grad=True)
     assert kept(lambda x: F.dropout(x, 0.1), x) == x.nbytes
-    with card.kernels(True):
+    with as_card.kernels(True):
         assert kept(lambda x: F.dropout(x, 0.1), x) == x.numel()
 
 
@@ -53,18 +53,18 @@ def test_attention_draws_its_mask_again_and_a_cpu_keeps_scores():
 
     scores = batch * heads * tokens * tokens * 4
     assert kept(attend, q, k, v) > 2 * scores
-    with FakeTensorMode() as fake, card.kernels(True):  # the result, a sum per row, and where its numbers began
+    with FakeTensorMode() as fake, as_card.kernels(True):  # the result, a sum per row, and where its numbers began
         assert kept(attend, *map(fake.from_tensor, (q, k, v))) == v.nbytes + batch * heads * tokens * 4 + 2 * 8
 
 
-@pytest.mark.parametrize("name", [*card.IN_FP32, *card.SUMS_IN_FP32])
+@pytest.mark.parametrize("name", [*as_card.IN_FP32, *as_card.SUMS_IN_FP32])
 def test_autocast_widens_what_a_cpu_leaves(name):
     """torch's own registry is the witness: CUDA's autocast has a kernel for it and a CPU's does not."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     full = f"aten::{name}"
     on_card = has(full, "AutocastCUDA")
     assert (on_card or name == "rms_norm") and not has(full, "AutocastCPU")  # torch 2.11 has none for rms_norm
-    with card.kernels(True):
+    with as_card.kernels(True):
         assert has(full, "AutocastCPU") == on_card
     assert not has(full, "AutocastCPU")
 
@@ -75,16 +75,16 @@ def test_widened_means_fp32_and_what_follows_is_narrow_again():
     for way in ways:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert way(x).dtype == torch.bfloat16
-            with card.kernels(True):
+            with as_card.kernels(True):
                 assert way(x).dtype == torch.float32
                 assert (way(x).reshape(-1, 1) @ x.reshape(1, -1)).dtype == torch.bfloat16
-        with card.kernels(True):
+        with as_card.kernels(True):
             assert way(x).dtype == torch.bfloat16  # without autocast nothing is widened
     assert torch.equal(torch.autograd.grad((x.float() ** 3).sum(), x)[0], cubed_on_card(x))
 
 
 def cubed_on_card(x):
-    with card.kernels(True), torch.autocast("cpu", dtype=torch.bfloat16):
+    with as_card.kernels(True), torch.autocast("cpu", dtype=torch.bfloat16):
         return torch.autograd.grad((x**3).sum(), x)[0]
 
 
@@ -130,4 +130,4 @@ def test_a_step_on_all_tensors_at_once_takes_a_copy_of_them():
         return max(point.total for point in tracker.timeline()) - sum(ledger.bytes().values())
 
     every = 8 * 64 * 64 * 4
-    assert beside(lambda make: make) < every <= beside(card.foreach)
+    assert beside(lambda make: make) < every <= beside(as_card.foreach)

@@ -6,11 +6,11 @@ import signal
 import psutil
 import pytest
 
-from lowmem.plan import helper as helpers
-from lowmem.plan.helper import Helper
+from lowmem.config.settle import run_of
 from lowmem.plan.job import resolved
-from lowmem.plan.trace import trace
-from lowmem.settle import run_of
+from lowmem.plan.search import helper as helpers
+from lowmem.plan.search.helper import Helper
+from lowmem.plan.tracing.trace import trace
 
 
 def cfg(*typed):

@@ -6,13 +6,13 @@ import sys
 import pytest
 from test_trace import MODELS
 
-from lowmem import cli
-from lowmem.overrides import CONF, replaced
+from lowmem.command import cli
+from lowmem.config.settle import run_of
+from lowmem.config.typed_lines import CONF, replaced
 from lowmem.plan import job, prediction
-from lowmem.plan.derive import Derivation
 from lowmem.plan.prediction import PHASES
+from lowmem.plan.search.derive import Derivation
 from lowmem.plan.target import Target
-from lowmem.settle import run_of
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_be_traced_gets_an_estimate(planned, monkeypatch):
 def test_a_fault_of_the_planner_is_no_estimate(planned, monkeypatch):
     """Whatever it is that is wrong in lowmem's own code."""
 
-    monkeypatch.setattr("lowmem.plan.trace.highest_of_phases", None)
+    monkeypatch.setattr("lowmem.plan.tracing.trace.highest_of_phases", None)
     code, said, _ = planned("gpu=1GiB", "search=false")
     assert code == 1 and "Traceback" in said and "Type plan=off to start without a prediction" in said
 
@@ -242,11 +242,12 @@ def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, sm
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    from lowmem.data import corpus, tokens
+    from lowmem.data import token_store
+    from lowmem.data.sources import text_files
 
     data = config().data
-    texts = corpus.text(data.path, data.pattern, data.val_fraction)
-    tokens.tokenize(texts, tmp_path / "cache", 300).tokenizer.save_pretrained(tmp_path / "gemma2")
+    texts = text_files.text(data.path, data.pattern, data.val_fraction)
+    token_store.tokenize(texts, tmp_path / "cache", 300).tokenizer.save_pretrained(tmp_path / "gemma2")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "head_dim": 16, "vocab_size": 300}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 8, "pad_token_id": 0}
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowmem.model import describe, load
+from lowmem.model.loading import describe, load
 from lowmem.plan.prediction import predict
 from lowmem.plan.target import Target
 

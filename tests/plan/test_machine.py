@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem import gpus
-from lowmem.plan import machine, update
+from lowmem.config import cards
+from lowmem.config.settle import run_of
+from lowmem.plan.cost import machine, update_time
+from lowmem.plan.cost.step_time import free_from
 from lowmem.plan.job import resolved
-from lowmem.settle import run_of
+from lowmem.techniques.precision import fp32_weights
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -49,18 +51,33 @@ def test_a_card_with_a_name_has_its_own_rates(monkeypatch):
     monkeypatch.setattr(machine, "_file", lambda name: machine.CACHE / "no such folder" / name)
     monkeypatch.setattr(machine, "others_compute", lambda device: True)
     monkeypatch.setattr(machine, "_name", lambda on_card: "any")
-    reference, size = gpus.named(gpus.REFERENCE).rates, gpus.card("12GiB")
+    reference, size = cards.named(cards.REFERENCE).rates, cards.card("12GiB")
     for here in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
-        for name in gpus.cards():
-            found = machine.machine(True, gpus.card(name))
-            assert found.flops == gpus.named(name).rates["flops"] and found.link == gpus.named(name).rates["link"]
+        for name in cards.cards():
+            found = machine.machine(True, cards.card(name))
+            assert found.flops == cards.named(name).rates["flops"] and found.link == cards.named(name).rates["link"]
         assert machine.machine(False, size).name == "measured-cpu"
         assert (machine.machine(True, size).name == "measured-cuda") == here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine.machine(True, size).flops == machine.machine(True).flops == reference["flops"]
-    fast = machine.machine(True, size, "tensorfloat32").flops
-    assert fast == reference["flops"] | {"float32": reference["flops"]["tensorfloat32"]} != reference["flops"]
+    fast, slow = machine.machine(True, size, "tensorfloat32"), machine.machine(True, size)
+    assert fast.rate("float32") == reference["flops"]["tensorfloat32"] > slow.rate("float32")
+
+
+def test_a_measured_card_has_a_rate_of_tf32_products(monkeypatch):
+    """They are measured as precision=tf32 computes them, and the setting is the old one afterwards."""
+    monkeypatch.setattr(fp32_weights, "has_tf32", lambda device: True)
+    monkeypatch.setattr(torch, "randn", lambda *size, device: torch.zeros(2, 2))
+    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(1))
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory: torch.zeros(1))
+    high = {"highest": 2.0, "high": 1.0}
+    monkeypatch.setattr(machine, "fastest", lambda call, device: high[torch.get_float32_matmul_precision()])
+    flops, *_ = machine._rates("cuda")
+    assert flops["tensorfloat32"] == 2 * flops["float32"]
+    assert torch.get_float32_matmul_precision() == "highest"
+    here = machine.Machine("a card", flops, 1.0, 1.0, link=1.0, fp32_products="tensorfloat32")
+    assert here.rate("float32") == flops["tensorfloat32"] and free_from(here, "tensorfloat32") > 0
 
 
 @pytest.fixture
@@ -212,23 +229,26 @@ def test_two_may_save_at_once(measurements, monkeypatch, caplog):
 def test_an_update_that_was_timed_while_others_computed_is_used_and_never_kept(measurements, monkeypatch, busy):
     """Nor by what is saved later for another reason."""
     timings = []
-    monkeypatch.setattr(update, "timed", lambda cfg: timings.append(1) or 3.0)
-    monkeypatch.setattr(update, "counted", lambda here, cfg: 2.0)
+    monkeypatch.setattr(update_time, "timed", lambda cfg: timings.append(1) or 3.0)
+    monkeypatch.setattr(update_time, "counted", lambda here, cfg: 2.0)
     answers = iter(busy)
-    monkeypatch.setattr(update, "others_compute", lambda device: next(answers))
+    monkeypatch.setattr(update_time, "others_compute", lambda device: next(answers))
     here, cfg = machine.machine(False), typed()
-    assert not update.knows_update(here, cfg)
-    assert [update.pace_of_update(here, cfg) for _ in range(2)] == [1.5, 1.5] and len(timings) == 1
-    assert update.knows_update(here, cfg)
+    assert not update_time.knows_update(here, cfg)
+    assert [update_time.pace_of_update(here, cfg) for _ in range(2)] == [1.5, 1.5] and len(timings) == 1
+    assert update_time.knows_update(here, cfg)
     here.learn("float32", 1.0)
-    assert update.knows_update(machine.kept(False), cfg) != any(busy)
+    assert update_time.knows_update(machine.kept(False), cfg) != any(busy)
 
 
 def test_updates_with_other_arguments_take_other_times():
-    kind, fused = update._kind(typed()), update._kind(typed("optim.fused=false"))
+    kind, fused = update_time._kind(typed()), update_time._kind(typed("optim.fused=false"))
     assert kind != fused and kind.startswith("torch.optim.AdamW") and len(kind) < 60
-    assert kind == update._kind(typed("lr=1e-5")) == update._kind(typed("optim.in_backward=true"))
-    assert len({kind, fused, update._kind(typed("optim=sgd")), update._kind(typed("precision=bf16-master"))}) == 4
+    assert kind == update_time._kind(typed("lr=1e-5")) == update_time._kind(typed("optim.in_backward=true"))
+    assert (
+        len({kind, fused, update_time._kind(typed("optim=sgd")), update_time._kind(typed("precision=bf16-master"))})
+        == 4
+    )
 
 
 def typed(*lines):
@@ -239,7 +259,7 @@ def typed(*lines):
 @pytest.mark.parametrize(("said", "where"), [("rates", "rates"), ("", "~/.cache/lowmem"), ("~/mine", "~/mine")])
 def test_rates_are_kept_where_a_variable_says(tmp_path, said, where):
     """Wherever the process goes later."""
-    prints = "from lowmem.plan.machine import CACHE; print(CACHE)"
+    prints = "from lowmem.plan.cost.machine import CACHE; print(CACHE)"
     environment = os.environ | {"LOWMEM_RATES": said}
     line = [sys.executable, "-c", prints]
     done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -28,14 +28,16 @@ def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     assert abs(found.device_peak / measured - 1) < OFF
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
-    monkeypatch.setattr("lowmem.plan.shapes.EXPERTS", 1)  # and not that each gradient is as large as those of all
+    monkeypatch.setattr(
+        "lowmem.plan.tracing.shapes.EXPERTS", 1
+    )  # and not that each gradient is as large as those of all
     cfg = cfg.knowing(batch_size=2)  # a quarter for the experts
     wrong = predict(cfg, Target(on_card=False))
     assert abs(wrong.device_peak / measured - 1) > OFF
 
 
 def test_what_cannot_be_traced_all_the_same_is_counted_and_says_how_far_that_is_off(config, monkeypatch):
-    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 100)
+    monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 100)
     found = predict(of_family(config, "mixtral"), Target(on_card=False))
     assert "100 operators" in found.estimate and "from a third too little to a fifth too much" in found.estimate
     one, two = (of_family(config, "mixtral", num_experts_per_tok=count) for count in (1, 2))

@@ -8,13 +8,13 @@ from bitsandbytes import functional
 from bitsandbytes.optim import PagedAdamW8bit
 from torch import nn
 
-from lowmem.gpus import Card
+from lowmem.config.cards import Card
 from lowmem.memory.ledger import optimizer_state, paged_state
-from lowmem.optim import build
-from lowmem.plan import stand_in, trace
 from lowmem.plan.prediction import Need, outline, predict
 from lowmem.plan.target import Target
-from lowmem.units import GIB
+from lowmem.plan.tracing import stand_in, trace
+from lowmem.system.units import GIB
+from lowmem.techniques.optim import build
 
 # Embeddings of 300 x 256 are below the 100,000 elements from which state is paged; matrices of 256 x 768 are above.
 MODEL = ["model.architecture.n_embd=256", "model.architecture.n_layer=2", "model.architecture.vocab_size=300"]

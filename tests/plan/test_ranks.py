@@ -11,18 +11,18 @@ import pytest
 import torch
 from benchmarks import ranks
 
-from lowmem.gpus import COMMUNICATOR, Card
+from lowmem.config.cards import COMMUNICATOR, Card
 from lowmem.memory.tracker import StorageTracker
-from lowmem.plan import shapes
-from lowmem.plan.links import EARLIER, NODE, Sent, Traffic, by_phase, of_window, traffic
-from lowmem.plan.machine import Machine
+from lowmem.plan.cost.machine import Machine
+from lowmem.plan.cost.step_time import window
 from lowmem.plan.prediction import PHASES, Need, Prediction, outline, predict
 from lowmem.plan.table import command
 from lowmem.plan.target import Target
-from lowmem.plan.trace import trace
-from lowmem.plan.window import window
-from lowmem.strategy.pipeline import Pipeline
-from lowmem.units import GIB
+from lowmem.plan.tracing import shapes
+from lowmem.plan.tracing.trace import trace
+from lowmem.plan.tracing.traffic import EARLIER, NODE, Sent, Traffic, by_phase, of_window, traffic
+from lowmem.system.units import GIB
+from lowmem.techniques.strategy.pipeline import Pipeline
 
 S = SimpleNamespace(B=2, T=16, H=64, F=128, n=4, L=3, V=2048)
 SHAPE = {"hidden_size": S.H, "intermediate_size": S.F, "num_hidden_layers": S.L, "vocab_size": S.V, "head_dim": 16}

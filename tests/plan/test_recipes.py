@@ -6,22 +6,22 @@ from functools import cache
 
 import pytest
 
-from lowmem import gpus
-from lowmem.errors import Refused
-from lowmem.gpus import Card
+from lowmem.config import cards
+from lowmem.config.cards import Card
+from lowmem.config.declarations import CHANGEABLE, techniques
+from lowmem.config.settle import run_of
+from lowmem.config.typed_lines import CONF, replaced
 from lowmem.memory.tracker import Point
-from lowmem.overrides import CONF, replaced
-from lowmem.plan import recipes, tracing
-from lowmem.plan.candidates import COMPUTED, Typed, candidates, micro_batches, stands_alone, trainings
-from lowmem.plan.derive import Derivation, bilinear
-from lowmem.plan.machine import Machine
+from lowmem.plan.cost.machine import Machine
+from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.prediction import Need, Prediction, needs
+from lowmem.plan.search import recipes, trace_all
+from lowmem.plan.search.candidates import COMPUTED, Typed, candidates, micro_batches, stands_alone, trainings
+from lowmem.plan.search.derive import Derivation, bilinear
 from lowmem.plan.target import Target
-from lowmem.plan.trace import Trace, trace
-from lowmem.plan.window import of_trace
-from lowmem.plan.work import Work
-from lowmem.settle import run_of
-from lowmem.techniques import CHANGEABLE, techniques
+from lowmem.plan.tracing.operator_cost import Work
+from lowmem.plan.tracing.trace import Trace, trace
+from lowmem.system.errors import Refused
 
 DEPTH = 7
 ON_CARD = Target(on_card=True)
@@ -49,7 +49,7 @@ RECIPES = [
 
 
 def machine():
-    return Machine("a card", **gpus.named(gpus.REFERENCE).rates)
+    return Machine("a card", **cards.named(cards.REFERENCE).rates)
 
 
 def card(size, **said):
@@ -195,7 +195,7 @@ def test_a_card_without_bf16_products_is_given_fp16():
         asked = typed(*lines, "optim=adamw", "batch_size=8", "gradient_checkpointing=none", "loss=full")
         return {precision for (precision,) in of(all_of(asked, card), "precision")}
 
-    t4, other = gpus.named("t4"), gpus.named("rtx3060")
+    t4, other = cards.named("t4"), cards.named("rtx3060")
     assert [one.multiplies("bfloat16") for one in (t4, other, card(1))] == [False, True, True]
     assert precisions([], t4) == {"32", "16", "16-master"}
     assert precisions([], other) == precisions([], None) == {"32", "bf16", "bf16-sr", "bf16-master"}
@@ -204,7 +204,7 @@ def test_a_card_without_bf16_products_is_given_fp16():
 
 def test_and_what_was_typed_for_it_is_refused():
     with pytest.raises(Refused, match=r"no units for it.*Type precision=16, 16-master or 32"):
-        recipes.search(typed("precision=bf16", "batch_size=8"), Target(True, gpus.named("t4")))
+        recipes.search(typed("precision=bf16", "batch_size=8"), Target(True, cards.named("t4")))
 
 
 # --- what a recipe changes --------------------------------------------------------------------------------------------
@@ -464,8 +464,8 @@ def test_a_search_says_that_it_takes_long_before_it_does(config, composed, capsy
             said.append(capsys.readouterr().err)
             time.sleep(0.01)
 
-    monkeypatch.setattr(tracing, "WAIT", 0.005)
-    tracing.trace_all(cfg, Slow(), [(option, (1, 2)) for option in options])
+    monkeypatch.setattr(trace_all, "WAIT", 0.005)
+    trace_all.trace_all(cfg, Slow(), [(option, (1, 2)) for option in options])
     assert "Tracing 2 ways" in said[0] and "which takes 0 to 0 s" in said[1]
 
 
@@ -478,7 +478,7 @@ def test_a_model_that_cannot_be_traced_is_refused_a_search(composed):
             raise RuntimeError("numbers are asked for")
 
     with pytest.raises(Refused, match=r"numbers are asked for.*search=false"):
-        tracing.trace_all(composed({"batch_size": "2"}), Untraceable(), [({}, (1, 1))])
+        trace_all.trace_all(composed({"batch_size": "2"}), Untraceable(), [({}, (1, 1))])
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem.internals import FakeTensor, storage_key
-from lowmem.plan import shapes
-from lowmem.plan.shapes import Shapes
+from lowmem.plan.tracing import shapes
+from lowmem.plan.tracing.shapes import Shapes
+from lowmem.system.torch_private import FakeTensor, storage_key
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import parity
-from lowmem.memory import process
 from lowmem.plan.target import Target
-from lowmem.plan.trace import trace
+from lowmem.plan.tracing.trace import trace
+from lowmem.system import process
 
 COMPILED = "gradient_checkpointing=budget"  # allocates unseen
 STEADY = 3  # the step at which a run is compared
@@ -105,7 +105,7 @@ def test_the_mask_of_packed_documents_is_predicted(config, fit, monkeypatch, tex
     found, phases = measured(folder), traced(config(*typed)).phases
     for phase in PHASES:
         assert abs(phases[phase].total / found[phase]["live_peak_bytes"] - 1) <= 0.01, phase
-    monkeypatch.setattr("lowmem.plan.trace.boundaries_count_as_real", nullcontext)
+    monkeypatch.setattr("lowmem.plan.tracing.trace.boundaries_count_as_real", nullcontext)
     blind = traced(config(*typed)).phases
     assert blind["forward"].total < 0.95 * found["forward"]["live_peak_bytes"]
 
@@ -207,13 +207,13 @@ def test_a_loop_that_waits_for_a_number_ends_in_an_estimate(config, monkeypatch)
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT2Model, "forward", waits)
-    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 20_000)
+    monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 20_000)
     found = predict(config().resolved(), Target(on_card=False))
     assert "20,000 operators" in found.estimate and found.device_peak > 0
 
 
 def test_the_budget_is_far_from_what_a_trace_needs(config, monkeypatch):
-    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
+    monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
     assert traced(config()).parameters > 0
 
 
@@ -226,7 +226,7 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
         "model.architecture", {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
     )
     for operators in (1000, 1500, 1501, 1502, 1503, 2000):
-        monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", operators)
+        monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", operators)
         assert "operators" in predict(cfg.resolved(), Target(on_card=False)).estimate
 
 
@@ -234,7 +234,7 @@ def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
     """Whose schedule wraps what a stage raises."""
     from lowmem.plan.prediction import predict
 
-    monkeypatch.setattr("lowmem.plan.shapes.OPERATORS", 500)
+    monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 500)
     cfg = config("strategy=pipeline", "devices=2", "accumulation=fixed")
     assert "operators" in predict(cfg.resolved(), Target(on_card=False)).estimate
 
@@ -297,7 +297,7 @@ def test_recomputation_is_backward_and_a_norm_no_forward_pass(config):
 
 
 def test_the_state_of_a_third_parameter_is_that_of_two_of_its_kind():
-    from lowmem.plan.trace import another
+    from lowmem.plan.tracing.trace import another
 
     table = torch.ones(4)  # of all parameters
     first, second = ({"step": 1, "moments": [torch.ones(2, 3)], "table": table} for _ in range(2))

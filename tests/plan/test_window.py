@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from lowmem import gpus
-from lowmem.plan import update, window
+from lowmem.config import cards
+from lowmem.config.settle import run_of
+from lowmem.plan.cost import step_time, update_time
+from lowmem.plan.cost.machine import Machine
+from lowmem.plan.cost.step_time import Window
 from lowmem.plan.job import resolved
-from lowmem.plan.machine import Machine
-from lowmem.plan.trace import Trace
-from lowmem.plan.window import Window
-from lowmem.plan.work import Work
-from lowmem.settle import run_of
+from lowmem.plan.tracing.operator_cost import Work
+from lowmem.plan.tracing.trace import Trace
 
 FLOPS = {"float32": 1.0}
 TAKEN = {"forward": 2.0, "backward": 4.0, "sum": 0.0, "step": 0.5, "update": 3.0}
@@ -23,7 +23,7 @@ def cfg(*typed):
 def card(link, bandwidth=1.0, updates=1.0):
     """With a host whose updates take `updates` times what they are counted for. Rates are per second."""
     host = Machine("host", FLOPS, bandwidth, 0.0)
-    host.updates = dict.fromkeys((update._kind(cfg(f"precision={of}")) for of in ("bf16-master", "32")), updates)
+    host.updates = dict.fromkeys((update_time._kind(cfg(f"precision={of}")) for of in ("bf16-master", "32")), updates)
     return Machine("card", FLOPS, 1.0, 0.0, link=link, host=host)
 
 
@@ -37,13 +37,13 @@ def test_on_a_processor_everything_is_one_after_the_other():
     here = card(1.0).host
     here.updates = dict.fromkeys(here.updates, 2.0)
     taken = TAKEN | {"sum": 0.25}
-    found = window.window(here, cfg("precision=bf16-master"), shapes(), taken, 3)
+    found = step_time.window(here, cfg("precision=bf16-master"), shapes(), taken, 3)
     assert found == Window(3 * (2 + 4), 3 * 0.25, 0.5 + 2 * 3) and found.seconds == 18 + 0.75 + 6.5
 
 
 def test_boundaries_leave_in_forward_and_come_back_in_backward():
     """6 bytes at 2 a second take 3 seconds: a forward pass of 2 waits for 1, a backward pass of 4 for none."""
-    found = window.window(card(2.0), cfg("precision=bf16"), shapes(steps_on_host=False, pinned=[4, 2]), TAKEN, 2)
+    found = step_time.window(card(2.0), cfg("precision=bf16"), shapes(steps_on_host=False, pinned=[4, 2]), TAKEN, 2)
     assert found == Window(2 * (2 + 4), 2 * 1, 0.5 + 3)
 
 
@@ -55,7 +55,7 @@ def test_gradients_leave_during_backward_alone(link, sums, waits):
     """10 gradients of 2 bytes beside 4 seconds of backward, whether the link or the host is slower; and so do sums."""
     fast = 1e9  # of the host's memory: no time for the slots
     taken = TAKEN | {"sum": sums}
-    found = window.window(card(link, fast), cfg("precision=bf16-master", "clip=1.0"), shapes(), taken, 3)
+    found = step_time.window(card(link, fast), cfg("precision=bf16-master", "clip=1.0"), shapes(), taken, 3)
     assert found.passes == 18 and found.transfers == pytest.approx(3 * waits)
 
 
@@ -63,17 +63,17 @@ def test_the_host_updates_beside_the_next_forward_pass():
     """3 seconds beside 2, after the norm; the first layer's 4 of 10 parameters are waited for in any case. Slots take 4
     bytes a parameter. Weights that come back more slowly than the host updates are what is waited for."""
     typed = cfg("precision=bf16-master", "clip=1.0")
-    assert window.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 1.2)
-    assert window.window(card(1e9, 1e9, updates=4.0), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 12 - 2)
-    assert window.window(card(1e9, 40.0, updates=4.0), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 13 - 2)
-    assert window.window(card(2.0, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 10 - 2)
+    assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 1.2)
+    assert step_time.window(card(1e9, 1e9, updates=4.0), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 12 - 2)
+    assert step_time.window(card(1e9, 40.0, updates=4.0), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 13 - 2)
+    assert step_time.window(card(2.0, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 10 - 2)
 
 
 def test_an_early_step_hides_behind_backward():
     """The norm is part of it then. What the last backward pass does not hide is the rest, or the embeddings' update."""
     typed = cfg("precision=bf16-master", "clip=null")
-    assert window.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1) == (6.0, 0.0, pytest.approx(1.2))
-    slow = window.window(card(1e9, 1e9, updates=4.0), typed, shapes(), TAKEN, 2)
+    assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1) == (6.0, 0.0, pytest.approx(1.2))
+    slow = step_time.window(card(1e9, 1e9, updates=4.0), typed, shapes(), TAKEN, 2)
     assert slow == (12.0, 0.0, pytest.approx(0.5 + 12 - 4))
 
 
@@ -82,15 +82,15 @@ def test_sums_and_steps_of_masters_are_at_the_hosts_pace():
     work = {(phase, Work(torch.float32, 0, 200)): 1 for phase in ("forward", "sum", "step", "update")}
     found = shapes(work=work)
     at_host = {"sum": 100, "step": 100, "update": 100}
-    assert window.seconds(there, found) == {"forward": 2, "backward": 0} | at_host
-    beside = window.seconds(there, shapes(work=work, steps_on_host=False))
+    assert step_time.seconds(there, found) == {"forward": 2, "backward": 0} | at_host
+    beside = step_time.seconds(there, shapes(work=work, steps_on_host=False))
     assert beside == {"forward": 2, "backward": 0} | dict.fromkeys(at_host, 2)
 
 
 def test_a_pace_is_of_passes_in_its_dtype():
     there, typed = card(1e9), cfg("precision=bf16")
     there.runs = {"bfloat16": [1.5] * 3, "float32": [3.0] * 3}
-    assert window.window(there, typed, shapes(steps_on_host=False), TAKEN, 1) == Window(1.5 * 6, 0, 3.5)
+    assert step_time.window(there, typed, shapes(steps_on_host=False), TAKEN, 1) == Window(1.5 * 6, 0, 3.5)
 
 
 def test_a_run_teaches_what_its_passes_took():
@@ -99,17 +99,17 @@ def test_a_run_teaches_what_its_passes_took():
     work = {(phase, Work(torch.float32, 0, int(2 * seconds))): 1 for phase, seconds in TAKEN.items()}
     there.bandwidth = 2.0
     found = shapes(steps_on_host=False, work=work)
-    counted = [window.refine(there, typed, found, 8.0) for _ in range(3)]
+    counted = [step_time.refine(there, typed, found, 8.0) for _ in range(3)]
     assert counted == [6 + 3.5, 6 + 3.5, 6 * 0.875 + 3.5]  # what is learnt already is taken off again
     assert there.runs == {"bfloat16": [pytest.approx(0.75)] * 3}
-    window.refine(there, typed, found, 0.01)  # such a short step is the training loop's
+    step_time.refine(there, typed, found, 0.01)  # such a short step is the training loop's
     assert len(there.runs["bfloat16"]) == 3
 
 
 def test_nothing_is_timed_for_it():
     here = card(1e9).host
     here.updates.clear()
-    assert window.refine(here, cfg("precision=bf16"), shapes(steps_on_host=False), 8.0) is None and not here.runs
+    assert step_time.refine(here, cfg("precision=bf16"), shapes(steps_on_host=False), 8.0) is None and not here.runs
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adam8bit"])
@@ -117,14 +117,14 @@ def test_nothing_is_timed_for_it():
 def test_an_update_is_timed_over_what_is_counted(monkeypatch, precision, optim):
     """As the precision does it: fp32 AdamW moves 28 bytes per parameter; a kernel with 8-bit state reads the gradient,
     and reads and writes weight and state."""
-    monkeypatch.setattr(update, "MATRIX", (256, 256))
-    monkeypatch.setattr(update, "fastest", lambda call, device: (call(), 1.0)[1])
-    monkeypatch.setattr(update, "others_compute", lambda device: False)
+    monkeypatch.setattr(update_time, "MATRIX", (256, 256))
+    monkeypatch.setattr(update_time, "fastest", lambda call, device: (call(), 1.0)[1])
+    monkeypatch.setattr(update_time, "others_compute", lambda device: False)
     here, typed = Machine("host", FLOPS, 256 * 256, 0.0), cfg(f"precision={precision}", f"optim={optim}")
-    bytes_each = update.counted(here, typed)
+    bytes_each = update_time.counted(here, typed)
     alone = {"adamw": 28, "adam8bit": 12 + 2 * 2 * (1 + 4 / 256)}[optim]
     assert bytes_each == pytest.approx(alone, rel=0.01) if precision == "32" else bytes_each > alone
-    assert update.pace_of_update(here, typed) == pytest.approx(1 / bytes_each) and len(here.updates) == 1
+    assert update_time.pace_of_update(here, typed) == pytest.approx(1 / bytes_each) and len(here.updates) == 1
 
 
 # --- weights that come from the host ----------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def streamed(link, *typed, micro_batches=1, **said):
     """Of 10 parameters 8 wait on the host, in 4 blocks: 16 bytes come in forward, and 12 in backward."""
     asked = cfg("precision=bf16-master", *typed)
     found = shapes(**({"streamed": 16, "blocks": (4, 4)} | said))
-    return window.window(card(link, 1e9), asked, found, TAKEN, micro_batches)
+    return step_time.window(card(link, 1e9), asked, found, TAKEN, micro_batches)
 
 
 @pytest.mark.parametrize(("link", "waits"), [(8.0, 0.0), (4.0, 2 + 1), (2.0, 6 + 6)])
@@ -170,7 +170,7 @@ def test_weights_are_stepped_where_they_wait():
 
 def test_on_a_processor_each_copy_takes_its_time():
     here = card(1.0).host
-    found = window.window(here, cfg("precision=bf16-master"), shapes(), TAKEN | {"travel": 0.5, "sum": 0.25}, 3)
+    found = step_time.window(here, cfg("precision=bf16-master"), shapes(), TAKEN | {"travel": 0.5, "sum": 0.25}, 3)
     assert found.transfers == 3 * 0.75
 
 
@@ -180,17 +180,17 @@ def test_on_a_processor_each_copy_takes_its_time():
 )
 def test_streaming_is_free_from_as_many_tokens_as_a_card_computes_per_byte_of_its_link(name, tokens):
     """0.65 x FLOP/s over bytes/s: 0.65 x 25.5e12 / 25e9."""
-    there = Machine(name, **gpus.named(name).rates)
-    assert window.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
+    there = Machine(name, **cards.named(name).rates)
+    assert step_time.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
 
 
 def test_that_is_where_a_forward_pass_takes_as_long_as_its_weights():
     """Of 1000 weights and as many operations and bytes a second as make it 50 tokens."""
     there = card(4.0)
-    there.flops = {"bfloat16": 50 * 4.0 / window.REACHED}
+    there.flops = {"bfloat16": 50 * 4.0 / step_time.REACHED}
     for tokens, waits in ((50, 0.0), (25, 250.0)):
-        forward = 2 * 1000 * tokens / (window.REACHED * there.flops["bfloat16"])
+        forward = 2 * 1000 * tokens / (step_time.REACHED * there.flops["bfloat16"])
         taken = TAKEN | {"forward": forward, "backward": 3 * forward}
-        found = window.window(there, cfg("precision=bf16-master"), shapes(streamed=2000), taken, 1)
+        found = step_time.window(there, cfg("precision=bf16-master"), shapes(streamed=2000), taken, 1)
         assert found.transfers == pytest.approx(waits + max(0.0, 500 - 3 * forward))
-    assert window.free_from(there, "bfloat16") == pytest.approx(50)
+    assert step_time.free_from(there, "bfloat16") == pytest.approx(50)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem.plan.machine import Machine
-from lowmem.plan.shapes import Shapes
-from lowmem.plan.work import Work
-from lowmem.precision.sixteen import stochastically
+from lowmem.plan.cost.machine import Machine
+from lowmem.plan.tracing.operator_cost import Work
+from lowmem.plan.tracing.shapes import Shapes
+from lowmem.techniques.precision.weights_16bit import stochastically
 
 N = 1 << 12
 
@@ -70,7 +70,7 @@ def test_what_an_operator_reads_and_writes(call, bytes_each):
 @pytest.mark.parametrize("part_first", [False, True])
 def test_what_is_repeated_is_counted_once_whatever_it_is_a_part_of(monkeypatch, part_first):
     """A sum of 1,000 rows that are one: it reads 1,000 numbers and writes one, whichever storage was seen first."""
-    monkeypatch.setattr("lowmem.plan.shapes._known", {})
+    monkeypatch.setattr("lowmem.plan.tracing.shapes._known", {})
     row, first_of_many = (lambda: torch.ones(1, 1000)), (lambda: torch.ones(1000, 1000)[:1])
     for make in (first_of_many, row) if part_first else (row, first_of_many):
         assert work(lambda make=make: make().expand(1000, 1000).sum) * N == 4004

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowmem import loss as losses
-from lowmem.errors import Refused
 from lowmem.report import metrics
 from lowmem.report.metrics import Metrics
-from lowmem.units import duration
+from lowmem.system.errors import Refused
+from lowmem.system.units import duration
+from lowmem.techniques.loss import cross_entropy as losses
 
 
 def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
-    from lowmem.checkpoint import AtomicCheckpointIO
-    from lowmem.module import CausalLM
+    from lowmem.saving.checkpoint import AtomicCheckpointIO
+    from lowmem.training.module import CausalLM
 
     now = 0.0  # a clock that only evaluations and saves move: a busy machine proves nothing
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))

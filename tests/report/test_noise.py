@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, SMALL
-from lowmem.terminal import folded
+from lowmem.system.terminal import folded
 
 NUMBER, GIB = r"[\d.,]+(e-\d+)?", r"[\d.]+ GiB"
 BAR = r"\|[^|]*\| \d+/\d+ \[(\d\d:\d\d|\?) left(, loss [\d.]+, [\d,]+ tokens/s, peak [\d.]+ GiB)?\]"

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from conftest import ROOT
-from lowmem import cli
-from lowmem.errors import Refused
+from lowmem.command import cli
 from lowmem.report import summary as report
 from lowmem.report.own_metric import OwnMetric
+from lowmem.system.errors import Refused
 from same import last, same
 
 LINES = ("val_every=2", "model.architecture.resid_pdrop=0.2", "save_every=2")

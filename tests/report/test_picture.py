@@ -9,7 +9,7 @@ from matplotlib.text import Text
 
 from lowmem.memory.tracker import Point
 from lowmem.report import colours, picture
-from lowmem.units import CATEGORIES, GIB, MIB
+from lowmem.system.units import CATEGORIES, GIB, MIB
 
 TITLE = (
     "model=tiny data=stdlib precision=16-master optim=paged_adamw8bit scheduler=cosine accumulation=effective_batch "

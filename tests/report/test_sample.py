@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem.data.loader import MicroBatch
-from lowmem.errors import Refused
 from lowmem.report import sample
+from lowmem.system.errors import Refused
 from same import last, same
 
 DRAWS = ("model.architecture.resid_pdrop=0.2", "val_every=2", "save_every=2", "max_steps=4", "log_every=4")

@@ -6,12 +6,12 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_t
 from transformers import PreTrainedTokenizerFast
 
 from conftest import SMALL
-from lowmem.check import check_values
+from lowmem.config.check import check_values
 from lowmem.data.loader import Share, WindowLoader
 from lowmem.data.packing import rows
-from lowmem.data.tokens import Split
-from lowmem.errors import Refused
+from lowmem.data.token_store import Split
 from lowmem.report.show import RULE, Row, page, pieces, row_of, written
+from lowmem.system.errors import Refused
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_the_page_ends_with_counts(letters):
 
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
 def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_path, monkeypatch, packing):
-    monkeypatch.setattr("lowmem.model.load", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("lowmem.model.loading.load", lambda *_, **__: pytest.fail("a model was built"))
     code, said = command("show=2", f"data.packing={packing}")
     assert code == 0 and "sequence 2 of" in said and "sequence 3" not in said
     assert "Training: 11 documents" in said and "100% of them learnt" in said and "\033" not in said

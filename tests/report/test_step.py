@@ -6,7 +6,7 @@ import pytest
 
 from lowmem.memory.tracker import Point
 from lowmem.report import step
-from lowmem.units import CATEGORIES
+from lowmem.system.units import CATEGORIES
 
 
 @pytest.mark.parametrize("count", [0, 1, 1999, 2000, 2001, 12345])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lowmem.report import summary
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 
 def test_what_was_not_measured_is_null(tmp_path):

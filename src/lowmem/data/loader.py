@@ -1,58 +1,86 @@
-"""From rows of tokens to windows of micro-batches, in an order that depends on the seed alone.
+"""Makes windows of micro-batches from rows of tokens, in an order that depends on the seed alone.
 
-An epoch visits every sequence, which is a row of a split (`packing.py`), once, in a permutation drawn from (seed,
-epoch). How many sequences make a micro-batch, how many micro-batches a window and how many devices share them changes
-where the cuts fall, never the order; only where rows are padded, those of like length have to stand together.
+An epoch reads every sequence, which is a row of a split (`packing.py`), once, in a permutation drawn from (seed,
+epoch). The sizes of micro-batches and windows and the number of devices change where the cuts are, never the order;
+only padded rows are sorted, so that rows of similar length are in one micro-batch.
 
-A window carries the position that stands *after* it. Whoever completes the window keeps that position, so a
-prefetched window that was never trained on cannot be skipped by a resume.
+A window carries the position *after* it. Training stores that position when the window is done, so that a resume cannot
+skip a window that was prefetched and never trained on.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowmem.accumulation import WindowSize
+from lowmem.config.accumulation import WindowSize
 
 IGNORED = -100  # a label that is not to be learnt
 
 
-class MicroBatch(NamedTuple):
-    """Sequences that go through the model together."""
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows that go through the model at once. A loss that needs more than tokens has a subclass: it names further
+    tensors, of as many rows, and says by what the sum of the losses is divided.
+    """
+
+    UNIT: ClassVar[str] = "tokens"  # that `weight` counts
+    ROWS: ClassVar[int] = 1  # of an example: those of a pair stay on one device
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
     position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: a row is one
 
     @property
+    def weight(self) -> int:
+        """Returns by how much this counts in the mean of its window: a subclass may count pairs."""
+        return self.tokens
+
+    @property
     def inputs(self) -> dict[str, Tensor]:
-        """What a model is called with, beside `use_cache=False`: a cache hides from it where documents begin."""
+        """Returns the arguments of a model, to which `use_cache=False` is added: with a cache, transformers ignores
+        where documents begin."""
         positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
         return {"input_ids": self.input_ids, **positions}
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        """The same of every tensor: a part of the rows, or all of them on another device."""
-        return MicroBatch(*(None if part is None else change(part) for part in self))
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Changes every tensor, for example to some of the rows."""
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     @property
-    def nothing(self) -> "MicroBatch":
-        """Its first row, of which no token counts: for who has no row of his own, and takes part."""
-        one = self.each(lambda part: part[:1])
-        return one._replace(labels=torch.full_like(one.labels, IGNORED))
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by name, without those that are None."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @classmethod
+    def concatenated(cls, batches: Sequence[Self]) -> Self:
+        """Returns the rows of all batches, which have the same tensors, one below the other."""
+        return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
+
+    def to(self, device: torch.device, **how: object) -> Self:
+        """Lightning calls this to move a window to the device."""
+        return self.each(lambda tensor: tensor.to(device, **how))
+
+    @property
+    def nothing(self) -> Self:
+        """Returns the first example without a label that counts, for a device that has no row and takes part."""
+        first = self.each(lambda tensor: tensor[: self.ROWS])
+        return replace(first, labels=torch.full_like(first.labels, IGNORED))
 
     @property
     def tokens(self) -> int:
-        """Tokens that count in the loss."""
+        """Returns the number of tokens that count in the loss."""
         return int((self.labels != IGNORED).sum())
 
 
 class Position(NamedTuple):
-    """Where training goes on: `sequence` of `epoch` is the next to be read, `window` counts from the start. Of a stream
-    it is a sequence of the block before which the stream had this `state`."""
+    """The position from which training goes on: `sequence` of `epoch` is read next, and `window` counts from the start.
+    For a stream it is a sequence of the block before which the stream had this `state`."""
 
     epoch: int = 0
     sequence: int = 0
@@ -67,17 +95,18 @@ class Window(NamedTuple):
     """The micro-batches of one optimizer step."""
 
     micro_batches: list[MicroBatch]
-    tokens: int  # of the whole window
+    tokens: int  # of the whole window, on all devices
+    weight: int  # of the same, by which the sum of the losses is divided
     end: Position  # of the next window
 
 
 class Rows:
-    """What a split is to a loader: rows that are read in any order. `packing.py` has the kinds.
+    """The base class of a split's rows, which a loader reads in any order. `packing.py` has the kinds.
 
     Args:
         seq_len: tokens of a row, at most.
         report: counts of what became of the documents, for the log.
-        without_gaps: whether row after row each token but the split's first is predicted, and counts.
+        without_gaps: each token but the split's first is predicted, row after row, and counts.
     """
 
     seq_len: int
@@ -94,22 +123,22 @@ class Rows:
 
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
-        """The planner traces this by shape: full rows of zeros, in as many tensors and as much memory as real ones."""
+        """Returns full rows of zeros, in as many tensors and as much memory as real ones, for a trace by shape."""
         parts = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
         return MicroBatch(*parts)
 
     def loader(self, *how: object) -> "WindowLoader":
-        """Args: how: what `WindowLoader` takes behind the rows."""
+        """Returns the loader of these rows. Args: how: the arguments of `WindowLoader` after the rows."""
         return WindowLoader(self, *how)
 
     def starts(self, row: int) -> list[int]:
-        """Where documents begin in a row, and what follows the last of them."""
+        """Returns the indices at which documents, and the tail after the last one, begin in a row."""
         positions = self.micro_batch(np.array([row])).position_ids
         return [0] if positions is None else (positions[0] == 0).nonzero().ravel().tolist()
 
     @property
     def order(self) -> dict:
-        """What the numbers of the rows depend on, besides how many there are and how long they may be."""
+        """Returns everything besides number and length that decides which row has which number, for checkpoints."""
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
@@ -117,12 +146,12 @@ class Rows:
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:
-        """What of it `arranged` has used."""
+        """Returns the values that the result of `arranged` depends on."""
         return {}
 
 
 class Share(NamedTuple):
-    """A device's rows among those that all devices read at once: the rank-th `batch_size`."""
+    """A device's rows of a micro-batch of all devices: the rank-th `batch_size`."""
 
     batch_size: int  # sequences per micro-batch and device
     rank: int = 0
@@ -135,16 +164,16 @@ class Share(NamedTuple):
     def of(self, read: MicroBatch) -> MicroBatch:
         """Returns this device's rows. All devices have as many micro-batches, and the last ones may be without a token
         that counts."""
-        start = self.rank * self.batch_size
-        mine = read.each(lambda rows: rows[start : start + self.batch_size])
+        rows = self.batch_size * read.ROWS
+        mine = read.each(lambda tensor: tensor[self.rank * rows : (self.rank + 1) * rows])
         return mine if len(mine.input_ids) else read.nothing
 
 
 class WindowLoader:
-    """Windows without end, from `position` on.
+    """Yields windows without end, from `position` on.
 
     Args:
-        window_size: how many micro-batches a window has; the last of an epoch has what is left.
+        window_size: the number of micro-batches of a window; an epoch's last window has those that are left.
     """
 
     def __init__(
@@ -155,7 +184,7 @@ class WindowLoader:
 
     @property
     def order(self) -> dict[str, int | str]:
-        """What the order of the sequences depends on: a position means nothing in another one."""
+        """Returns everything that the order of the sequences depends on: a position means nothing in another order."""
         ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
         return ours | self.sequences.order | self.sequences.grouping(self.share.rows_per_step)
 
@@ -173,30 +202,30 @@ class WindowLoader:
         return self.sequences.arranged(drawn, self.share.rows_per_step)
 
     def between(self, start: Position, end: Position) -> list[int]:
-        """The sequences of the window that stands between two positions."""
+        """Returns the sequences of the window between two positions."""
         until = end.sequence if end.epoch == start.epoch else len(self.sequences)
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
     def _window(self, order: np.ndarray, start: Position) -> Window:
         per_step, end = self.share.rows_per_step, self._after(start)
         stop = end.sequence or len(order)
-        micro_batches, tokens = [], 0
+        micro_batches, tokens, weight = [], 0, 0
         for first in range(start.sequence, stop, per_step):
             rows = order[first : min(first + per_step, stop)]  # of all devices
             batch = self.sequences.micro_batch(rows)
-            tokens += batch.tokens
+            tokens, weight = tokens + batch.tokens, weight + batch.weight
             micro_batches.append(self.share.of(batch))
-        return Window(micro_batches, tokens, end)
+        return Window(micro_batches, tokens, weight, end)
 
     def _after(self, start: Position) -> Position:
-        """Where the window that begins at `start` ends."""
+        """Returns the end of the window that begins at `start`."""
         stop = start.sequence + self.share.rows_per_step * self.window_size(start.epoch, start.window)
         if stop < len(self.sequences):
             return Position(start.epoch, stop, start.window + 1)
         return Position(start.epoch + 1, 0, start.window + 1)
 
     def windows_in(self, epochs: int) -> int:
-        """Of so many epochs from the start on; nothing is read."""
+        """Returns the number of windows of so many epochs; nothing is read."""
         position = START
         while position.epoch < epochs:
             position = self._after(position)
@@ -204,10 +233,10 @@ class WindowLoader:
 
 
 class ValidationLoader:
-    """The first `limit` sequences of a validation set, in order, in micro-batches of the training size.
+    """Yields the first `limit` sequences of a validation set, in order, in micro-batches of the training size.
 
     Args:
-        name: empty where there is no other set.
+        name: of the set; empty if it is the only one.
     """
 
     def __init__(self, sequences: Rows, share: Share, limit: int, name: str = "") -> None:
@@ -216,7 +245,7 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """How many tokens of the split are labels: from its second on."""
+        """Returns how many tokens of the split are labels, beginning with its second token."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
-"""Several sources at once, in shares of the tokens that count, mixed row by row.
+"""Mixes several sources row by row, in given shares of the tokens that count.
 
-An epoch has every row of every part at least once: the part of which there is least for its weight is read as often
-again as its share takes. Which row stands where is a permutation of (part, row), as of any rows: the order depends on
-the seed alone, and a resume needs nothing else. Weights are of tokens that count in the loss, not of rows, since a row
-of chat has fewer of them than a row of text. Every part has a validation set of its own.
+An epoch has every row of every source at least once; a source that is too small for its share is repeated. The order is
+a permutation of (source, row): it depends on the seed alone, and a resume needs nothing else. Shares count tokens of
+the loss and not rows, since a row of chat has fewer of them than a row of text. Every source has its own validation
+set.
 """
 
 import logging
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
+from lowmem.config.values import checked_shares
 from lowmem.data.loader import MicroBatch, Rows
-from lowmem.data.opened import Openable, Opened, Wanted, openable
-from lowmem.data.reading import checked_shares
-from lowmem.data.source import ChatFormat, SplitName
-from lowmem.data.tokens import train_tokenizer
-from lowmem.errors import Refused
+from lowmem.data.opening import Openable, Opened, Wanted, openable
+from lowmem.data.sources.source import ChatFormat, SplitName
+from lowmem.data.token_store import train_tokenizer
+from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ MOST = 1 << 30  # rows of an epoch: 8 GB of numbers
 
 
 class Mix(Openable):
-    """Args: shares: by part; None: every row of every part once an epoch."""
+    """A mixture. Args: shares: by source; None reads every row of every source once an epoch."""
 
     name = "mix"
 
@@ -39,6 +39,8 @@ class Mix(Openable):
                     f"data.parts.{name}: a stream has no end, and a mixture is made of rows that are there. "
                     f"Type data.parts.{name}.streaming=false."
                 )
+            if type(part).example.__func__ is not Openable.example.__func__:
+                raise Refused(f"data.parts.{name}: its rows are not those of a text, and a mixture joins such rows.")
             if part.packing == "padded":
                 raise Refused(
                     f"data.parts.{name}.packing=padded: rows of a mixture are of one length. "
@@ -54,7 +56,7 @@ class Mix(Openable):
 
     @property
     def chat(self) -> ChatFormat | None:
-        """What conversations ask of a tokenizer, where a part has some."""
+        """Returns the chat format of the sources with conversations; None if there are none."""
         return next(iter(self.chats.values()), None)
 
     def key(self) -> list:
@@ -81,7 +83,7 @@ class Mix(Openable):
 
 
 class Mixed(Rows):
-    """Rows of several parts: first all of the first, as often as an epoch has them, then those of the next."""
+    """The rows of several sources: all of the first one, as often as an epoch has them, then those of the next."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
@@ -98,7 +100,7 @@ class Mixed(Rows):
         return int(self.ends[-1])
 
     def _counts(self) -> list[int]:
-        """Rows of each part in an epoch."""
+        """Returns the rows of each source in an epoch."""
         shares = np.array(self.shares, float) / self.per_row
         sizes = np.array([len(part) for part in self.parts])
         counts = np.maximum(sizes, np.rint(shares * (sizes / shares).max()))
@@ -116,7 +118,7 @@ class Mixed(Rows):
         return {"mix": [list(one) for one in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
     def told(self) -> Iterator[str]:
-        """The share that each part has, and how often it is read."""
+        """Yields a sentence for each source: its share, and how often it is read."""
         tokens = np.array(self.counts) * self.per_row
         asked = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
         for name, share, wanted, count, part in zip(
@@ -143,7 +145,7 @@ class Mixed(Rows):
         return self.parts[number].starts(int(self._rows(number, np.array([row]))[0]))
 
     def _rows(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """The rows of a part that rows of the mixture are: its passes one behind the other, the last cut short."""
+        """Returns the rows of a source for rows of the mixture: full passes, then some rows of a last one."""
         size = len(self.parts[number])
         at = indices - (self.ends[number] - self.counts[number])
         whole = self.counts[number] // size * size
@@ -151,6 +153,6 @@ class Mixed(Rows):
 
 
 def _per_row(part: Rows) -> float:
-    """Tokens that count in a row of it, on average."""
+    """Returns the tokens that count in a row, on average."""
     looked_at = np.unique(np.linspace(0, len(part) - 1, LOOKED_AT).astype(int))
     return sum(part.micro_batch(looked_at[i : i + 1]).tokens for i in range(len(looked_at))) / len(looked_at)

@@ -1,13 +1,13 @@
-"""Rows of a split: which tokens stand side by side in what a model sees at once.
+"""Makes rows of a split: it decides which tokens a model sees together.
 
-`joined` cuts the text into rows wherever they are full: nothing is wasted, and a row may hold the ends of documents
-that have nothing to do with each other. `documents` packs whole ones into a row, best fit first, each with positions of
-its own: to a model they are alone (`attention.py`). `padded` gives each a row of its own and fills it up to the longest
-of its micro-batch, behind it, where a causal model does not look: no mask, more tokens.
+`joined` cuts the text into rows wherever they are full: nothing is wasted, and a row may contain unrelated documents.
+`documents` packs complete documents into a row, best fit first, each with its own positions, so that the model sees
+them separately (`model/packed_attention.py`). `padded` gives each document its own row and fills it up to the longest
+of its micro-batch, at the end, where a causal model does not look: it needs no mask, but more tokens.
 
-Where documents are kept apart, a label is the token that follows in the same document: a document's last token has
-none. What `too_long` says becomes of those that are longer than a row: `cut` lets them go on in further rows (each of
-their tokens but the first is learnt once, all the same), `drop` leaves them out, `refuse` ends the run.
+With `documents` and `padded` a label is the next token of the same document, so a document's last token has none.
+`too_long` decides about documents that are longer than a row: `cut` continues them in further rows (each token but the
+first is still learnt once), `drop` leaves them out, `refuse` ends the run.
 
 Best fit decreasing: Johnson et al. 1974; a row is found in O(1), with the rooms that are left as bits of one integer.
 """
@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from lowmem.data.loader import IGNORED, MicroBatch, Rows
-from lowmem.data.tokens import Split
-from lowmem.errors import Refused
+from lowmem.data.token_store import Split
+from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ FILLER = 0  # an id that every vocabulary has
 
 
 class NothingToLearn(Refused):
-    """Args: report: what became of the documents."""
+    """No row has a token to learn. Args: report: counts of the documents that were left out."""
 
     def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
         super().__init__(
@@ -48,10 +48,10 @@ class NothingToLearn(Refused):
 
 
 class Joined(Rows):
-    """Row i is the tokens i*T .. i*T + T (T inputs and the T that follow them); a tail that fills none is left out.
+    """Row i has the tokens i*T .. i*T + T (T inputs and the T that follow them); an incomplete last row is left out.
 
     Raises:
-        Refused: when there is not one whole row, or nothing to learn.
+        Refused: there is not one full row, or nothing to learn.
     """
 
     def __init__(self, split: Split, seq_len: int, name: str) -> None:
@@ -76,7 +76,7 @@ class Joined(Rows):
 
     @cached_property
     def order(self) -> dict:
-        """Any text of as many rows has rows of these numbers: its digest says that it is the same."""
+        """Returns a digest of the text: another text may have as many rows."""
         return {"text": _digest(self.split)}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -95,7 +95,7 @@ class Joined(Rows):
 
 
 class Pieces(NamedTuple):
-    """Documents, or what of them fits into a row."""
+    """Documents, or pieces of them that fit into a row."""
 
     starts: np.ndarray  # (pieces,) int64, in the split's ids
     lengths: np.ndarray  # (pieces,) int64
@@ -106,7 +106,7 @@ class Pieces(NamedTuple):
 
 
 class _Apart(Rows):
-    """What `documents` and `padded` share: pieces, and what became of those that have none."""
+    """The base class of `documents` and `padded`: it has the pieces, and counts of documents without one."""
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         self.split, self.seq_len, self.too_long = split, seq_len, too_long
@@ -121,7 +121,7 @@ class _Apart(Rows):
         }
 
     def _fill(self, piece: int, ids: np.ndarray, labels: np.ndarray) -> None:
-        """Args: ids, labels: (T,) of the piece, in its row."""
+        """Fills in a piece. Args: ids, labels: its slice of a row, (T,)."""
         start, length = int(self.pieces.starts[piece]), len(ids)
         ids[:] = self.split.ids[start : start + length]
         known = length - int(self.pieces.last[piece])  # labels that there are
@@ -132,7 +132,7 @@ class _Apart(Rows):
 
 
 class Documents(_Apart):
-    """Rows of whole documents. What a row has left is a document of its own, with nothing to learn."""
+    """Rows of complete documents. The unused end of a row is its own document, with nothing to learn."""
 
     positions = True
 
@@ -143,7 +143,7 @@ class Documents(_Apart):
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
     def _kept(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Packed once, beside the tokens on disk: 5 million documents take seconds."""
+        """Packs once and stores the result beside the tokens on disk: 5 million documents take seconds."""
         where = getattr(split.ids, "filename", None)
         if where is None:  # in memory alone
             return packed(self.pieces.lengths, self.seq_len)
@@ -158,7 +158,7 @@ class Documents(_Apart):
         return len(self.ends)
 
     def documents(self, row: int) -> np.ndarray:
-        """The pieces that stand in a row, in their order."""
+        """Returns the pieces of a row, in their order."""
         return self.packed[self.ends[row - 1] if row else 0 : self.ends[row]]
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -176,7 +176,7 @@ class Documents(_Apart):
 
 
 class Padded(_Apart):
-    """One document a row."""
+    """Rows of one document each."""
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
@@ -186,8 +186,8 @@ class Padded(_Apart):
         return len(self.pieces.starts)
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Documents of like length side by side. The pools and the order in each depend on the seed alone; which of
-        them make a micro-batch depends on its size, so a run goes on with the one that it began with."""
+        """Sorts documents by length within pools. The pools and their order depend on the seed alone; which documents
+        make a micro-batch depends on its size, so a resumed run keeps the size that it began with."""
         lengths = self.pieces.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
         # up and down by turns: a micro-batch of two pools has no long ones beside short ones
@@ -214,10 +214,10 @@ PACKINGS = {"joined": Joined, "documents": Documents, "padded": Padded}
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> Rows:
-    """Rows of at most `seq_len` tokens. Args: name: of the split, train or val.
+    """Returns rows of at most `seq_len` tokens. Args: name: of the split, train or val.
 
     Raises:
-        Refused: when there is no row, nothing to learn in any, or a document that is too long and was not to be.
+        Refused: there is no row, nothing to learn, or with too_long=refuse a document that is too long.
     """
     if packing == "joined":
         return Joined(split, seq_len, {"val": "validation"}.get(name, name))
@@ -227,7 +227,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
 
 
 def told(report: Mapping, name: str, packing: str) -> str:
-    """What became of the documents of a split, in a sentence."""
+    """Returns a sentence about the documents of a split: how many there are, and how many were left out."""
     left_out = {
         "longer than a row were cut": report["cut"],
         "longer than a row were dropped": report["too_long"],
@@ -241,14 +241,14 @@ def told(report: Mapping, name: str, packing: str) -> str:
 
 
 def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
-    """A micro-batch as these data make them. Args: data: cfg.data; a mixture copies the rows of its parts."""
+    """Returns an example of the data's micro-batches. Args: data: arguments of a source; a mixture copies rows."""
     if "parts" in data:
         return (Documents if with_positions(data) else Padded).example(batch_size, seq_len)
     return PACKINGS[data.get("packing", "joined")].example(batch_size, seq_len)
 
 
 def with_positions(data: Mapping) -> bool:
-    """Whether a model is told where documents begin. Args: data: cfg.data, which may be a mixture of parts."""
+    """Returns whether a model gets positions that show where documents begin. Args: data: arguments of a source."""
     return any(PACKINGS[part["packing"]].positions for part in _parts(data))
 
 
@@ -260,7 +260,8 @@ def _parts(data: Mapping) -> Iterator[Mapping]:
 
 
 def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces, dict]:
-    """(what there is to learn from, in the split's order; counts: documents, cut, too_long, nothing_to_learn)."""
+    """Returns the pieces to learn from, in the split's order, and counts: documents, cut, too_long,
+    nothing_to_learn."""
     ends = np.asarray(split.ends, np.int64)
     lengths = np.diff(ends, prepend=0)
     above = lengths > seq_len
@@ -296,7 +297,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
 
 
 def _counted(split: Split, of: Pieces) -> np.ndarray:
-    """(pieces,): labels that count in each."""
+    """Returns the number of labels that count in each piece, (pieces,)."""
     known = of.lengths - of.last
     if split.learnt_bits is None:
         return known
@@ -305,8 +306,7 @@ def _counted(split: Split, of: Pieces) -> np.ndarray:
 
 
 def _learnt_before(split: Split, points: np.ndarray) -> np.ndarray:
-    """How many tokens before each of these are learnt. A few million are looked at together, never all. Args: points:
-    ascending."""
+    """Returns how many learnt tokens precede each of the ascending `points`. It reads a few million at a time."""
     found, total = np.empty(len(points), np.int64), 0
     for start in range(0, len(split.ids) + 1, AT_ONCE):
         stop = min(start + AT_ONCE, len(split.ids))
@@ -318,10 +318,10 @@ def _learnt_before(split: Split, points: np.ndarray) -> np.ndarray:
 
 
 def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best fit decreasing: (the pieces, row after row; how many there are up to the end of each row).
+    """Packs by best fit decreasing. Returns: the pieces, row after row, and their number up to the end of each row.
 
-    Pieces of one length are shuffled first, by no seed of the run's: side by side in the text, they would often be side
-    by side in a row. Args: lengths: (pieces,), at most `room`.
+    Pieces of one length are shuffled first, with a fixed seed: neighbours in the text would often share a row.
+    Args: lengths: (pieces,), at most `room`.
     """
     shuffled = np.random.default_rng(0).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
@@ -346,8 +346,8 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _digest(split: Split) -> str:
-    """Of how long its documents are, as tokens and as text, and of tokens from everywhere in it: to read all of them
-    would take seconds, and their pages memory."""
+    """Returns a digest of the documents' lengths, in tokens and as text, and of tokens from everywhere in the split:
+    reading all tokens would take seconds, and memory for their pages."""
     digest = hashlib.sha256()
     for lengths in (split.ends, split.text_bytes):
         digest.update(np.ascontiguousarray(lengths))
@@ -357,7 +357,7 @@ def _digest(split: Split) -> str:
 
 
 def _save(file: Path, **arrays: np.ndarray) -> None:
-    """Beside its final name, then renamed: another job never sees half of it."""
+    """Writes a file beside its place, then renames it: another job never sees half of it."""
     try:
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writing-", delete=False) as draft:
             np.savez(draft, **arrays)

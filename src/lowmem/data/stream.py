@@ -1,10 +1,10 @@
-"""Rows of a data set that is streamed: nothing of it is stored, and a resume goes on to the bit.
+"""Streams a data set: nothing is stored on disk, and a resume goes on to the bit.
 
-A block of documents is read in the order of the stream, packed, and its rows are permuted by (seed, epoch, block). A
-position names the block by the state that the stream had before it, and the row in it: a resume loads that state and
-reads the block again. So a checkpoint holds a few numbers, and costs a block of reading. Where documents are joined,
-what fills no row begins the next block, and is in that state: less than a row. A buffer from which a shuffle
-draws, as `datasets` has it, is lost on a resume, and its documents are read again or never.
+A block of documents is read in the order of the stream and packed, and its rows are permuted by (seed, epoch, block). A
+position has the stream's state before the block and the row in it: a resume loads the state and reads the block again.
+So a checkpoint stores a few numbers, and a resume reads one block. With packing=joined the tokens that fill no row
+begin the next block and are part of the state: less than a row. A shuffle buffer, as in `datasets`, would be lost on a
+resume, and its documents read twice or never.
 """
 
 import logging
@@ -14,23 +14,22 @@ from itertools import islice, pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
-from lowmem.data.opened import Openable, Opened, Wanted
+from lowmem.data.opening import Openable, Opened, Wanted
 from lowmem.data.packing import Documents, Joined, NothingToLearn, told
-from lowmem.data.reading import ahead
-from lowmem.data.records import Record, Records
-from lowmem.data.source import Encoded, SplitName
-from lowmem.data.tokens import NOTHING, Split, Tokens
-from lowmem.errors import Refused
+from lowmem.data.sources.reading import ahead
+from lowmem.data.sources.records import Record, Records
+from lowmem.data.sources.source import Encoded, SplitName
+from lowmem.data.token_store import NOTHING, Split, Tokens
+from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
 
 class Stream(Openable):
-    """Args: records: of a data set; block: documents that are read and permuted together; val_rows: of the validation
-    split, or the first of the only one, which no epoch reads."""
+    """A streamed source. Args: records: of a data set; block: number of documents that are permuted together; val_rows:
+    number of rows of the validation split, or of the beginning of the only split, which no epoch reads."""
 
     name, streams = "hub", True
 
@@ -59,7 +58,7 @@ class Stream(Openable):
         return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": rows})
 
     def documents(self, fields: list[dict], first: int, name: SplitName) -> list[Encoded]:
-        """In memory. Args: first: number of the first in the stream."""
+        """Encodes documents in memory. Args: first: the first one's number in the stream."""
         of = self.table.splits[name] or self.table.splits["train"]
         found = (Record(f"{self.table.path}, {of}, row {n:,}", one) for n, one in enumerate(fields, first + 1))
         return list(self.records.documents(found, name, self.tokenizer))
@@ -70,7 +69,7 @@ class Stream(Openable):
         return Documents(split, self.seq_len, self.records.too_long, name)
 
     def blocks(self, state: dict | None) -> Iterator["Block"]:
-        """Those that have rows, from a state on; None: from the first that is no validation."""
+        """Yields the blocks that have rows. Args: state: of the stream; None begins after the validation rows."""
         stream = self.table.rows(self.table.splits["train"])
         if state:
             stream.load_state_dict(state["stream"])
@@ -95,7 +94,7 @@ class Stream(Openable):
             self._tell(f"{of} {seen:,}", counts)
 
     def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
-        """(None where a block has nothing to learn: others have; what became of its documents, without shares)."""
+        """Returns the rows, or None if a block has nothing to learn, and the counts of its documents."""
         if len(split.ids) <= (self.seq_len if self.packing == "joined" else 0):
             return None, {}
         try:
@@ -124,14 +123,14 @@ def _split(documents: list[Encoded]) -> Split:
 
 
 def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]:
-    """What of the documents fills no row, for the next block to begin with: as numbers, since a checkpoint has them."""
+    """Returns the tokens that fill no row and begin the next block, as plain numbers for a checkpoint."""
     start = max(0, len(split.ids) - 1) // seq_len * seq_len
     edges = [start, *split.ends[split.ends > start].tolist()]
     return [(split.ids[a:b].tolist(), split.learnt(a, b).tolist(), 0) for a, b in pairwise(edges)]
 
 
 class Block(NamedTuple):
-    """state: of the stream before it; None: it is the first."""
+    """A block. Args: state: of the stream before it; None for the first block."""
 
     state: dict | None
     number: int
@@ -139,7 +138,7 @@ class Block(NamedTuple):
 
 
 class Blocks(Rows):
-    """The rows of a stream."""
+    """The rows of a stream, which come in blocks and cannot be counted."""
 
     numbered = False
 
@@ -151,7 +150,7 @@ class Blocks(Rows):
 
 
 class StreamLoader(WindowLoader):
-    """Windows of a stream, which go over from one block to the next."""
+    """Yields windows of a stream. A window may begin in one block and end in the next."""
 
     @property
     def order(self) -> dict:
@@ -166,7 +165,7 @@ class StreamLoader(WindowLoader):
         )
 
     def between(self, start: Position, end: Position) -> list[int]:
-        """Places in its block."""
+        """Returns the indices of a window's rows in its block."""
         return list(range(start.sequence, max(end.sequence, start.sequence + 1)))
 
     def __iter__(self) -> Iterator[Window]:
@@ -183,7 +182,7 @@ class StreamLoader(WindowLoader):
                 )
 
     def _windows(self, start: Position) -> Iterator[Window]:
-        """Of what is left of an epoch."""
+        """Yields the windows of the rest of an epoch."""
         blocks, at = ahead(self.sequences.stream.blocks(start.state)), start.sequence
         block, number, rows_per_step = next(blocks, None), start.window, self.share.rows_per_step
         while block:
@@ -196,17 +195,10 @@ class StreamLoader(WindowLoader):
                     block, at = next(blocks, None), 0
             number += 1
             end = Position(start.epoch, at, number, block.state) if block else Position(start.epoch + 1, 0, number)
-            yield self._of(_joined(parts), rows_per_step, end)
+            read = [rows.micro_batch(indices) for rows, indices in parts]
+            yield self._of(type(read[0]).concatenated(read), rows_per_step, end)
 
     def _of(self, whole: MicroBatch, rows_per_step: int, end: Position) -> Window:
-        read = (
-            whole.each(lambda part, at=at: part[at : at + rows_per_step])
-            for at in range(0, len(whole.input_ids), rows_per_step)
-        )
-        return Window([self.share.of(one) for one in read], whole.tokens, end)
-
-
-def _joined(parts: list[tuple[Rows, np.ndarray]]) -> MicroBatch:
-    """All rows of a window, one below the other."""
-    batches = [rows.micro_batch(indices) for rows, indices in parts]
-    return MicroBatch(*(None if one[0] is None else torch.cat(one) for one in zip(*batches, strict=True)))
+        rows = rows_per_step * whole.ROWS
+        read = (whole.each(lambda tensor, at=at: tensor[at : at + rows]) for at in range(0, len(whole.input_ids), rows))
+        return Window([self.share.of(one) for one in read], whole.tokens, whole.weight, end)

@@ -1,4 +1,4 @@
-"""memory.limit: train as if the card had that much memory, and stop where it would have run out.
+"""Implements memory.limit: a run trains as if the card had that much memory, and stops where it would have run out.
 
 On CUDA the allocator is capped. On a CPU the tracker counts the live tensors of the device side at every operator and
 ends the run when they exceed the limit; scratch memory inside an operator is not counted.
@@ -9,19 +9,19 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lowmem.errors import Refused
+from lowmem.system.errors import Refused
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
-    """'12GiB', '900MiB' or a number of bytes -> bytes.
+    """Returns the bytes of '12GiB', '900MiB' or a number.
 
     Args:
-        key: what the user typed it for; plain: a number without a unit is bytes.
+        key: the key that the user typed; plain: accept a number without a unit as bytes.
 
     Raises:
-        Refused: anything else.
+        Refused: another form.
     """
     if limit is None:
         return None
@@ -33,7 +33,7 @@ def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool 
 
 @contextmanager
 def capped(limit: int | None, device: str) -> Iterator[None]:
-    """Cap CUDA's allocator; on a CPU the meter is given the limit."""
+    """Caps CUDA's allocator inside the `with`; on a CPU the meter enforces the limit."""
     if limit is None or device != "cuda":
         yield
         return
@@ -48,7 +48,7 @@ def capped(limit: int | None, device: str) -> Iterator[None]:
 
 
 def _share(limit: int, total: int) -> float:
-    """The share of a card of which torch makes at least `limit` bytes again: it rounds down, and a byte less than a
-    segment is no segment."""
+    """Returns the share of a card that torch converts back to at least `limit` bytes: it rounds down, and a byte less
+    can cost a segment."""
     share = min(1.0, limit / total)
     return share if int(share * total) >= limit else math.nextafter(share, 1.0)

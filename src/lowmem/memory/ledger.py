@@ -1,4 +1,4 @@
-"""The ledger: who owns which bytes, by category and by side.
+"""Keeps the ledger: which category and which side owns which bytes.
 
 A tensor is on the *device* or on the *host* side by its owner's role, not by `tensor.device`: a run whose compute
 device is the CPU still shows what a card would hold. Bytes are counted per storage, so tied weights and views count
@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowmem.internals import is_traceable_wrapper_subclass, storage_key
-from lowmem.units import CATEGORIES
+from lowmem.system.torch_private import is_traceable_wrapper_subclass, storage_key
+from lowmem.system.units import CATEGORIES
 
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
 
@@ -26,7 +26,7 @@ class Owner(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A storage that exists now."""
+    """A storage that exists now, with its category and side."""
 
     owner: Owner  # the first of those who hold it
     bytes: int
@@ -43,7 +43,7 @@ class Ledger:
         self.owners.append(Owner(category, side, tensors))
 
     def storages(self) -> dict[int, Held]:
-        """By storage key."""
+        """Returns the storages by key."""
         by_key: dict[int, Held] = {}
         for owner in self.owners:
             for tensor in owner.tensors():
@@ -53,7 +53,7 @@ class Ledger:
         return by_key
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
-        """Bytes by category of what the owners on one side hold now."""
+        """Returns the bytes that owners on one side hold now, by category."""
         total = dict.fromkeys(CATEGORIES, 0)
         for held in self.storages().values():
             if held.owner.side == side:
@@ -62,8 +62,8 @@ class Ledger:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the bytes. A quantised tensor only wraps them: its own storage has the size that it would
-    have unquantised, and no memory."""
+    """Returns the tensors that hold the bytes. A quantised tensor only wraps them: its own storage has the unquantised
+    size and no memory."""
     if is_traceable_wrapper_subclass(tensor):
         held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for one in (one for one in held if isinstance(one, Tensor)):  # a divided one also names its devices
@@ -73,8 +73,8 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers that have memory. A list, to be held: walking the modules each time takes longer than
-    counting bytes."""
+    """Returns parameters and buffers that have memory. Callers store the list: walking the modules each time takes
+    longer than counting bytes."""
     return [*parameters(module), *buffers(module)]
 
 
@@ -91,7 +91,7 @@ def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Every tensor in the state, however deep (8-bit optimizers nest them)."""
+    """Returns every tensor of the state, however deep (8-bit optimizers nest them)."""
     todo = list(optimizer.state.values())
     while todo:
         value = todo.pop()
@@ -104,5 +104,5 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def paged_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What CUDA moves between card and host: torch's allocator has none of it, wherever it lies."""
+    """Returns the state that CUDA pages between card and host: it is never torch's allocator's."""
     return (tensor for tensor in optimizer_state(optimizer) if getattr(tensor, "is_paged", False))

@@ -1,9 +1,9 @@
-"""The memory meter: bytes at every phase of every optimizer step, into memory.csv and the logger.
+"""Measures memory at every phase of every optimizer step, into memory.csv and the logger.
 
-Always, per phase: the process's resident memory and its peak, and what weights, gradients and optimizer hold at the
-end; on CUDA the allocator's figures too. On steps 1-3, every `every`-th step and the first batch of an evaluation: live
-tensor bytes by category, through the tracker. The peak counters of the process and of CUDA are global; this meter is
-their only owner.
+Each phase has the process's resident memory and its peak, and the bytes of weights, gradients and optimizer at its end;
+on CUDA the allocator's figures too. On steps 1-3, every `every`-th step and the first batch of an evaluation the
+tracker counts live tensor bytes by category. The peak counters of the process and of CUDA are global; only this meter
+resets them.
 """
 
 import csv
@@ -16,12 +16,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lowmem import csv_rows
-from lowmem.internals import compiled_itself
-from lowmem.memory import ledger, process
+from lowmem.memory import ledger
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import Point, StorageTracker, highest
-from lowmem.units import CATEGORIES, GIB
+from lowmem.system import csv_rows, process
+from lowmem.system.torch_private import compiled_itself
+from lowmem.system.units import CATEGORIES, GIB
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ COLUMNS = (
 
 
 class MemoryMeter(Callback):
-    """Args: limit: bytes of live device tensors that end the run, counted at every step where the device is the CPU.
-    kept: the step until which `file` keeps what it has.
+    """Measures the phases of a run. Args: limit: bytes of live device tensors that end the run, counted at every step
+    if the device is the CPU; kept: the step until which `file` keeps its rows.
     """
 
     tracker = StorageTracker
@@ -99,7 +99,7 @@ class MemoryMeter(Callback):
         self._enter("backward")
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        """What follows is the next forward pass, or the step: it begins with the norm of the gradients."""
+        """Begins the next phase: a forward pass, or the step, which begins with the norm of the gradients."""
         self._settle()
         self._enter("step" if module.last_micro_batch else "forward")
 
@@ -127,7 +127,7 @@ class MemoryMeter(Callback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """What is done at the end of an evaluation, beside its micro-batches."""
+        """Measures work at the end of an evaluation that follows its micro-batches, such as samples."""
         self._track()
         self._enter("evaluation")
         yield
@@ -141,7 +141,8 @@ class MemoryMeter(Callback):
         self._close_window(trainer)
 
     def rows(self) -> list[dict]:
-        """What memory.csv holds by now. Read from the file: in memory, a long run's rows would fill the host."""
+        """Returns the rows of memory.csv. They are read from the file: in memory, a long run's rows would fill the
+        host."""
         self._out.flush()
         with Path(self._out.name).open(encoding="utf-8") as written:
             return [
@@ -164,7 +165,7 @@ class MemoryMeter(Callback):
             torch.cuda.reset_peak_memory_stats(self._cuda)
 
     def _leave(self) -> None:
-        """Close the phase under way. A phase that occurs several times in a window keeps its highest reading."""
+        """Closes the current phase. A phase that occurs several times in a window keeps its highest reading."""
         if self._phase is None:
             return
         row, seen = self._read(self._phase), self._window.get(self._phase)
@@ -185,7 +186,7 @@ class MemoryMeter(Callback):
         return row
 
     def _close_window(self, trainer: Trainer) -> None:
-        """Write the window's rows, one per phase, and log them on sampled and every `log_every`-th step."""
+        """Writes the window's rows, one per phase, and logs them on sampled and every `log_every`-th step."""
         for phase, row in self._window.items():
             row = {"step": self._step, "phase": phase} | row
             self._csv.writerow(row)
@@ -213,7 +214,7 @@ class MemoryMeter(Callback):
             self._tracker.settle(self.ledger.storages())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
-        """Stop tracking and file the peaks; `phase`: of a window that is still open. Returns the timeline."""
+        """Stops tracking and stores the peaks. Args: phase: of a window that is still open. Returns: the timeline."""
         if self._tracker is None:
             return []
         self._tracker.__exit__(None, None, None)
@@ -234,11 +235,11 @@ class MemoryMeter(Callback):
         return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
 
     def by_category(self) -> dict[str, int]:
-        """Device bytes by category at the highest point that was sampled; what is owned now if none was."""
+        """Returns device bytes by category at the highest sampled point, or now if none was sampled."""
         return dict(self.peak.bytes) if self.peak else self.ledger.bytes()
 
     def by_phase(self) -> dict[str, dict[str, int]]:
-        """The highest device and resident bytes of each phase of the run; device: only where they were measured."""
+        """Returns the highest device bytes, where they were measured, and resident bytes of each phase of the run."""
         peaks: dict[str, dict[str, int]] = {}
         for row in self.rows():
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes"))
@@ -249,8 +250,8 @@ class MemoryMeter(Callback):
         return peaks
 
     def held(self) -> dict[str, int]:
-        """Of what is held from step to step: the most bytes of a category at any of its sampled points, and what the
-        host holds of it now, when gradients are gone."""
+        """Returns, of memory that stays from step to step, the most bytes of each category at any sampled point, and
+        the bytes that the host holds now, without gradients."""
         columns = {category: f"{category}_bytes" for category in ("weights", "gradients", "optimizer")}
         rows, host = self.rows(), self.ledger.bytes("host")
         most = {name: max((row.get(column, 0) for row in rows), default=0) for name, column in columns.items()}
@@ -258,7 +259,7 @@ class MemoryMeter(Callback):
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:
-    """A window's rows as metrics: memory/<phase>_<what>_gib, and the categories at the window's own peak."""
+    """Returns a window's rows as metrics: memory/<phase>_<what>_gib, and the categories at the window's peak."""
     metrics = {}
     for phase, row in window.items():
         for column in (
@@ -278,7 +279,7 @@ def curve(window: dict[str, dict]) -> dict[str, float]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether any part of it runs through torch.compile."""
+    """Returns whether any submodule runs through torch.compile."""
     return any(
         # by name: to import torch._dynamo only to ask takes over a second
         compiled_itself(part) or type(part).__name__ == "OptimizedModule"

@@ -1,7 +1,7 @@
-"""memory.snapshot=true: every allocation of CUDA's caching allocator, with the line of Python that asked for it.
+"""Implements memory.snapshot=true: records every allocation of CUDA's caching allocator with its line of Python.
 
-Without it the allocator's last events are still recorded, without those lines, which costs little: so a run that dies
-of memory leaves a picture of how it came to that.
+Without it the allocator's last events are still recorded, without the lines, which costs little: a run that runs out of
+memory leaves a picture of its last allocations.
 """
 
 import logging
@@ -19,7 +19,7 @@ EVENTS = 200_000  # that the ring holds: some steps of a large model
 
 @contextmanager
 def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
-    """Args: stacks: keep who asked for each allocation, and leave the file when the run ends well too."""
+    """Records inside the `with`. Args: stacks: record the lines too, and write the file even if the run ends well."""
     if device != "cuda":
         yield
         return

@@ -1,9 +1,9 @@
-"""The tracker: every storage that is born and dies while it is active, as a list of events.
+"""Tracks every storage that is created and freed while it is active, as a list of events.
 
-A dispatch mode sees each operator's outputs; a weak reference tells when a storage dies. Which category a storage
-belongs to is often known only later (a gradient is just a tensor until backward hands it over), so events are kept and
-categories are settled at the end. Scratch inside an operator is not seen. Costs 5-15 % of a step while active, so it is
-sampled.
+A dispatch mode sees each operator's outputs; a weak reference shows when a storage is freed. The category of a storage
+is often known only later (a gradient is just a tensor until backward hands it over), so events are stored and
+categories assigned at the end. Scratch memory inside an operator is not seen. Tracking costs 5-15 % of a step, so only
+some steps are tracked.
 """
 
 import threading
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
-from lowmem.internals import TorchDispatchMode, storage_key, tree_leaves
 from lowmem.memory.ledger import Held, Owner, Side, parts
-from lowmem.units import CATEGORIES
+from lowmem.system.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from lowmem.system.units import CATEGORIES
 
 
 class Point(NamedTuple):
-    """Live bytes at one event of a phase: of the device side by category, and of the host side."""
+    """Live bytes at one event of a phase: the device side's by category, and the host side's."""
 
     phase: str
     bytes: dict[str, int]
@@ -35,7 +35,7 @@ _active: list["StorageTracker"] = []
 
 
 class _Thread(threading.local):
-    """Beside a card one thread steps masters on the host while the training loop's allocates on the device."""
+    """State of one thread: with a card, one thread steps masters on the host while another allocates on the device."""
 
     on_host = False  # what the thread makes stands for host memory
 
@@ -44,21 +44,21 @@ _thread = _Thread()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
-    """Tell whoever is tracking which category a tensor is of, and on which side it would lie where there is a card."""
+    """Tells active trackers the category of a tensor, and the side on which it would be with a card."""
     for tracker in _active:
         tracker.own(tensor, Owner(category, side, tuple))
 
 
 def see(out: object) -> None:
-    """Tell those who are told, and see nothing by themselves, what an operator has yielded."""
+    """Tells every `ToldTracker` the outputs of an operator."""
     for tracker in _active:
         if isinstance(tracker, ToldTracker):
             tracker.see(out)
 
 
 def _begin(tracker: "StorageTracker") -> None:
-    """The first is told of memory that comes and goes inside a storage, too: fully_shard frees a block's gathered
-    weights so, and no operator does it."""
+    """Begins tracking. The first tracker also patches `resize_`, with which fully_shard frees a block's gathered
+    weights without any operator."""
     if not _active:
         UntypedStorage.resize_ = _resize
     _active.append(tracker)
@@ -78,7 +78,7 @@ def _resize(storage: UntypedStorage, size: int) -> None:
 
 @contextmanager
 def host_side() -> Iterator[None]:
-    """Whatever this thread makes within stands for host memory, also where the device is the CPU."""
+    """Counts tensors that this thread creates inside the `with` as host memory, also if the device is the CPU."""
     before = _thread.on_host
     _thread.on_host = True
     try:
@@ -88,11 +88,11 @@ def host_side() -> Iterator[None]:
 
 
 class OverLimit(MemoryError):
-    """The live tensors of the device side exceed what they may."""
+    """The live tensors of the device side exceed the limit."""
 
 
 class StorageTracker(TorchDispatchMode):
-    """Args: known: the ledger's storages when tracking starts, the base line; limit: bytes of the device side.
+    """Records events. Args: known: the ledger's storages when tracking starts; limit: bytes of the device side.
 
     Raises:
         OverLimit: from the operator whose output exceeds the limit.
@@ -137,7 +137,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def see(self, out: object) -> None:
-        """What an operator has yielded."""
+        """Records the outputs of an operator."""
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 for held in parts(leaf):
@@ -160,8 +160,8 @@ class StorageTracker(TorchDispatchMode):
             raise OverLimit(f"{self.now} bytes of live tensors, {self.limit} allowed")
 
     def _follow(self, storage: UntypedStorage) -> int:
-        """Give a storage a serial and record its death. Serials are not used again; torch gives a dead storage's key to
-        another."""
+        """Gives a storage a serial number and records when it is freed. Serials are never used twice; torch reuses the
+        keys of storages."""
         key, serial, size = storage_key(storage), len(self._references), storage.nbytes()
         self._live[key] = serial
         self._sizes.append(size)
@@ -180,7 +180,7 @@ class StorageTracker(TorchDispatchMode):
             self.now -= size if self._side(serial) == "device" else 0
 
     def resized(self, storage: UntypedStorage) -> None:
-        """Its memory is now another: what was there is given back."""
+        """Records that a storage has another size: its old memory is freed."""
         serial = self._live.get(storage_key(storage))
         if serial is None:
             self._see(storage)
@@ -202,14 +202,15 @@ class StorageTracker(TorchDispatchMode):
         self._owner[serial] = owner
 
     def settle(self, known: Mapping[int, Held]) -> None:
-        """Take over from the ledger who owns what exists now: gradients after backward, state after the step."""
+        """Takes categories from the ledger for storages that exist now: gradients after backward, state after the
+        step."""
         for key, held in known.items():
             if key in self._live:
                 self._own(self._live[key], held.bytes, held.owner)
 
     def timeline(self) -> Iterator[Point]:
-        """Live bytes after every event, those of the base line among them. What nobody ever owned counts as an
-        activation, or as `other` where the step made it."""
+        """Returns live bytes after every event, with those from before. A storage that never had an owner counts as an
+        activation, or as `other` if the step made it."""
         now, host, unowned = dict(self.base), self.host_base, {}  # unowned: serial -> category
         yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:
@@ -222,18 +223,19 @@ class StorageTracker(TorchDispatchMode):
             yield Point(phase, dict(now), host)
 
     def device_events(self) -> list[tuple[int, int]]:
-        """(serial, bytes: + born, - died) of the device side, in the order in which its allocator would be asked."""
+        """Returns (serial, bytes) of the device side, negative when freed, in the order of the allocator's calls."""
         later = ((serial, size) for _, serial, size in self.events)
         return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 
     def host_sizes(self, category: str) -> list[int]:
-        """Bytes of each tensor of a category that was born on the host side."""
+        """Returns the bytes of each tensor of a category that was created on the host side."""
         mine = {s for s, owner in self._owner.items() if owner.side == "host" and owner.category == category}
         return [size for _, serial, size in self.events if serial in mine and size > 0]
 
 
 class ToldTracker(StorageTracker):
-    """Sees no operator by itself: whoever runs them tells it through `see`. One mode takes half the time of two."""
+    """A tracker without a dispatch mode: the mode that runs the operators calls `see`. One mode takes half the time of
+    two."""
 
     def __enter__(self):
         _begin(self)
@@ -244,7 +246,7 @@ class ToldTracker(StorageTracker):
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:
-    """The highest point of each phase."""
+    """Returns the highest point of each phase."""
     best: dict[str, Point] = {}
     for point in points:
         if point.phase not in best or point.total > best[point.phase].total:

@@ -6,25 +6,25 @@ from dataclasses import replace
 
 from hydra.core.global_hydra import GlobalHydra
 
-from lowmem import gpus, launched
-from lowmem.errors import Refused
-from lowmem.gpus import Card
-from lowmem.memory import process
-from lowmem.overrides import as_mapping, replaced, without
-from lowmem.plan.candidates import Typed
-from lowmem.plan.helper import elsewhere
-from lowmem.plan.links import NODE
-from lowmem.plan.machine import Machine, kept
+from lowmem.config import cards
+from lowmem.config.cards import Card
+from lowmem.config.declarations import CHANGEABLE
+from lowmem.config.settle import Run, run_of
+from lowmem.config.typed_lines import as_mapping, replaced, without
+from lowmem.plan.cost.machine import Machine, kept
+from lowmem.plan.cost.step_time import of_trace, refine
+from lowmem.plan.cost.update_time import knows_update
 from lowmem.plan.prediction import Prediction, predict
-from lowmem.plan.recipes import Plan, search
+from lowmem.plan.search.candidates import Typed
+from lowmem.plan.search.helper import elsewhere
+from lowmem.plan.search.recipes import Plan, search
 from lowmem.plan.table import command
 from lowmem.plan.target import Target
-from lowmem.plan.update import knows_update
-from lowmem.plan.window import of_trace, refine
+from lowmem.plan.tracing.traffic import NODE
 from lowmem.report.metrics import LONG, Metrics
-from lowmem.settle import Run, run_of
-from lowmem.techniques import CHANGEABLE
-from lowmem.units import GIB, duration
+from lowmem.system import process, rank_environment
+from lowmem.system.errors import Refused
+from lowmem.system.units import GIB, duration
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
     """
     if run.plan in ("check", "off"):
         return run
-    card = _free(run) if run.plan == "auto" else gpus.card(run.plan, "plan")
+    card = _free(run) if run.plan == "auto" else cards.card(run.plan, "plan")
     may_change = run.may_change.split(",") if run.may_change else []
     typed = without(("plan", "may_change"), typed)
     plan = _searched(run.resolved(), typed, card, may_change)
@@ -151,7 +151,7 @@ def _predicted(run: Run, target: Target) -> Prediction:
 
 def _target(run: Run) -> Target:
     """Returns the device and host of this process, with the memory that is free now."""
-    node = launched.on_this_machine() if run.several else NODE
+    node = rank_environment.on_this_machine() if run.several else NODE
     return Target(run.device == "cuda", _free(run), _host(), node)
 
 
@@ -163,13 +163,13 @@ def _free(run: Run) -> Card | None:
     limit = run.limit
     if run.device != "cuda":
         return limit and Card(limit, "memory.limit")
-    card = gpus.here()
+    card = cards.here()
     return card if limit is None else replace(card, size=min(card.size, limit))
 
 
 def _host() -> int:
     """Returns the bytes that all processes of this run may use on this host; each now uses as much as this one."""
-    return process.available_bytes() + launched.on_this_machine() * process.rss_bytes()
+    return process.available_bytes() + rank_environment.on_this_machine() * process.rss_bytes()
 
 
 def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target: Target) -> str:
@@ -197,7 +197,7 @@ def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Col
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
     asked = Typed(run, typed, lambda recipe: _composed(run, typed, recipe), may_change)
-    return search(asked, Target(run.device == "cuda", card, _host()))
+    return search(asked, replace(_target(run), card=card))
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:

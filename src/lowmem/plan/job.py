@@ -9,22 +9,23 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from lowmem import gpus, model
-from lowmem.check import check, check_values
-from lowmem.errors import Refused
-from lowmem.memory import process
+from lowmem.config import cards
+from lowmem.config.check import check, check_values
+from lowmem.config.declarations import SHARED, techniques
+from lowmem.config.settle import Run, run_of, settled
+from lowmem.config.typed_lines import as_mapping, key, replaced, without
 from lowmem.memory.cap import parse_bytes
-from lowmem.overrides import as_mapping, key, replaced, without
+from lowmem.model import loading
 from lowmem.plan import table
-from lowmem.plan.candidates import Typed
-from lowmem.plan.helper import Helper
 from lowmem.plan.prediction import predict
-from lowmem.plan.recipes import NO_BF16, Plan, largest_model, search
+from lowmem.plan.search.candidates import Typed
+from lowmem.plan.search.helper import Helper
+from lowmem.plan.search.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.plan.target import Target
-from lowmem.quiet import quiet
-from lowmem.settle import Run, run_of, settled
-from lowmem.techniques import SHARED, techniques
-from lowmem.terminal import folded
+from lowmem.system import process
+from lowmem.system.errors import Refused
+from lowmem.system.quiet_libraries import quiet
+from lowmem.system.terminal import folded
 
 OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # keys of plan.py that train.py's command does not need
 
@@ -44,16 +45,16 @@ def plan(
     start = time.perf_counter()
     run = settled(cfg)
     check_values(run)
-    card, ram = gpus.card(run.gpu), parse_bytes(run.ram, "ram", plain=False)
+    card, ram = cards.card(run.gpu), parse_bytes(run.ram, "ram", plain=False)
     if run.batch_size == "auto" and not run.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
     on_card = card is not None or run.device == "cuda" or torch.cuda.is_available()
     run = resolved(shared(run, typed), on_card)
     check(run, choices)
     quiet()
-    model.check_architecture(run)
+    loading.check_architecture(run)
     card_of_here = card is None  # several cards of another kind are in another host
-    card = gpus.here() if card is None and on_card else card
+    card = cards.here() if card is None and on_card else card
     if ram is None and (card_of_here or run.devices == 1):
         ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # the helper ends before the run starts
     target = Target(on_card, card, ram, run.node)
@@ -95,7 +96,7 @@ def resolved(run: Run, on_card: bool) -> Run:
     """Returns a copy without interpolations; its `device` is the CPU, where tracing always happens."""
     run = run.knowing(device="cpu")
     if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto is refused without a card's size
-        card = gpus.card(run.gpu)
+        card = cards.card(run.gpu)
         run = run.knowing(memory={"limit": card and card.size})
     return run.resolved()
 

@@ -8,24 +8,25 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lowmem import build
-from lowmem.errors import Refused
-from lowmem.gpus import COMMUNICATOR
-from lowmem.memory import process
+from lowmem.config.cards import COMMUNICATOR
+from lowmem.config.declarations import choice, groups
+from lowmem.config.settle import Run
 from lowmem.memory.tracker import Point
-from lowmem.model import describe
-from lowmem.offload.link import SLOT_BYTES, SLOTS
-from lowmem.optim.build import PAGED_FROM
-from lowmem.plan.allocator import replay, smallest_limit
-from lowmem.plan.helper import NotTraced
-from lowmem.plan.links import NOTHING, Traffic, of_window
-from lowmem.plan.recorder import stack_of
-from lowmem.plan.stand_in import state_bytes_per_parameter
+from lowmem.model.loading import describe
+from lowmem.model.trainable import packed, parameters, trainable
+from lowmem.plan.cost.allocator import replay, smallest_limit
+from lowmem.plan.search.helper import NotTraced
 from lowmem.plan.target import Target
-from lowmem.plan.trace import Trace, trace, untraceable
-from lowmem.settle import Run
-from lowmem.trainable import packed, parameters, trainable
-from lowmem.units import CATEGORIES, GIB, MIB
+from lowmem.plan.tracing.recorder import stack_of
+from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
+from lowmem.plan.tracing.trace import Trace, trace, untraceable
+from lowmem.plan.tracing.traffic import NOTHING, Traffic, of_window
+from lowmem.system import process
+from lowmem.system.errors import Refused
+from lowmem.system.units import CATEGORIES, GIB, MIB
+from lowmem.techniques.optim.build import PAGED_FROM
+from lowmem.techniques.weights.link import SLOT_BYTES, SLOTS
+from lowmem.training import build
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or with all of it read or written by the host
 OUTLINED = (
@@ -159,9 +160,9 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
     """
     traces = partial(other or trace, on_card=target.on_card, capability=target.capability)
     libraries = process.rss_bytes()  # this process has imported what the run will import
-    if run.any("compiles_blocks"):
-        none = {"_target_": "lowmem.gradient_checkpointing.none", "_partial_": True}
-        run = run.replacing("gradient_checkpointing", none)
+    if compiled := [group for group in groups() if run.technique(group).compiles_blocks]:
+        for group in compiled:
+            run = run.replacing(group, choice(group, run.technique(group).traced_as))
         why = (
             "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
         )

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from lowmem.overrides import as_mapping, replaced
+from lowmem.config.declarations import CHANGEABLE
+from lowmem.config.typed_lines import as_mapping, replaced
+from lowmem.plan.cost.step_time import free_from
 from lowmem.plan.prediction import PHASES, Prediction
-from lowmem.plan.recipes import Plan, Recipe
+from lowmem.plan.search.recipes import Plan, Recipe
 from lowmem.plan.target import Target
-from lowmem.plan.window import free_from
-from lowmem.techniques import CHANGEABLE
-from lowmem.units import GIB
+from lowmem.system.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from lowmem.gpus import Card
-from lowmem.plan.links import NODE
+from lowmem.config.cards import Card
+from lowmem.plan.tracing.traffic import NODE
 
 
 @dataclass(frozen=True)

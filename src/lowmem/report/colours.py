@@ -1,4 +1,4 @@
-"""One colour means one thing, in memory.png and on the comparison page: a category or a run, never both."""
+"""Assigns colours, in memory.png and on the comparison page: one colour is a category or a run, never both."""
 
 OF_CATEGORY = {
     "weights": "#3b6fb6",

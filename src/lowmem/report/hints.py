@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from lowmem.overrides import in_shell
-from lowmem.settle import Run
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import in_shell
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def tell_commands(output_dir: Path, work: str, summary: Mapping[str, object], ma
 
 
 def tell_folders(run: Run, output_dir: Path) -> None:
-    """Says that a run is resumed in a new folder, where it is."""
+    """Logs if a run is resumed in a new folder."""
     if run.resume in (None, "auto"):
         return
     named = Path(run.resume).expanduser().resolve()

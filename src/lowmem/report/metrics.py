@@ -1,4 +1,4 @@
-"""Loss, speed and learning rate: into metrics.csv, the loggers and the progress bar.
+"""Writes loss, speed and learning rate into metrics.csv, the loggers and the progress bar.
 
 The x-axis is the optimizer step. Values are read from the device at log points only, so that a GPU is not made to wait
 at every step.
@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
-from lowmem import csv_rows
 from lowmem.memory.meter import MemoryMeter
-from lowmem.memory.process import seconds_since_start
-from lowmem.units import GIB, duration
+from lowmem.system import csv_rows
+from lowmem.system.process import seconds_since_start
+from lowmem.system.units import GIB, duration
 
 COLUMNS = (
     "step",
@@ -42,10 +42,12 @@ SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the outpu
 
 
 class Metrics(Callback):
-    """Args:
-    sets: name of each validation set, and of it nats per token -> bits per byte.
-    meter: its peak stands in the progress bar.
-    kept: the step until which `file` keeps what it has.
+    """Logs the metrics of a run.
+
+    Args:
+        sets: name of a validation set -> its conversion of nats per token to bits per byte.
+        meter: its peak is shown in the progress bar.
+        kept: the step until which `file` keeps its rows.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Metrics(Callback):
         self._bar.close()
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """In the place of the other bar, which stands still."""
+        """Shows the bar of the evaluation in place of the training's, which stands still."""
         if not trainer.sanity_checking:
             micro_batches = sum(trainer.num_val_batches)
             if self._bar:
@@ -163,7 +165,7 @@ class Metrics(Callback):
         self._since = time.perf_counter()  # an evaluation is not part of the next step
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float]) -> None:
-        """A row of the file, and to the loggers the same below the split's name: `train_loss` as train/loss."""
+        """Writes a row of the file, and the same to the loggers under the split's name: `train_loss` as train/loss."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
@@ -178,7 +180,7 @@ class Metrics(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is not part of a step: saving."""
+        """Excludes time inside the `with`, such as saving, from the seconds of a step."""
         before = time.perf_counter()
         yield
         self._since += time.perf_counter() - before
@@ -196,13 +198,13 @@ class Metrics(Callback):
 
 
 def evaluation(name: str, loss: float, bits_per_byte: float) -> dict[str, object]:
-    """Args: loss: nats per token that counts."""
+    """Returns the results of a validation set. Args: loss: nats per token that counts."""
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return {"name": name, "loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
 
 
 def _columns(of: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
-    """The first set's have the plain names."""
+    """Returns the columns of a set; the first set's have the plain names."""
     end = f"_{of['name']}" if other else ""
     return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in of.items() if key != "name")
 

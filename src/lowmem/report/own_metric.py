@@ -1,4 +1,4 @@
-"""A user's own metric, `metric=module.function`: (model, tokenizer) -> {name: value}, at the end of each evaluation.
+"""Calls a user's own `metric=module.function`, (model, tokenizer) -> {name: value}, at the end of each evaluation.
 
 It is called once before the first step as well, where an error costs no training.
 """
@@ -10,15 +10,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.errors import Refused
 from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.report.metrics import COLUMNS, Metrics
+from lowmem.system.errors import Refused
 
 Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float]]
 
 
 class OwnMetric(Callback):
-    """Args: name: of the function, for messages; metrics: gets its values."""
+    """Calls the function. Args: name: of the function, for messages; metrics: receives the values."""
 
     def __init__(self, name: str, function: Metric, metrics: Metrics, at_end: EndOfEvaluation) -> None:
         self.name, self.function, self.metrics, self.at_end = name, function, metrics, at_end

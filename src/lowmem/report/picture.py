@@ -1,8 +1,8 @@
-"""memory.png: where the bytes were, inside one step and over the run.
+"""Draws memory.png: which category filled the memory, inside one step and over the run.
 
-On the left and above right the same colours are the same categories, live on the device side. What the process and
-CUDA's allocator hold besides is no category: it is drawn in ink, and the process's memory, of which most may be
-libraries, has a scale of its own. All three are in one unit, that of the device's peak.
+On the left and at the top right the same colours are the same categories, live on the device side. The other memory of
+the process and of CUDA's allocator is no category: it is drawn in black, and the process's memory, most of which may be
+libraries, has its own scale. All three use the unit of the device's peak.
 """
 
 import textwrap
@@ -19,21 +19,22 @@ from matplotlib.ticker import StrMethodFormatter
 
 from lowmem.memory.tracker import Point
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
-from lowmem.units import CATEGORIES, unit
+from lowmem.system.units import CATEGORIES, unit
 
 IN_A_STEP = ("forward", "backward", "step")  # an evaluation is sampled on steps whose training is not: a false dip
 LINE = 170  # characters of the line below, of which there are two
 
 
 def memory_picture(file: Path, *what, **more) -> None:
-    """Args: as `drawn`."""
+    """Writes the picture. Args: as for `drawn`."""
     figure = drawn(*what, **more)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
 def drawn(rows: list[dict], timeline: list[Point], title: str, typed: str = "", limit: int | None = None) -> plt.Figure:
-    """Args: rows: of memory.csv; title: what ran; typed: what else was; limit: bytes of the card or `memory.limit`."""
+    """Draws the picture. Args: rows: of memory.csv; title: the chosen techniques; typed: the other overrides; limit:
+    bytes of the card or of `memory.limit`."""
     columns = ("live_peak_bytes", "allocated_peak_bytes", "held_bytes")
     size = unit(max((row.get(column, 0) for row in rows for column in columns), default=0))
     places = [["inside", "device"], ["inside", "process"]]
@@ -55,7 +56,7 @@ def drawn(rows: list[dict], timeline: list[Point], title: str, typed: str = "", 
 
 
 def send(file: Path, loggers: Sequence[Logger], step: int) -> None:
-    """The picture, to the loggers that show pictures."""
+    """Sends the picture to the loggers that show pictures."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image("memory/picture", plt.imread(file), step, dataformats="HWC")
@@ -64,7 +65,7 @@ def send(file: Path, loggers: Sequence[Logger], step: int) -> None:
 
 
 def _head(axes: plt.Axes, title: str, handles: Sequence[Artist]) -> None:
-    """The title, and between it and the marks, where it can cover none, the legend."""
+    """Draws the title, and below it the legend, where it covers no mark."""
     axes.set_title(title, fontsize=11, pad=24)
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.985), "ncols": 5, "frameon": False}
     axes.legend(handles=handles, fontsize=9, **place)
@@ -97,7 +98,7 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str
 
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
-    """Each where it begins, in a line of its own: a short one's name would cover the next."""
+    """Marks the beginning of each phase, with its name on its own line: a short phase's name would cover the next."""
     first = {}
     for i, point in enumerate(timeline):
         first.setdefault(point.phase, i)
@@ -112,7 +113,7 @@ def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
 
 
 def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
-    """The categories at the peak of each sampled step; what CUDA's allocator counted at every step."""
+    """Draws the categories at the peak of each sampled step, and the figures of CUDA's allocator at every step."""
     top: dict[int, dict] = {}
     for row in rows:
         highest = top.get(row["step"], {}).get("live_peak_bytes", -1)
@@ -148,7 +149,7 @@ def _line(axes: plt.Axes, rows: list[dict], column: str, size: tuple[int, str, i
 
 
 def _mark_limit(axes: plt.Axes, limit: int, size: tuple[int, str, int]) -> None:
-    """A line where it is near, a word where it is far above: the bytes must stay readable."""
+    """Marks the limit with a line if it is near, and with a word if it is far above the bytes."""
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()
     near = at < 2 * high

@@ -1,4 +1,4 @@
-"""What ran, in the words that were typed: for a picture's title, a run's name and its tags."""
+"""Names what ran in the words that were typed: for a picture's title, a run's name and its tags."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ IDLE = (None, "none", "null", "auto")  # choices that do nothing
 
 
 def chosen(choices: Mapping[str, str | None]) -> list[str]:
-    """`group=choice` for every group of conf/ of which something was chosen that does something, the model first.
+    """Returns `group=choice` for every group with a choice that has an effect, the model first.
 
     Args:
         choices: as Hydra lists them, the last group of the config's defaults first.
@@ -16,5 +16,5 @@ def chosen(choices: Mapping[str, str | None]) -> list[str]:
 
 
 def besides(choices: Mapping[str, str | None], overrides: Sequence[str]) -> list[str]:
-    """What was typed that chose no group."""
+    """Returns the typed lines that choose no group."""
     return [line for line in overrides if line.lstrip("+").partition("=")[0] not in choices]

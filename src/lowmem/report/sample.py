@@ -1,7 +1,7 @@
-"""What the model writes behind the same prompts at every evaluation: one look says whether it learns anything.
+"""Lets the model continue the same prompts at every evaluation, so that people see whether it learns.
 
-Each is continued twice: with the likeliest tokens, and with drawn ones. A prompt and what follows it are never longer
-than a sequence of training, so that an evaluation needs no memory that training does not.
+Each prompt is continued twice: with the likeliest tokens, and with drawn ones. A prompt and its continuation are never
+longer than a sequence of training, so that an evaluation needs no more memory than training.
 """
 
 import json
@@ -13,11 +13,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
-from lowmem.data.corpus import RECORDS
 from lowmem.data.loader import IGNORED, MicroBatch
-from lowmem.errors import Refused
-from lowmem.generation import Prompt, TextGenerator, printable
+from lowmem.data.sources.text_files import RECORDS
+from lowmem.model.generation import Prompt, TextGenerator, printable
 from lowmem.report.end_of_evaluation import EndOfEvaluation
+from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
 BEGINNING = 8  # tokens of a text that nothing else divides into what is given and what is learnt
@@ -25,12 +25,13 @@ COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
 class Samples(Callback):
-    """Args:
-    prompts: (1, T) ids each.
-    tokens: of each continuation; 0: none.
-    length: of a prompt and its continuation together: more tokens than half of it are not written, and a prompt that
-        leaves them no room loses its beginning.
-    file: gets a line of JSON for each prompt and evaluation.
+    """Writes samples.
+
+    Args:
+        prompts: (1, T) ids each.
+        tokens: of each continuation; 0 writes none.
+        length: of a prompt plus its continuation, which has at most half of it; a longer prompt loses its beginning.
+        file: gets a line of JSON for each prompt and evaluation.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class Samples(Callback):
 
 
 def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int) -> None:
-    """To the loggers that show texts; each evaluation is a table of its own, or W&B would upload all of them again."""
+    """Sends samples to the loggers that show texts. Each evaluation has its own table: W&B would upload a growing one
+    again and again."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             said = (f"{row['prompt']}**{row['greedy']}**\n\n*drawn:* {row['sampled']}" for row in rows)
@@ -72,10 +74,11 @@ def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int
 
 
 def prompts(given: list | str) -> list[Prompt]:
-    """`sample_prompts`: a list, or a file with one in each line; of a .jsonl a text, or `prompt` or `messages`.
+    """Returns the prompts of `sample_prompts`: a list, or the lines of a file; a line of a .jsonl is a text, or has
+    `prompt` or `messages`.
 
     Raises:
-        Refused: a file that cannot be read, a line of it that is no prompt, none at all.
+        Refused: the file cannot be read, a line is no prompt, or there is none.
     """
     found = given if isinstance(given, list) else _read(Path(given).expanduser())
     for number, prompt in enumerate(found, start=1):
@@ -118,6 +121,7 @@ def _of_json(line: str, number: int, file: Path) -> object:
 
 
 def beginning(first: MicroBatch) -> Tensor:
-    """(1, T): of a text its first tokens, of a conversation, or a prompt and its completion, what is not learnt."""
+    """Returns the ids of a prompt, (1, T): the first tokens of a text, or the tokens of a conversation or a record that
+    precede those that are learnt."""
     learnt = int((first.labels[0] != IGNORED).int().argmax())
     return first.input_ids[:1, : learnt + 1 if learnt else BEGINNING]

@@ -1,5 +1,5 @@
-"""The first sequences as training reads them, for people: what is learnt is marked, and where a document ends stands a
-rule. One look says whether a template, a field or a split is what was meant, before hours are spent on it.
+"""Prints the first sequences as training reads them: learnt text is marked, and a rule separates documents. People see
+whether a template, a field or a split is right before they spend hours on it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.loader import IGNORED, START, Position, Rows, WindowLoader
 from lowmem.data.mix import Mixed
-from lowmem.data.random import Drawn
-from lowmem.data.tokens import Split
+from lowmem.data.random_tokens import Drawn
+from lowmem.data.token_store import Split
 
 LEARNT = ("[", "]")
 LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
@@ -22,8 +22,8 @@ LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
 
 
 class Row(NamedTuple):
-    """ids: of its tokens, without padding; learnt: (len(ids),) whether they are predicted and count in the loss;
-    starts: where documents begin; padding: how many tokens stand behind them."""
+    """A row. Args: ids: of its tokens, without padding; learnt: (len(ids),) True for tokens that count in the loss;
+    starts: indices at which documents begin; padding: the number of padding tokens."""
 
     ids: Sequence[int]
     learnt: Sequence[bool]
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, colour: bool = False) -> str:
-    """The first `count` sequences of training, and what the whole split is made of."""
+    """Returns the first `count` sequences of training, and counts of the full split."""
     rows = train.sequences
     marks = LEARNT_IN_COLOUR if colour else LEARNT
     said = []
@@ -44,7 +44,7 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
 
 
 def row_of(rows: Rows, index: int) -> Row:
-    """A row with the label of its last token behind it, where that has one; without its padding."""
+    """Returns a row without its padding, and with the label of its last token appended if there is one."""
     batch, starts = rows.micro_batch(np.array([index])), rows.starts(index)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     learnt = [False, *(label != IGNORED for label in labels)]
@@ -58,7 +58,7 @@ def row_of(rows: Rows, index: int) -> Row:
 
 
 def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
-    """What rows are made of; of a mixture what each part is, and which share it has."""
+    """Returns counts of rows and tokens; for a mixture those of each source, and its share."""
     if isinstance(rows, Mixed):
         for part, of in zip(rows.names, rows.parts, strict=True):
             yield from counts(of, part)
@@ -82,7 +82,7 @@ def _parts(rows: Rows, split: Split) -> list[str]:
 
 
 def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNT) -> str:
-    """A row as text, with `marks` around what is learnt of it."""
+    """Returns a row as text, with `marks` around the learnt tokens."""
     text, marked = "", False
     changes = {i for i in range(1, len(row.ids)) if row.learnt[i] != row.learnt[i - 1]}
     for first, _, piece in pieces(row.ids, tokenizer, changes.union(row.starts)):
@@ -101,9 +101,9 @@ def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str]
 def pieces(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, cuts: Collection[int] = ()
 ) -> Iterator[tuple[int, int, str]]:
-    """(first, stop, text) of as few tokens each as make whole characters; none goes over a cut.
+    """Yields (first, stop, text) of the fewest tokens that are complete characters, without crossing a cut.
 
-    A token is decoded behind the piece before it, since many tokenizers drop the space of a first word.
+    A token is decoded after the piece before it, since many tokenizers drop the space of a first word.
     """
     before, first = 0, 0
     for stop in range(1, len(ids) + 1):
@@ -119,5 +119,5 @@ def _decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _visible(text: str) -> str:
-    """With what a terminal would obey written out."""
+    """Returns a text with control characters written out."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""memory_step.csv: live bytes of the device side by category, at every allocation inside one optimizer step."""
+"""Writes memory_step.csv: live bytes of the device side by category, at every allocation inside one optimizer step."""
 
 import csv
 import math
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowmem.memory.tracker import Point
-from lowmem.units import CATEGORIES
+from lowmem.system.units import CATEGORIES
 
 MOST = 2000  # rows: more than a screen has columns
 
 
 def write(file: Path, timeline: Sequence[Point]) -> None:
-    """Args: timeline: of a step, in order."""
+    """Writes the file. Args: timeline: of a step, in order."""
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
         writer.writerow(["phase", *(f"{category}_bytes" for category in CATEGORIES)])
@@ -21,6 +21,6 @@ def write(file: Path, timeline: Sequence[Point]) -> None:
 
 
 def thinned(timeline: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Of each stretch its highest point, so that no peak is lost."""
+    """Returns at most `most` points: the highest of each stretch, so that no peak is lost."""
     stretch = max(1, math.ceil(len(timeline) / most))
     return [max(timeline[i : i + stretch], key=lambda p: p.total) for i in range(0, len(timeline), stretch)]

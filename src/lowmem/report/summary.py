@@ -1,4 +1,4 @@
-"""summary.json and the table on the terminal: what the run did, in numbers with units."""
+"""Writes summary.json and the table on the terminal: the results of a run, in numbers with units."""
 
 import json
 import math
@@ -8,15 +8,15 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lowmem.atomic_files import atomic_write
-from lowmem.units import GIB
+from lowmem.system.atomic_files import atomic_write
+from lowmem.system.units import GIB
 
 RANKS = 8  # at most, that each have a line
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed: without bitsandbytes or torchao everything but their optimizers works."""
+    """Returns the versions of installed packages: without bitsandbytes or torchao all but their optimizers works."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def write(file: Path, summary: Mapping) -> None:
-    """Whole or not at all; JSON has no nan, so what was not measured is null."""
+    """Writes the file atomically. JSON has no nan, so a missing measurement is null."""
     with atomic_write(file) as draft:
         draft.write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
 
@@ -39,7 +39,7 @@ def _plain(value: object) -> object:
 
 
 def table(summary: Mapping) -> str:
-    """The run's figures, two columns."""
+    """Returns the run's figures in two columns."""
     peak, categories = summary["peak_bytes"], summary["peak_bytes_by_category"]
     extra = summary["auxiliary_loss"]
     rows = [
@@ -65,7 +65,7 @@ def table(summary: Mapping) -> str:
 
 
 def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """What an evaluation says beyond the loss of one set: of each where there are several, and a user's own metric."""
+    """Yields rows for each validation set if there are several, and for a user's own metric."""
     sets = summary["validation"]
     for one in sets:
         loss, perplexity, bits = (_number(one[key], ".4g") for key in ("loss", "perplexity", "bits_per_byte"))
@@ -77,7 +77,7 @@ def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
-    """Phase -> device or host -> (predicted, measured) bytes, where there are both."""
+    """Returns phase -> device or host -> (predicted, measured) bytes, where both are known."""
     if not summary.get("predicted"):
         return {}
     pairs: dict[str, dict[str, tuple[int, int]]] = {}
@@ -90,7 +90,7 @@ def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, i
 
 
 def plan_ratios(summary: Mapping) -> dict[str, float]:
-    """Predicted over measured, as metrics."""
+    """Returns predicted over measured bytes, as metrics."""
     return {
         f"plan/{phase}_{side}_predicted_over_measured": predicted / measured
         for phase, sides in predicted_and_measured(summary).items()
@@ -107,12 +107,12 @@ def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
 
 
 def highest(summary: Mapping, side: str) -> int:
-    """Peak bytes of the rank that has the most; of a run alone its own. side: device, or host_rss."""
+    """Returns the peak bytes of the rank that has the most. Args: side: device, or host_rss."""
     return max(peak[side] for peak in [summary["peak_bytes"], *summary.get("ranks", ())])
 
 
 def _rank_rows(summary: Mapping) -> list[tuple[str, str]]:
-    """Of several ranks each; of many the one with the least and the one with the most."""
+    """Yields a row for each of several ranks; for many, rows for the lowest and the highest."""
     ranks = dict(enumerate(summary.get("ranks", ())))
     if len(ranks) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Weights & Biases without surprises: online only where it works, never a prompt, one run per job."""
+"""Makes the logger of Weights & Biases: online only where it works, without a prompt, one run per job."""
 
 import http.client
 import logging
@@ -15,9 +15,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.loggers import Logger
 
-from lowmem.overrides import as_mapping
-from lowmem.report import ran
-from lowmem.runs import folders
+from lowmem.config.typed_lines import as_mapping
+from lowmem.report import folders, ran
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +33,14 @@ def logger(
     offline: bool | None = None,
     run_id: str | None = None,
 ) -> Logger | None:
-    """A W&B logger, or None where wandb is not installed (metrics.csv is written anyway).
+    """Returns a W&B logger, or None if wandb is not installed (metrics.csv is written anyway).
 
     Args:
-        name: None: of a sweep's job what differs between its jobs, else the run's folder.
-        group: None: the sweep's folder.
-        tags: None: what was chosen of each group, as it is typed.
-        offline: None: online where there is a key and a server that answers within two seconds.
-        run_id: of the run in which this one goes on; None: a new one.
+        name: None takes the differing overrides of a sweep's job, or else the run's folder.
+        group: None takes the sweep's folder.
+        tags: None takes the choice of each group, as it is typed.
+        offline: None is online if there is a key and a server that answers within two seconds.
+        run_id: of the W&B run that this one continues; None starts a new one.
     """
     if find_spec("wandb") is None:
         log.info("wandb is not installed: the curves are in metrics.csv and memory.csv alone.")
@@ -73,7 +72,8 @@ def logger(
 
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
-    """(its name, what this job has that others have not) of the sweep to which a run's folder belongs, if any."""
+    """Returns the name of the sweep that a folder belongs to, and the job's differing overrides; None outside
+    sweeps."""
     file = folder.parent / "multirun.yaml"
     if not file.is_file():
         return None, None
@@ -86,7 +86,7 @@ def of_sweep(folder: Path) -> tuple[str | None, str | None]:
 
 
 def _chosen(folder: Path) -> list[str]:
-    """By what Hydra has written into the run's folder; nothing of a run from a notebook."""
+    """Returns the choices that Hydra has written into the run's folder; none for a run from a notebook."""
     file = folder / ".hydra" / "hydra.yaml"
     return (
         ran.chosen(yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"])
@@ -112,14 +112,14 @@ def _mode() -> str:
 
 
 def _key_of_netrc(url: str) -> bool:
-    """`wandb login` keeps the key there."""
+    """Returns the key that `wandb login` has stored."""
     from requests.utils import get_netrc_auth
 
     return get_netrc_auth(url) is not None
 
 
 def answers(url: str, seconds: float = ANSWER_SECONDS) -> bool:
-    """Whether the server sends any HTTP answer in time. In a thread: looking up its name has no time limit."""
+    """Returns whether the server answers in time. It asks in a thread: looking up a name has no time limit."""
     answered: list[bool] = []
 
     def ask() -> None:

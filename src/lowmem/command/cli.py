@@ -1,0 +1,312 @@
+"""Translates between the shell and Hydra: typed lines into Hydra's arguments, and errors into sentences.
+
+This module imports nothing heavy at its top: `--help` answers in well under a second.
+"""
+
+import atexit
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lowmem.command import folder_lock, help, launch, sweep
+from lowmem.config import spelling
+from lowmem.config.check import check_places, check_values
+from lowmem.config.settle import Run, settled
+from lowmem.config.typed_lines import CONF, composed, in_place_of, key, parted, quoted, said_anew, unquoted, without
+from lowmem.plan.search.helper import helper
+from lowmem.report import folders
+from lowmem.system import home, rank_environment, signals
+from lowmem.system.errors import RankLost, Refused
+from lowmem.system.terminal import folded
+from lowmem.system.without_gc import undisturbed
+
+SWEEP = ("-m", "--multirun")
+ALONE = ("generate", "show", "export")  # what one process does for all ranks
+LOADING = "Loading torch, Lightning and transformers ..."  # for some five seconds
+
+NOTHING_FITS = 2  # the exit code of a plan that was made, and has nothing to recommend
+
+_failures: list[str] = []  # of this command
+_unfit: list[Path] = []  # folders of its plans in which nothing fits
+
+
+def start(main: Callable[[], None]) -> None:
+    """Runs a Hydra main function on sys.argv and exits with its code."""
+    atexit.register(gc.freeze)  # Python's last search for garbage takes a second; what is left goes with the process
+    home.replace_if_read_only()
+    sys.stdout.reconfigure(errors="backslashreplace")  # text that a terminal cannot show must not end a run
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
+    _failures.clear()
+    _unfit.clear()
+    sweep.Report.failed = ()
+    OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
+    config = Path(sys.argv[0]).stem.replace("train", "config")  # train.py reads config.yaml, plan.py plan.yaml
+    rank_environment.leashed()
+    try:
+        with signals.handled(signals.at_once):
+            sys.argv[1:] = prepare(sys.argv[1:], config)
+            main()
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _nobody_reads()
+    except (HydraException, OmegaConfBaseException) as error:
+        _exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
+    except Refused as error:
+        _exit(str(error))
+    except OSError as error:  # Hydra makes the folder before the job starts
+        _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        folder_lock.release()
+    if failures := [*_failures, *sweep.Report.failed]:
+        _exit("\n".join(failures))
+    if _unfit:
+        sys.exit(NOTHING_FITS)
+
+
+def _nobody_reads() -> None:
+    """Discards further output when the reader of a pipe is gone, as in `python plan.py | head -1`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _exit(message: str) -> NoReturn:
+    rank_environment.report("failed", message)
+    sys.exit(folded(message, sys.stderr) if rank_environment.says(message) else 1)
+
+
+def prepare(arguments: list[str], config: str = "config") -> list[str]:
+    """Returns the arguments for Hydra: its flags, the overrides of a resumed run or sweep, and the typed lines; quoted.
+
+    Args:
+        config: the yaml of conf/ that the command reads.
+
+    Raises:
+        Refused: an error that the arguments alone show, before anything is written and anything heavy imported.
+    """
+    if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
+        *words, last = os.environ["COMP_LINE"].split(" ")
+        os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
+    if old := [argument for argument in arguments if key(argument) == "fit"]:
+        raise Refused(f"{old[0]}: this key is plan. Type {_renamed(old[0]) if '=' in old[0] else 'plan=check'}.")
+    arguments = _resumed_sweep(arguments)
+    if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
+        raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
+    flags, typed, strays = parted(arguments)
+    if strays:
+        raise Refused(spelling.sets_nothing(strays[0]))
+    shows = [flag for flag in flags if flag.partition("=")[0] in ("-c", "--cfg", "-i", "--info")]
+    if shows and {*flags} & {*SWEEP}:
+        raise Refused(f"{shows[0]}: it shows one run, and -m makes several. Leave -m out.")
+    lines = without(said_anew(typed), _resumed_overrides(typed)) + typed
+    lines += in_place_of(lines)
+    if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
+        lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
+    sweep = bool({*flags} & {*SWEEP})
+    if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
+        spelling.check_lines(lines)
+        if sweep:
+            rank_environment.check_sweep()
+        else:
+            _check(lines, config)
+    return [*flags, *(quoted(line, sweep) for line in lines)]
+
+
+def _check(lines: list[str], config: str) -> None:
+    if any("${hydra:" in line for line in lines):  # known only in the job, which asks again
+        return
+    try:
+        cfg = composed(lines, config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refused(spelling.explained(error, lines, config)) from None
+    run = settled(cfg)
+    check_values(run)
+    if config == "config" and not _alone(cfg):
+        rank_environment.check(run.devices)
+
+
+def _alone(cfg: DictConfig) -> bool:
+    return any(cfg[name] is not None for name in ALONE)
+
+
+def _resumed_sweep(arguments: list[str]) -> list[str]:
+    named = [argument.removeprefix("sweep.resume=") for argument in arguments if argument.startswith("sweep.resume=")]
+    if not named:
+        return arguments
+    if len([argument for argument in arguments if argument not in ("-m", "--multirun")]) > 1:
+        raise Refused("sweep.resume= repeats what was typed for that sweep: type nothing else beside it.")
+    return sweep.again(Path(named[0]).expanduser())
+
+
+def _resumed_overrides(arguments: list[str]) -> list[str]:
+    """Returns the lines that were typed for the run that `resume=`, `evaluate=` or `export=` names.
+
+    Raises:
+        Refused: one of them can run code and was not typed again: the folder may be somebody else's.
+    """
+    of_a_run = {"resume", "evaluate", "export"}
+    lines = [unquoted(line) for line in arguments if key(line) in of_a_run]
+    named = [line.partition("=")[2] for line in lines if line != "resume=auto"]
+    for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
+        file = folder / ".hydra" / "overrides.yaml"
+        if file.is_file():
+            earlier = list(map(_renamed, without(of_a_run, yaml.safe_load(file.read_text(encoding="utf-8")))))
+            _refuse_code(earlier, arguments, folder)
+            return earlier
+    return []
+
+
+def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None:
+    dangerous = [line for line in earlier if "_target_" in line or "trust_remote_code" in line or key(line) == "metric"]
+    if missing := without(set(map(key, arguments)), dangerous):
+        raise Refused(
+            f"{folder}: what was typed for this run is repeated, but not what can run code. Type it again, if you "
+            f"trust it: {' '.join(missing)}"
+        )
+
+
+def _renamed(line: str) -> str:
+    """Returns a line of an earlier lowmem with today's names."""
+    return f"plan={line.partition('=')[2]}" if key(line) == "fit" else line
+
+
+def run(cfg: DictConfig) -> float:
+    """Runs one job and turns an error into a message. In a sweep each job has its own process.
+
+    Returns:
+        The validation loss, nan after a failure.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        job_of_sweep = sweep.job(Path(hydra.runtime.output_dir), hydra.job.num, list(hydra.overrides.task))
+        loss = folders.figure(job_of_sweep, "validation loss")
+        return float("nan") if loss is None else loss
+
+    def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
+        run = _settled(cfg)
+        if run.devices > 1 and not rank_environment.is_rank() and not run.technique("strategy").one_process:
+            return _ranks(output_dir, run.devices)
+        with undisturbed():
+            from lowmem.fit import fit  # which imports torch
+
+        return fit(run, output_dir, choices, typed)
+
+    def prints(*_) -> None:
+        run = _settled(cfg)
+        with undisturbed():
+            from lowmem.command.generate import generate
+        _log_beside_stdout()
+        print(generate(run))
+
+    if rank_environment.number() and _alone(cfg):
+        return float("nan")
+    summary = _guarded(job if cfg.generate is None else prints, cfg)
+    if not summary:
+        return float("nan")
+    if summary["interrupted"]:
+        rank_environment.report("interrupted", summary["signal"])
+        raise signals.Ended(signal.Signals[summary["signal"]])
+    rank_environment.report("done")
+    return summary["val_loss"]
+
+
+def _settled(cfg: DictConfig) -> Run:
+    """Returns the run. Raises: Refused: an error that the config and the names of files in it show."""
+    run = settled(cfg)
+    check_values(run)
+    check_places(run)
+    return run
+
+
+def _ranks(output_dir: Path, size: int) -> dict:
+    """Starts the ranks. Returns: the keys of their summary that a sweep needs."""
+    overrides = HydraConfig.get().overrides
+    of_hydra = [line for line in overrides.hydra if key(line) not in ("hydra.run.dir", "hydra.mode")]
+    interrupted = launch.run(output_dir, [*overrides.task, *of_hydra], size)
+    if interrupted:
+        return {"interrupted": True, "signal": interrupted.name}
+    return json.loads((output_dir / "summary.json").read_text(encoding="utf-8"))
+
+
+def _log_beside_stdout() -> None:
+    """Logs on stderr, since programs may read stdout."""
+    for handler in logging.getLogger().handlers:
+        if getattr(handler, "stream", None) is sys.stdout:
+            handler.setStream(sys.stderr)
+
+
+def plan(cfg: DictConfig) -> None:
+    """Predicts a run instead of running it."""
+
+    def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
+        with (helper() if cfg.search is True else None) or nullcontext() as beside:
+            with undisturbed(LOADING):
+                from lowmem.plan.job import plan
+
+            written = plan(cfg, output_dir, choices, typed, beside)
+        if not any(recipe["fits"] for recipe in written["recipes"]):
+            _unfit.append(output_dir)
+
+    _guarded(job, cfg)
+
+
+def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
+    """Returns the job's result; None after a failure, which `start` reports at the end."""
+    hydra = HydraConfig.get()
+    output_dir = Path(hydra.runtime.output_dir)
+    overrides = OmegaConf.to_container(hydra.overrides.task)  # as they are: ${key} is the config's to resolve
+    debug = False
+    try:
+        debug = cfg.debug
+        return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
+    except BrokenPipeError:
+        _nobody_reads()
+        return None
+    except (Exception, signals.Ended) as error:
+        if ended := signals.ending(error):
+            rank_environment.report("ended", ended.said)
+            _leave(output_dir, ended.said)
+            if rank_environment.number() or not rank_environment.of_run():
+                print(ended.said, file=sys.stderr)
+            raise ended from None
+        message = _message(error, debug)
+        rank_environment.report("lost" if isinstance(error, RankLost) else "failed", message)
+        _failures.append(message)
+        _leave(output_dir, message)
+        return None
+
+
+def _message(error: Exception, debug: bool) -> str:
+    """Returns a sentence for an error that the user can fix, and a traceback for any other."""
+    if isinstance(error, OmegaConfBaseException) and not debug:
+        return str(error)
+    if isinstance(error, OSError) and error.filename and not debug:
+        return f"{error.filename}: {error.strerror}. Give a place that can be read and written, with room left."
+    if isinstance(error, Refused) and not debug:
+        return str(error)
+    return "".join(traceback.format_exception(error))
+
+
+def _leave(output_dir: Path, message: str) -> None:
+    """Writes the reason into the folder of a failed run. If it was refused before it wrote anything, the folder is
+    restored. With several ranks the process that claimed the folder does this."""
+    if folder_lock.untouched() or rank_environment.of_run() or rank_environment.number():
+        return
+    with suppress(OSError):  # a full disk may be what it failed of
+        (output_dir / folders.FAILED).write_text(message + "\n", encoding="utf-8")

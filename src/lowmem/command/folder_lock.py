@@ -1,0 +1,259 @@
+"""Locks a run's folder before anything is written into it, and restores it if the run is refused.
+
+Hydra writes `.hydra/` and a log before the job starts, so the lock is taken in one of its callbacks. A new folder
+belongs to the process that created it. Every folder is locked while its command lives, so that nobody resumes a run
+that still runs.
+"""
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from lowmem.config.typed_lines import as_mapping, in_shell, quoted
+from lowmem.report import folders
+from lowmem.report.folders import FAILED
+from lowmem.system import rank_environment
+from lowmem.system.errors import Refused
+from lowmem.system.terminal import folded
+
+HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # written before a job, whatever comes of it
+# What else a command leaves: where one of these lies, another run was.
+LEFT = (
+    *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
+    *("plan.json", rank_environment.LOG),
+)
+RANKS = "rank-[0-9]*"
+LOGS = f"{RANKS}/{rank_environment.LOG}"
+OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has made for this job
+
+
+@dataclass
+class Claimed:
+    """A locked folder, and its content before the command.
+
+    Args: lock: an open file, as long as the lock is held; made: the folders that this command created, the innermost
+    first; before: the content of files that Hydra overwrites; rest: all other files with their times; None for a job of
+    a sweep, whose folder is never restored."""
+
+    folder: Path
+    lock: int
+    made: list[Path]
+    before: dict[Path, bytes]
+    rest: dict[str, int] | None
+
+    def untouched(self) -> bool:
+        """Returns whether only Hydra has written."""
+        return self.rest is not None and self.folder.is_dir() and _rest(self.folder) == self.rest
+
+    def give_back(self) -> None:
+        """Restores the folder if only Hydra has written."""
+        if self.untouched():
+            _remove(self.folder)
+            for file, content in self.before.items():
+                with suppress(OSError):  # what cannot be written was not written over either
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_bytes(content)
+            with suppress(OSError):  # somebody has put something there
+                for folder in self.made:
+                    folder.rmdir()
+        os.close(self.lock)
+
+
+class Claim(Callback):
+    """Hydra's callbacks before it writes. It would turn an exception into a warning, so they exit at once."""
+
+    now: Claimed | None = None  # by this process
+
+    def on_run_start(self, config: DictConfig, **_) -> None:
+        if rank_environment.of_run() or rank_environment.number():
+            _take_part(config)
+            return
+        folder = Path(config.hydra.run.dir)
+        of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
+        claimed = _claimed(config, "hydra.run.dir", folder, lambda: of_sweep or _goes_on(config, folder))
+        Claim.now = replace(claimed, rest=None) if of_sweep else claimed
+        with read_write(config):
+            config.hydra.run.dir = str(claimed.folder)
+        if rank_environment.size() > 1:
+            _agreed(claimed.folder.absolute())
+
+    def on_multirun_start(self, config: DictConfig, **_) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        typed = OmegaConf.to_container(config.hydra.overrides.task)
+        Claim.now = _claimed(config, "hydra.sweep.dir", folder, lambda: _typed_before(folder) == typed)
+        if Claim.now.folder != folder:
+            with read_write(config):
+                config.hydra.sweep.dir = str(Claim.now.folder)
+                # jobs are composed anew
+                config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
+
+
+def _take_part(config: DictConfig) -> None:
+    """Joins, as a rank, the folder that another process has claimed. Only the first rank writes Hydra's files."""
+    run = rank_environment.of_run() or _agreed(None)
+    with read_write(config):
+        config.hydra.run.dir = str(run)
+        config.hydra.output_subdir = None
+        if rank_environment.number() and OmegaConf.select(config, "hydra.job_logging.handlers.file") is not None:
+            config.hydra.job_logging.handlers.file.filename = os.devnull  # what it logs is in what it prints
+    if rank_environment.of_run() is None:
+        try:
+            rank_environment.redirected(run)
+        except OSError as error:
+            said = (
+                f"{error.filename}: {error.strerror}. What a rank prints goes there: give a folder that can be written."
+            )
+            sys.exit(folded(said, sys.stderr))
+
+
+def _agreed(claimed: Path | None) -> Path:
+    try:
+        return rank_environment.agreed(claimed)
+    except Exception as error:
+        said = f"The ranks cannot meet at MASTER_ADDR and MASTER_PORT ({error}). Start them with torchrun; where "
+        said += "nobody has started several, unset RANK and WORLD_SIZE."
+        sys.exit(folded(said, sys.stderr))
+
+
+def release() -> None:
+    """Releases the lock at the end of a command."""
+    if Claim.now is not None:
+        Claim.now.give_back()
+        Claim.now = None
+
+
+def untouched() -> bool:
+    return Claim.now is not None and Claim.now.untouched()
+
+
+def _claimed(config: DictConfig, key: str, folder: Path, goes_on: Callable[[], bool]) -> Claimed:
+    typed = any(line.lstrip("+").startswith(f"{key}=") for line in config.hydra.overrides.hydra)
+    try:
+        return _this(folder, key, goes_on) if typed else _new(folder)
+    except Refused as error:
+        sys.exit(folded(str(error), sys.stderr))
+    except OSError as error:
+        said = f"The output folder cannot be written ({error}). Type {key}=<a folder that can>."
+        sys.exit(folded(said, sys.stderr))
+    except Exception as error:  # a multirun.yaml that is no yaml, say: without a claim nothing may start
+        sys.exit(folded(f"{key}={folder}: what is here cannot be read ({error}). Type another folder.", sys.stderr))
+
+
+def _new(folder: Path) -> Claimed:
+    """Creates and locks a new folder: this one, or the first free name with -2, -3, ... appended."""
+    above = _not_there(folder.parent)
+    for number in count(1):
+        own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        with suppress(FileExistsError):
+            own.mkdir(parents=True)
+            if (claimed := _locked(own, [own, *above])) is not None:  # None: someone was faster who typed this name
+                return claimed
+
+
+def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
+    """Locks this folder.
+
+    Raises:
+        Refused: it holds another run, or one that still runs.
+    """
+    made = _not_there(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    claimed = _locked(folder, made)
+    if claimed is None:
+        raise Refused(
+            f"{key}={folder}: another run is writing here. Type another folder, or, when it has ended, "
+            f"{in_shell('resume', folder)}."
+        )
+    found = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
+    if found and not goes_on():
+        os.close(claimed.lock)
+        instead = _instead(folder)
+        raise Refused(f"{key}={folder}: another run is here ({found[0]}). Type {instead}another folder.")
+    return claimed
+
+
+def _instead(folder: Path) -> str:
+    """Returns the words to type to use this folder's run; empty for a plan, or a result of another run."""
+    if (folder / "plan.json").exists() or _uses_a_run(folder):
+        return ""
+    line = "resume=auto"
+    if any(folder.glob("checkpoints/step-*.ckpt")):
+        line = in_shell("resume", folder)
+    if (folder / "multirun.yaml").exists():
+        line = in_shell("sweep.resume", folder)
+    return f"{line} to go on with it, or "
+
+
+def _not_there(folder: Path) -> list[Path]:
+    """Returns the missing folders of a path, the innermost first."""
+    return [one for one in (folder, *folder.parents) if not one.exists()]
+
+
+def _locked(folder: Path, made: list[Path]) -> Claimed | None:
+    """Locks a folder. Returns: the lock; None if another process has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    before = {file: file.read_bytes() for file in _hydras(folder) if file.is_file()}
+    return Claimed(folder, handle, made, before, _rest(folder))
+
+
+def _goes_on(config: DictConfig, folder: Path) -> bool:
+    """Returns whether `resume=` names this folder, or a checkpoint in it."""
+    if (folder / "plan.json").exists():  # no run: to make it once more loses nothing
+        return config.hydra.job.name == "plan"
+    if _uses_a_run(folder):  # what that says is said again
+        return config.get("evaluate") is not None or config.get("export") is not None
+    resume = config.get("resume")
+    if resume is None:
+        return False
+    named = Path(str(resume)).expanduser().resolve()
+    return resume == "auto" or folder.resolve() in (named, *named.parents)
+
+
+def _uses_a_run(folder: Path) -> bool:
+    """Returns whether an earlier command here was `evaluate=` or `export=` of another run."""
+    return not as_mapping(folders.typed_in(folder)).keys().isdisjoint(("evaluate", "export"))
+
+
+def _typed_before(sweep: Path) -> list[str] | None:
+    file = sweep / "multirun.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]["task"] if file.is_file() else None
+
+
+def _hydras(folder: Path) -> list[Path]:
+    """Returns the files that Hydra writes, and the logs of ranks, which begin anew as well."""
+    return [*(folder / ".hydra").glob("*"), *(folder / name for name in HYDRAS), *folder.glob(LOGS)]
+
+
+def _rest(folder: Path) -> dict[str, int]:
+    ranks = [*folder.glob(RANKS)]
+    apart = {*HYDRAS, *(path.name for path in ranks)}
+    rest = [path for path in folder.iterdir() if path.name not in apart]
+    rest += [path for rank in ranks for path in rank.iterdir() if path.name != rank_environment.LOG]
+    return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in rest}
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder / ".hydra", ignore_errors=True)
+    for file in (*(folder / name for name in HYDRAS), *folder.glob(LOGS)):
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+    for rank in folder.glob(RANKS):
+        with suppress(OSError):
+            rank.rmdir()

@@ -1,0 +1,111 @@
+"""Prints `--help`: each group and key with its comment in conf/ and the value of this command line.
+
+It fills `hydra.help.template` of conf/config.yaml from the comments of the yamls, so that a new key is documented in
+one place. This module imports nothing heavy, so that it answers in well under a second.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+WIDTH, COLUMN = 80, 26
+LINE = re.compile(r"(?P<indent> *)(?:- )?(?P<key>\w[\w.-]*):(?P<value>(?: [^#]*)?)(?:# (?P<comment>.*))?")
+
+
+def text(cfg: DictConfig, conf: Path) -> str:
+    """Returns the help, with each `$` doubled, since Hydra fills a template. Args: cfg: composed, with Hydra's
+    section."""
+    keys = comments(conf / f"{cfg.hydra.job.config_name}.yaml") | comments(conf / "config.yaml")
+    choices = {key.removeprefix("defaults."): None for key in keys if key.startswith("defaults.")}
+    choices |= {group: choice for group, choice in cfg.hydra.runtime.choices.items() if group in choices}
+    shown = set(keys)
+    lines = [f"python {cfg.hydra.job.name}.py <group>=<choice> ... <key>=<value> ...", ""]
+    lines += ["Groups: one word swaps a technique, a model, the data.", ""]
+    for group, choice in choices.items():
+        lines += _group(conf / group, choice, keys[f"defaults.{group}"])
+    lines += ["", "Keys, with what they hold now:", ""]
+    for key, comment in keys.items():
+        if comment and not key.startswith("defaults."):
+            lines += _entry(_typed(cfg, key), comment)
+    lines += ["", "Keys of the choices above. Others have others: type your choice before --help.", ""]
+    for group, choice in choices.items():
+        file = conf / group / f"{choice}.yaml"
+        lines += _keys_of(cfg, shown, group, file) if file.is_file() else []
+    return "\n".join(lines).replace("$", "$$")
+
+
+def comments(file: Path) -> dict[str, str | None]:
+    """Returns path of every key -> the comment on its line, in the order of the file."""
+    found: dict[str, str | None] = {}
+    above: list[tuple[int, str]] = []  # (indent, key) of the sections that a line is in
+    for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):
+        indent = len(match["indent"])
+        above = [section for section in above if section[0] < indent]
+        found[".".join([*(key for _, key in above), match["key"]])] = match["comment"]
+        if not match["value"].strip():
+            above.append((indent, match["key"]))
+    return found
+
+
+def heading(file: Path) -> str:
+    """Returns the comment at the top of a choice's yaml."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "@package" not in line]
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return " ".join(line.removeprefix("# ").strip() for line in lines[:end])
+
+
+def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
+    others = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != choice)
+    yield from _entry(f"{folder.name}={choice or 'null'}", comment)
+    file = folder / f"{choice}.yaml"
+    if file.is_file():  # and not a yaml of one's own, elsewhere
+        yield from _entry("", f"{choice}: {heading(file)}")
+    yield from _entry("", f"or {', '.join(others)}")
+
+
+def _keys_of(cfg: DictConfig, shown: set[str], group: str, file: Path) -> Iterator[str]:
+    """Yields the keys that a choice adds to those already `shown`: one entry for each key with a comment, and one line
+    for all others."""
+    prefix, others = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}.", []
+    new = {prefix + key: comment for key, comment in comments(file).items() if prefix + key not in shown}
+    for key, comment in new.items():
+        if comment:
+            yield from _entry(_typed(cfg, key), comment)
+        elif not re.search(r"(^|\.)_", key) and not _is_section(cfg, key):
+            others.append(_typed(cfg, key))
+    shown |= new.keys()
+    yield from textwrap.wrap(", ".join(others), WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _is_section(cfg: DictConfig, key: str) -> bool:
+    return key == "defaults" or isinstance(OmegaConf.select(cfg, key), DictConfig)
+
+
+def _typed(cfg: DictConfig, key: str) -> str:
+    """Returns a key as one would type it: `clip=null`; a section has no value, and a removed key is `~clip`."""
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    if not isinstance(node, DictConfig):
+        return f"~{key}"
+    if OmegaConf.is_missing(node, name):
+        return f"{key}=???"
+    if name not in node:
+        return f"~{key}"
+    value = node[name]
+    if isinstance(value, DictConfig):
+        return f"{key}."
+    spelled = {None: "null", True: "true", False: "false"}
+    return f"{key}={spelled[value] if value is None or isinstance(value, bool) else value}".replace(", ", ",")
+
+
+def _entry(typed: str, said: str) -> list[str]:
+    """Returns an entry in two columns; a key that is too long for the first has its own line."""
+    indent = " " * COLUMN
+    wrapped = textwrap.wrap(said, WIDTH - COLUMN, break_long_words=False, break_on_hyphens=False)
+    head = f"  {typed}".ljust(COLUMN)
+    if len(head) > COLUMN or not head.endswith(" "):
+        return [head, *(indent + line for line in wrapped)]
+    return [head + wrapped[0], *(indent + line for line in wrapped[1:])]

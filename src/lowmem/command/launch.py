@@ -1,0 +1,275 @@
+"""Starts the ranks of a run: each runs the typed command in its own process, on one device of this machine.
+
+`devices=2` starts a light process, which locks the run's folder and imports no torch. It starts the ranks, passes
+signals on, and ends all of them when one has died: the others would wait for it until a time limit of many minutes.
+Only this process prints how they ended. The output of ranks other than the first is in their output.log.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from lowmem.command.sweep import TRAIN, reason
+from lowmem.config.typed_lines import in_shell
+from lowmem.report import folders
+from lowmem.system import processors, rank_environment, signals
+from lowmem.system.errors import Refused
+from lowmem.system.signals import Ended
+from lowmem.techniques.strategy import lost_ranks
+
+SETTLE = 2.0  # seconds that the others have to say what they have met, once a rank has ended badly
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+LOOK = 0.05  # seconds between two looks at who has ended
+LEAVES = 30.0  # seconds that one has which has said how it failed, for all that it still does
+LAST = 20  # lines of a rank's log that are told
+WORDS = 1 << 16  # bytes of what the first rank's libraries have said last
+HERE = "127.0.0.1"
+FINE = ("done", "interrupted")
+# Of several that ended badly: the first of these is why. An abort may be what another's end has made of this one.
+CAUSES = ("killed", "failed", "ended", "aborted", "lost")
+
+
+class RankEnded(Refused):
+    """A rank has ended the run. The message names it and has its last output."""
+
+
+@dataclass
+class Rank:
+    """A rank's process.
+
+    Args: number: its rank; reports: the pipe of its report; log: the file of its output; words: the stderr of the first
+    rank, which is in no log; hears: the thread that reads it; code: its exit code, once it has ended; at: the time at
+    which that, or its report, was seen; ours: it was told to end because another one had ended."""
+
+    number: int
+    process: subprocess.Popen
+    reports: int
+    log: Path
+    words: bytearray = field(default_factory=bytearray)
+    hears: threading.Thread | None = None
+    code: int | None = None
+    at: float = 0.0
+    ours: bool = False
+    report: dict[str, str] = field(default_factory=dict)
+    _read: bytes = b""
+
+    def runs(self) -> bool:
+        if self.code is None:
+            self.code = self.process.poll()  # and only then what it has said before
+            self._hear()
+            if self.at == 0.0 and (self.code is not None or self.report):
+                self.at = time.monotonic()
+        return self.code is None
+
+    def _hear(self) -> None:
+        with suppress(BlockingIOError):  # nothing yet, or a process of its own holds the pipe still
+            self._read += os.read(self.reports, 2**16)
+        if not self.report and b"\n" in self._read:
+            self.report = json.loads(self._read.partition(b"\n")[0])
+
+    @property
+    def bad(self) -> bool:
+        """Returns whether it has failed; its process may still run."""
+        return (self.code is not None or bool(self.report)) and self.how not in FINE
+
+    @property
+    def how(self) -> str:
+        """Returns how it ended: done, interrupted (by a signal, with a checkpoint), ended (at once), or one of
+        CAUSES."""
+        if self.report:
+            return self.report["how"]
+        if self.code == 0:
+            return "done"
+        if self.code - 128 in signals.ENDING or -self.code in signals.ENDING:
+            return "ended"
+        return "aborted" if self.code == -signal.SIGABRT else "killed"
+
+    @property
+    def signal(self) -> signal.Signals:
+        """Returns the signal that interrupted or ended it."""
+        if self.report:
+            return signal.Signals[self.report["said"].partition(":")[0].split()[0]]
+        return signal.Signals(self.code - 128 if self.code > 0 else -self.code)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace", encoding="utf-8") if self.log.is_file() else ""
+
+    def last_lines(self) -> list[str]:
+        return [line.split("\r")[-1] for line in self.text.splitlines() if line.strip()][-LAST:]
+
+    @property
+    def watchdog_message(self) -> str | None:
+        """Returns the message of NCCL's watchdog, if that has ended this rank."""
+        return lost_ranks.watchdog_message(self.text + self.words.decode(errors="replace"))
+
+
+def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
+    """Runs all ranks to their end.
+
+    Args:
+        folder: locked by this process; typed: overrides, as Hydra gives them; size: number of ranks.
+
+    Returns:
+        the signal that interrupted them, with a checkpoint; None: they have done their work.
+
+    Raises:
+        RankEnded: one has failed. If it was killed or lost, failed.txt says so too.
+        Ended: a signal has ended them at once.
+    """
+    with _started(folder, typed, size) as ranks:
+        told = _watched(ranks)
+    causes = [rank for rank in ranks if rank.how in CAUSES and not rank.ours]
+    if causes:
+        cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watchdog_message, rank.at))
+        if cause.how != "ended":
+            raise RankEnded(_told(cause, ranks, folder))
+        told = told or [cause.signal]
+    if causes or any(rank.ours for rank in ranks):
+        raise Ended(told[-1], " and a second signal" if len(told) > 1 else "")
+    return next((rank.signal for rank in ranks if rank.how == "interrupted"), None)
+
+
+@contextmanager
+def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
+    """Starts the ranks, yields them, and ends all of them at the end."""
+    command = [sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"]
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
+    # each with its share of the processors: else all of them would compute with all
+    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
+    # unbuffered, so that a log holds what was said before a rank was killed
+    world |= {rank_environment.OF_RUN: folder, "PYTHONUNBUFFERED": 1}
+    ranks: list[Rank] = []
+    try:
+        for number in range(size):
+            ranks.append(_rank(number, command, world, folder))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.wait()
+            rank.runs()
+            rank.process.stdin.close()
+            os.close(rank.reports)
+            if rank.hears:
+                rank.hears.join(1.0)  # unless a process of its own holds that pipe still
+
+
+def _rank(number: int, command: Sequence[str], world: dict[str, object], folder: Path) -> Rank:
+    """Starts a rank. The first one writes its output and its progress bar directly to this command's stdout; its stderr
+    passes through this process.
+
+    A rank ends when its stdin closes, which happens when this process is gone. It runs in its own session, so that
+    Ctrl-C of a terminal reaches it only through this process."""
+    own = rank_environment.folder(folder, number)
+    own.mkdir(exist_ok=True)
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    said = {"RANK": number, "LOCAL_RANK": number, rank_environment.REPORTS: writes}
+    env = os.environ | {key: str(value) for key, value in (world | said).items()}
+    out = None if number == 0 else (own / rank_environment.LOG).open("wb")
+    streams = {"stdin": subprocess.PIPE, "stdout": out, "stderr": out or subprocess.PIPE, "pass_fds": (writes,)}
+    process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
+    os.close(writes)
+    if out:
+        out.close()
+    rank = Rank(number, process, reads, own / (rank_environment.LOG if number else f"{TRAIN.stem}.log"))
+    if number == 0:
+        rank.hears = threading.Thread(target=_pass_on, args=(process.stderr, rank.words), daemon=True)
+        rank.hears.start()
+    return rank
+
+
+def _pass_on(stream: IO[bytes], words: bytearray) -> None:
+    """Copies a stream to this command's stderr. Args: words: receives its last bytes."""
+    with stream:
+        while read := os.read(stream.fileno(), WORDS):
+            words += read
+            del words[:-WORDS]
+            with suppress(OSError):  # nobody listens any more
+                os.write(2, read)
+
+
+def free_port() -> int:
+    """Returns a free port of this machine. If another process takes it first, the ranks report it."""
+    with socket.socket() as one:
+        one.bind((HERE, 0))
+        return one.getsockname()[1]
+
+
+def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
+    """Waits until all ranks have ended. Returns: the signals that came meanwhile.
+
+    When a rank fails, the others are ended. The first signal is passed on, and ranks take their time for a checkpoint;
+    after a second one, or when they are told to end, they have seconds.
+    """
+    told: list[signal.Signals] = []
+    due: list[tuple[float, signal.Signals]] = []  # what is sent when to those that still run
+
+    def hand_on(sent: signal.Signals) -> None:
+        told.append(sent)
+        for rank in ranks:
+            if rank.runs():
+                rank.process.send_signal(sent)
+        if len(told) > 1:
+            due[:] = [(time.monotonic() + GRACE, signal.SIGKILL)]
+
+    with signals.handled(hand_on):
+        while running := [rank for rank in ranks if rank.runs()]:
+            if not due and any(rank.bad for rank in ranks):
+                end = time.monotonic() + SETTLE
+                due += [(end, signal.SIGTERM), (end + GRACE, signal.SIGKILL)]
+            if due and time.monotonic() >= due[0][0]:
+                _end(running, due.pop(0)[1], at_once=len(told) > 1)
+                due = due or [(time.monotonic() + GRACE, signal.SIGKILL)]
+            time.sleep(LOOK)
+    return told
+
+
+def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
+    """Sends a signal to ranks that are not yet ending; at_once: to all."""
+    for rank in running:
+        if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
+            continue
+        rank.ours |= not rank.bad
+        rank.process.send_signal(sent)
+
+
+def _told(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
+    """Returns the error: without a rank's number if all ranks have the same one."""
+    own = rank.report.get("said")
+    if own and all(one.report.get("said") == own for one in ranks):
+        return own
+    said = f"Rank {rank.number} of {len(ranks)}: "
+    if own and not own.startswith("Traceback"):  # it says what to type
+        return said + own
+    last = own.splitlines() if own else rank.last_lines()
+    said += folders.line(own) if own else rank.watchdog_message or f"{reason(rank.code, '')}."
+    if last:
+        said += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
+    said += f"\n{_again(folder)}"
+    with suppress(OSError):  # here: whoever was killed before it wrote anything has not been refused
+        (folder / folders.FAILED).write_text(said + "\n", encoding="utf-8")
+    return said
+
+
+def _again(folder: Path) -> str:
+    """Returns the words to type after a rank was lost."""
+    if any(folder.glob("checkpoints/step-*.ckpt")):
+        return (
+            f"resume=auto {in_shell('hydra.run.dir', folder)} beside what was typed goes on from its last checkpoint."
+        )
+    return (
+        "The run has no checkpoint yet. Type the same command again, with resume=auto beside it if it names a "
+        "hydra.run.dir=."
+    )

@@ -1,0 +1,148 @@
+"""Runs a sweep: every job is a command in its own process.
+
+Hydra's launcher runs jobs in one process: memory that a job leaves behind counts for the next one, and a crash ends
+all. So the job that Hydra calls starts `python train.py <its overrides>` and waits, with every launcher and sweeper.
+The existing launchers do not: joblib reuses its workers, submitit starts all local ones at once, and its first failure
+hides the results of the others.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from lowmem.command.folder_lock import OF_SWEEP
+from lowmem.config.typed_lines import CONF, in_shell, unquoted
+from lowmem.report import folders
+from lowmem.system.errors import Refused
+from lowmem.system.rank_environment import LOG
+from lowmem.system.signals import Ended
+from lowmem.system.terminal import folded
+
+TRAIN = CONF.parent / "train.py"
+
+
+def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
+    """Runs a job unless an earlier sweep did, and prints a line about its result.
+
+    Args:
+        typed: its overrides, as Hydra gives them.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, when the job has written its checkpoint.
+        Ended: after another signal to the sweep, likewise.
+    """
+    plain = list(map(unquoted, typed))
+    before = folders.load(folder)
+    if before.status == "done" and before.overrides == plain:
+        print(f"job {number} was done already", flush=True)
+        return before
+    for left in (folders.FAILED, "summary.json"):
+        (folder / left).unlink(missing_ok=True)
+    code, said, told = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder)
+    if code == 130:
+        told = told or signal.SIGINT
+    summarised = (folder / "summary.json").exists()
+    failed = not summarised or (code != 0 and not told)
+    if failed and not (folder / folders.FAILED).exists():
+        _write(folder / folders.FAILED, reason(code, said))
+    if told:
+        print(f"job {number} was interrupted; {in_shell('sweep.resume', folder.parent)} goes on", flush=True)
+        raise KeyboardInterrupt if told == signal.SIGINT else Ended(told)
+    ended = folders.load(folder)
+    if failed and ended.status != "failed":  # the disk is full
+        ended = folders.RunFolder(folder, plain, None, "failed", reason(code, said))
+    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has said what it is
+    return ended
+
+
+def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | None]:
+    """Runs a command. Returns: its exit code, negative for a signal; its stderr; the signal that came meanwhile."""
+    log, told = folder / LOG, None
+    _write(log, "")
+    streams = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    with (
+        (log if log.exists() else Path(os.devnull)).open("a", encoding="utf-8") as out,
+        subprocess.Popen(command, stdout=out, **streams, env=os.environ | {OF_SWEEP: str(folder)}) as process,
+    ):
+        while True:
+            try:
+                said = process.communicate()[1]
+                break
+            except (KeyboardInterrupt, Ended) as sent:  # the job ends after its step; a second one ends it at once
+                told = sent.signal if isinstance(sent, Ended) else signal.SIGINT
+                process.send_signal(told)  # from a terminal it has it already, and takes both for one
+    _write(log, said, "a")
+    return process.returncode, said, told
+
+
+def _write(file: Path, text: str, mode: str = "w") -> None:
+    with suppress(OSError):  # no room to say so: the terminal has it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open(mode, encoding="utf-8") as out:
+            out.write(text)
+
+
+def reason(code: int, said: str) -> str:
+    """Returns why a job failed: its signal, or the last line of its stderr."""
+    if code > 128:
+        return f"ended by {signal.Signals(code - 128).name}"
+    if code == 0:
+        return "ended with exit code 0 and without a summary"
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = " (memory of the host ran out, or someone did it by hand)" if name == "SIGKILL" else ""
+        return f"killed by {name}{why}"
+    return next((line for line in reversed(said.splitlines()) if line.strip()), f"exit code {code}")
+
+
+SHOWN = ("validation loss", "bits per byte", "device GiB")  # of a job that is done; the table has the rest
+
+
+def _line(run: folders.RunFolder) -> str:
+    if run.reason:
+        return f"{run.status}: {folders.line(run.reason)}"
+    values = {column: value for column in SHOWN if (value := folders.figure(run, column)) is not None}
+    said = ", ".join(f"{folders.FIGURES[column][1].format(value)} {column}" for column, value in values.items())
+    return f"{run.status}: {said}"
+
+
+class Report(Callback):
+    """Hydra's callbacks around a sweep."""
+
+    failed: tuple[str, ...] = ()  # a line about the jobs that failed of the sweep that this process started
+
+    def on_multirun_end(self, config: DictConfig, **_) -> None:
+        if config.hydra.job.name != "train":
+            return
+        every = folders.runs_below(Path(config.hydra.sweep.dir))
+        print(folded(f"\n{folders.table(every, [run.folder.name for run in every])}\n"))
+        print(f"{shlex.join(['python', 'compare.py', config.hydra.sweep.dir])} draws them")
+        failed = [run.folder for run in every if run.status == "failed"]
+        if failed:  # why was said when each ended
+            Report.failed = (
+                f"{len(failed)} of {len(every)} jobs failed: {', '.join(folder.name for folder in failed)}. "
+                f"{failed[0] / folders.FAILED} says why, in full.",
+            )
+
+
+def again(folder: Path) -> list[str]:
+    """Returns the arguments that repeat a sweep in its folder. Jobs that are done are not repeated.
+
+    Raises:
+        Refused: the folder is not a sweep's.
+    """
+    file = folder / "multirun.yaml"
+    if not file.is_file():
+        raise Refused(f"sweep.resume={folder}: no sweep was started here. Give a folder with a multirun.yaml in it.")
+    typed = yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]
+    kept = [line for line in typed["hydra"] if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
+    return ["-m", *typed["task"], *kept, f"hydra.sweep.dir={folder}"]

@@ -1,0 +1,85 @@
+"""Gradient accumulation: how many micro-batches make one optimizer step.
+
+A window is the micro-batches of one optimizer step. The loader yields whole windows, each with its token count, so
+that every micro-batch's loss is divided by the tokens of the *window* before its backward pass: the update is that of
+one big batch, also where sequences differ in length and where an epoch ends in a short window. It saves activations
+(those of one micro-batch exist at a time) and costs nothing but smaller matrix products.
+
+Lightning's own accumulation weights a short last window too little (Lightning #19987) and gives every micro-batch the
+same weight whatever its tokens (#20350); its schedules know epochs only (#21583).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lowmem.system.errors import Refused
+
+
+@dataclass(frozen=True)
+class WindowSize:
+    """Says how many micro-batches a window has. An epoch's last window has the micro-batches that are left.
+
+    Args:
+        sizes: first epoch or window -> micro-batches from there on.
+        by: the unit of the keys of `sizes`. Windows are optimizer steps, also those that fp16 skipped.
+    """
+
+    sizes: Mapping[int, int]
+    by: Literal["epoch", "window"] = "window"
+
+    def __call__(self, epoch: int, window: int) -> int:
+        now = epoch if self.by == "epoch" else window
+        return self.sizes[max(start for start in self.sizes if start <= now)]
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes.values())
+
+
+def fixed(batches: int) -> WindowSize:
+    """Every window has the same number of micro-batches."""
+    if not _counts(batches):
+        raise Refused(f"accumulation.batches={batches}: a window needs at least one micro-batch.")
+    return WindowSize({0: batches})
+
+
+def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
+    """Returns windows of as many micro-batches as make `size` sequences per optimizer step, over all devices."""
+    together = batch_size * devices
+    if not _counts(size) or size % together:
+        near = max(1, round(size / together)) * together
+        raise Refused(
+            f"accumulation.size={size}: {devices} x batch_size={batch_size} sequences at a time do not make it up "
+            f"exactly. Type accumulation.size={near}, or a batch_size that divides it."
+        )
+    return WindowSize({0: size // together})
+
+
+def by_epoch(sizes: Mapping[int, int]) -> WindowSize:
+    """Returns windows whose size depends on the epoch: `{0: 1, 3: 4}` is one micro-batch, and four from epoch 3 on."""
+    return WindowSize(_checked(sizes), "epoch")
+
+
+def by_step(sizes: Mapping[int, int]) -> WindowSize:
+    """Returns windows whose size depends on how many are done: `{0: 3, 101: 4}` is three micro-batches, then four."""
+    return WindowSize(_checked(sizes), "window")
+
+
+def divisors(n: int) -> list[int]:
+    """Returns the sizes of a micro-batch with which `n` sequences make full windows."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _checked(sizes: Mapping[int, int]) -> dict[int, int]:
+    sizes = dict(sizes)
+    if 0 not in sizes or not all(_counts(n) and isinstance(at, int) and at >= 0 for at, n in sizes.items()):
+        raise Refused(
+            f"accumulation.sizes={sizes}: give the micro-batches from the start on and from later starts, each at "
+            "least one. Type accumulation.sizes='{0: 3, 101: 4}'."
+        )
+    return sizes
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

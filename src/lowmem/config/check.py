@@ -1,0 +1,266 @@
+"""Refuses a run that cannot work before anything heavy is built, with one sentence for each error and all at once.
+
+Cheap checks come first (numbers, paths), before torch is imported; then those that import the classes a yaml names.
+Errors that only the data or the weights show are raised where those are read, with the same exception.
+"""
+
+import inspect
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hydra.utils import get_object
+
+from lowmem.config import values
+from lowmem.config.refusals import refused
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import CONF
+from lowmem.system import rank_environment
+from lowmem.system.errors import Refused
+
+# Under which name a model's config has the length of the longest sequence, if it has one.
+POSITIONS = ("max_position_embeddings", "n_positions")
+OF_A_RUN = ("resume", "evaluate", "export", "generate")  # what they name has been trained
+TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # in a yaml
+# Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
+OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
+
+
+def check(run: Run, choices: Mapping[str, str]) -> None:
+    """Checks a run. Args: choices: group -> chosen yaml, to name the file of an error. Raises: Refused."""
+    check_values(run)
+    errors = [*_keys(run, choices)]
+    errors = errors or [*refused(run), *_savers(run), *_metric(run.metric)]
+    if errors:
+        raise Refused("\n".join(errors))
+    _device(run.device, run.memory.snapshot)
+
+
+def check_values(run: Run) -> None:
+    """Checks the values against each other, within milliseconds. `schema.py` has checked their types and ranges."""
+    if len(named := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
+        raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
+    if run.push is not None and (run.evaluate is not None or run.generate is not None):
+        raise Refused(f"push={run.push}: this writes no model. Type export=<a run> push={run.push}.")
+    if (run.generate is None) != (run.prompt is None):
+        typed, other = ("generate", "prompt='...'") if run.prompt is None else ("prompt", "generate=<a run or model>")
+        raise Refused(f"{typed}={getattr(run, typed)}: one goes on with the other. Type {other} beside it.")
+    if same := [place for place in _val_places(run.data.arguments) if _same(run.data.path, place)]:
+        raise Refused(
+            f"data.val_path={same[0]}: this is data.path too, and validation would be of what was trained "
+            "on. Type data.val_path=<another>, or null for a share of data.path."
+        )
+    _check_data(run)
+    architecture = run.model.architecture or {}
+    typed = (architecture[key] for key in POSITIONS if _is_count(architecture.get(key)))
+    check_positions(run.seq_len, next(typed, None))
+
+
+def _check_data(run: Run) -> None:
+    """Checks early what a data source would refuse when it is opened, as far as its keys show it."""
+    data = run.data.arguments
+    if (parts := data.get("parts")) is not None:
+        values.checked_shares(parts, data.get("shares"))
+    if data.get("streaming") is True and run.show is not None:
+        raise Refused(
+            f"show={run.show}: the rows of a stream have no numbers, and are made while it is read. Type "
+            "data.streaming=false."
+        )
+    trains_tokenizer = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
+    if data.get("streaming") is True and trains_tokenizer and run.evaluate is None and run.generate is None:
+        raise Refused(
+            "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder or "
+            "hub id>, or data.streaming=false."
+        )
+
+
+def check_places(run: Run) -> None:
+    """Checks that named files and folders exist. Whoever reads them checks again; this check does not wait for torch.
+
+    Raises:
+        Refused: there is no such run, text or encoding.
+    """
+    for key in OF_A_RUN:
+        if (
+            getattr(run, key) is not None
+            and f"{key}={getattr(run, key)}" != "resume=auto"
+            and not _is_there(getattr(run, key))
+        ):
+            raise no_such_run(key, getattr(run, key))
+    if run.tokenizer is not None and not _is_there(run.tokenizer):
+        check_hub_id("tokenizer", run.tokenizer)
+    data = run.data.arguments
+    _check_texts("data", data)
+    for name, part in data.get("parts", {}).items():
+        _check_texts(f"data.parts.{name}", part)
+    if (path := run.adapter.arguments.get("path")) is not None and not _is_there(path):
+        raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
+
+
+def _check_texts(of: str, data: Mapping) -> None:
+    """Checks the files of a data source. Args: of: its key, `data` or `data.parts.<name>`. A name that a hub may know
+    is checked where the hub is asked."""
+    for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
+        for place in places:
+            if place is not None and "revision" not in data and not _is_there(place):
+                several = " Several have names, as in {news:a,wiki:b}." if place[0] in "{[" else ""
+                raise Refused(f"{values.no_such(f'{of}.{key}', place)}{several}")
+    values.checked_fields(*(data.get(name) for name in ("field", "prompt", "completion", "messages")))
+    template = data.get("template")
+    if template not in (None, "chatml") and not _is_there(template):
+        raise values.no_such(f"{of}.template", template)
+    if "encoding" in data:
+        values.checked_encoding(data["encoding"])
+    if "on_error" in data:
+        values.checked_on_error(data["on_error"])
+
+
+def no_such_run(key: str, place: str) -> Refused:
+    return Refused(f"{key}={place}: there is no such run folder or checkpoint. Runs are under outputs/.")
+
+
+def check_hub_id(key: str, name: str) -> None:
+    """Raises Refused for a name that is no folder of this machine and cannot be one of a hub."""
+    if name.startswith(("/", "~", ".")) or name.count("/") > 1:
+        raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
+
+
+def _val_places(data: Mapping) -> list[str]:
+    """Returns the validation paths: none, one, or one for each named set."""
+    given = data.get("val_path")
+    return [] if given is None else [given] if isinstance(given, str) else list(given.values())
+
+
+def _is_there(place: str) -> bool:
+    try:
+        Path(os.path.expanduser(place)).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):  # whoever reads it says why it cannot
+        return True
+    return True
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
+    """Yields a sentence for each key that the yaml's class or function does not take."""
+    for path, node in targets(run.as_dict()):
+        group = next((part for part in reversed(path) if part in choices), path[0])
+        yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
+        try:
+            takes = inspect.signature(get_object(node["_target_"])).parameters
+        except Exception as error:  # whatever importing it raises is the user's to know
+            why = str(error).splitlines()[-1]
+            yield f"{yaml}: {node['_target_']} cannot be imported ({why}).{moved(node['_target_'])}"
+            continue
+        switches = [name for name, p in takes.items() if name in node and isinstance(p.default, bool)]
+        for key in (key for key in switches if not isinstance(node[key], bool)):
+            yield f"{'.'.join(path)}.{key}={node[key]}: give true or false."
+        if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            continue
+        names = [p.name for p in takes.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for key in node:
+            ours = OPTIM_KEYS if group == "optim" else ("declares",)
+            if not key.startswith("_") and key not in names and key not in ours:
+                yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names) or 'nothing'}."
+
+
+def moved(target: str) -> str:
+    """Returns a sentence with the `_target_` of conf/ that has this one's last name: modules have moved since people
+    wrote their own yamls. Empty where there is none."""
+    *path, name = target.split(".")
+    shipped = {found for file in CONF.rglob("*.yaml") for found in TARGET.findall(file.read_text(encoding="utf-8"))}
+    same = [found for found in sorted(shipped) if path[:1] == ["lowmem"] and found.endswith(f".{name}")]
+    if not same:
+        return ""
+    return f" It is now {max(same, key=lambda found: len({*path} & {*found.split('.')}))}: type that."
+
+
+def _savers(run: Run) -> Iterator[str]:
+    """Yields a sentence for each callback that would save its own checkpoints: inside windows and unverified."""
+    from lightning.pytorch.callbacks import Checkpoint
+
+    for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):
+        one = get_object(node["_target_"])
+        if isinstance(one, type) and issubclass(one, Checkpoint):
+            yield (
+                f"{'.'.join(path)}: {one.__name__} saves inside accumulation windows, which no run can go on from. "
+                "Leave it out: save_every=30min and checkpoint.keep=best do what it is for."
+            )
+
+
+def _metric(name: str | None) -> Iterator[str]:
+    if name is None:
+        return
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it prints besides what it raises
+    try:
+        found = callable(get_object(name))
+        why = "it is no function"
+    except Exception as error:  # whatever the module does when it is imported
+        found, why = False, str(error.__cause__ or error).partition("\n")[0]
+    if not found:
+        yield f"metric={name}: {why}. Type metric=<module>.<function> of a module beside train.py, or metric=null."
+
+
+def targets(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping]]:
+    """Yields (path, node) of every node with a `_target_`."""
+    if "_target_" in values:
+        yield path, values
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from targets(value, (*path, str(key)))
+
+
+def _device(device: str, snapshot: bool) -> None:
+    import torch
+
+    if snapshot and (device == "cpu" or not torch.cuda.is_available()):
+        raise Refused(
+            "memory.snapshot=true: only CUDA's allocator keeps one. Leave it out, and look at memory.png, or type "
+            "device=cuda."
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refused(
+            f"device=cuda: this torch ({torch.__version__}) sees no CUDA device. "
+            "Type device=cpu, or install a CUDA build of torch and check `nvidia-smi`."
+        )
+    ranks, cards = rank_environment.on_this_machine(), torch.cuda.device_count()
+    if device != "cpu" and cards and ranks > cards:
+        why = f"which has {cards} CUDA device{'s' * (cards > 1)}, and each takes one"
+        if "LOCAL_WORLD_SIZE" not in os.environ:
+            raise Refused(
+                f"LOCAL_WORLD_SIZE is not set: all {ranks} ranks would be on this machine, {why}. Start them with "
+                "torchrun, or set LOCAL_WORLD_SIZE to how many are here."
+            )
+        raise Refused(
+            f"devices={rank_environment.size()}: {ranks} of these ranks are on this machine, {why}. Type "
+            f"devices={cards}, or device=cpu; ranks of several machines are started with torchrun on each."
+        )
+    if device != "cpu" and cards and ranks > 1 and "LOCAL_RANK" not in os.environ:
+        raise Refused(
+            f"LOCAL_RANK is not set, and all {ranks} ranks of this machine would take its first CUDA device. Start "
+            "them with torchrun, or set LOCAL_RANK to the number of each one's device."
+        )
+
+
+def check_positions(seq_len: int, positions: int | None) -> None:
+    """Raises Refused if a row is longer than the model's positions. Args: positions: None is without limit."""
+    if positions is not None and seq_len > positions:
+        raise Refused(f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
+
+
+def check_vocabulary(vocab_size: int, tokens: int) -> None:
+    if tokens > vocab_size:
+        raise Refused(
+            f"The tokenizer has {tokens} tokens and the model's vocabulary {vocab_size}. "
+            f"Type model.architecture.vocab_size={tokens}, or choose a model whose tokenizer this is."
+        )

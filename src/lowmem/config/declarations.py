@@ -1,0 +1,152 @@
+"""Reads what techniques declare: properties that checks, the planner and advice need to know, and no name of a
+technique.
+
+Each conf/<group>/<name>.yaml is a technique and has its properties under `declares`, or under <group>.declares if the
+yaml is `@package _global_`.
+
+Each kind of class has a base class, whose docstrings say who calls which method, with which shapes and dtypes. Methods
+that a class leaves out have a default there, so that nobody asks with `hasattr`:
+
+    an optimizer       torch's; `OnePass` or `InPieces` of `techniques/optim/contract.py` if it steps 16 bits itself
+    a precision        `BasePrecision` of `techniques/precision/contract.py`, `SixteenBitWeights` beside it
+    a loss             `Loss` of `techniques/loss/cross_entropy.py`
+    a strategy         `OneDevice` of `techniques/strategy/contract.py`
+    a data set         `StoredSource` of `data/opening.py`; `Openable` if it keeps no tokens on disk
+    a kind of record   `Encoder` of `data/sources/source.py`
+    a way to make rows `Rows` of `data/loader.py`
+    a layer of fewer bits `Packed` of `model/trainable.py`
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel
+
+from lowmem.config.typed_lines import CONF
+from lowmem.system.errors import Refused
+
+# What the planner does with a group's techniques. One that it does not know, it leaves as it was typed.
+CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
+COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
+PLACED = "weights"  # a group of places where they wait, which what a step does depends on
+SHARED = "strategy"  # a group of ways for several devices to share one training
+
+
+@dataclass(frozen=True)
+class Technique:
+    """The declared properties of a technique. All have a default, and most concern one group.
+
+    Any group:
+        saves: category of bytes -> the largest share of the shipped run's bytes that is left; empty if it saves
+        nothing. tried: the planner may choose it unasked: it needs no other lr and keeps the update's quality. advised:
+        it is the first of its group to try when memory runs out. generates_code: it generates code while it runs, with
+        a C++ compiler on a CPU and with Triton on a card. compiles_blocks: it compiles blocks, whose allocations cannot
+        be traced. traced_as: the choice of the same group that is traced instead.
+    precision:
+        tried_without_bf16: the planner may choose it for a card without bf16 products.
+        computes_as: a precision that computes in the same dtypes and has its gradients on the device.
+    optim:
+        update_of: the optimizer whose update it makes with another state; None: the update is its own.
+        state_bits: bits of an element of its state.
+        on_host: the optimizer with the same state that steps masters in host memory.
+        pages: its state moves to host memory by itself.
+        steps_on_shapes: its step consists of torch operators, which compute shapes too.
+        needs_whole: its step on some rows of a matrix differs from its step on the full matrix.
+    gradient_checkpointing:
+        keeps_all: it stores every activation, and nothing is computed again.
+    loss:
+        head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
+    accumulation:
+        counts_sequences: it makes up for a smaller micro-batch by itself.
+    adapter:
+        stays_wide: its weights stay in fp32 where the model's have 16 bits, unless there are masters.
+        freezes_base: it trains none of the model's own weights.
+    strategy:
+        one_process: it starts no ranks.
+        divides: it shards parameters over devices.
+        overlaps_micro_batches: several micro-batches of a window are under way at once.
+        adds_in_blocks: devices exchange activations inside a block.
+        package: the package of its engine, which is not installed with everything else.
+        steps_wide: its engine holds fp32 weights for the step, whatever the precision holds.
+        gathers_in_hooks: a weight is there only while the module that holds it is called.
+        offloads: a device's shard waits in host memory and is stepped there.
+    """
+
+    saves: Mapping[str, float] = field(default_factory=dict)
+    tried: bool = False
+    tried_without_bf16: bool = False
+    advised: bool = False
+    update_of: str | None = None
+    state_bits: int = 32
+    on_host: str | None = None
+    pages: bool = False
+    steps_on_shapes: bool = False
+    generates_code: bool = False
+    keeps_all: bool = False
+    compiles_blocks: bool = False
+    traced_as: str | None = None
+    computes_as: str | None = None
+    head_in_tiles: bool = False
+    counts_sequences: bool = False
+    stays_wide: bool = False
+    freezes_base: bool = False
+    one_process: bool = False
+    divides: bool = False
+    overlaps_micro_batches: bool = False
+    offloads: bool = False
+    adds_in_blocks: bool = False
+    package: str | None = None
+    steps_wide: bool = False
+    gathers_in_hooks: bool = False
+    needs_whole: bool = False
+
+
+@cache
+def groups() -> tuple[str, ...]:
+    """Returns the groups with a technique that declares something, in the order of conf/config.yaml."""
+    defaults = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    named = [key for line in defaults if isinstance(line, dict) for key in line]
+    return tuple(group for group in named if any(map(_declares, (CONF / group).glob("*.yaml"))))
+
+
+def _declares(file: Path) -> bool:
+    return re.search(r"^ *declares:", file.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+def technique_of(node: BaseModel | None, group: str) -> Technique:
+    """Returns what a group's node declares. Args: node: None if the run has no such group.
+
+    Raises:
+        Refused: a key that no technique declares.
+    """
+    return _technique(getattr(node, "declares", None) or {}, group)
+
+
+def choice(group: str, name: str) -> dict:
+    """Returns the keys of conf/<group>/<name>.yaml."""
+    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def techniques(group: str) -> dict[str, Technique]:
+    """Returns the properties of every yaml of a group, by name.
+
+    Raises:
+        Refused: a key that no technique declares.
+    """
+    found = {}
+    for file in sorted((CONF / group).glob("*.yaml")):
+        said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        found[file.stem] = _technique(said.get(group, said).get("declares") or {}, f"conf/{group}/{file.name}")
+    return found
+
+
+def _technique(said: Mapping, where: str) -> Technique:
+    known = [one.name for one in fields(Technique)]
+    if unknown := [key for key in said if key not in known]:
+        raise Refused(f"{where}: declares.{unknown[0]} means nothing here. Declare one of {', '.join(known)}.")
+    return Technique(**said)

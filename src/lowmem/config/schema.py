@@ -1,0 +1,483 @@
+"""Declares every key once: its type, its range and the words that ask for a right value.
+
+`Keys` is conf/config.yaml. A technique's yaml needs no entry: its values show the types of its arguments, and
+`ARGUMENTS` adds ranges for names that mean the same everywhere. A class's signature says which names it takes
+(`check.py`). This module imports nothing heavy.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from lowmem.config import cards
+from lowmem.config.declarations import CHANGEABLE
+from lowmem.config.spelling import keys_of, no_such_key
+from lowmem.config.typed_lines import CONF
+from lowmem.memory import cap
+from lowmem.system.errors import Refused
+from lowmem.system.units import steps_or_seconds
+
+
+def _words(said: str, annotation: Any, **bounds: Any) -> Any:
+    """Returns a type with its range and the words that follow 'give' where somebody typed something else."""
+    return Annotated[annotation, Field(description=said, **bounds)]
+
+
+def _size(plain: bool) -> AfterValidator:
+    def check(value: int | str) -> int | str:
+        try:
+            cap.parse_bytes(value, plain=plain)
+        except Refused as error:
+            raise ValueError from error
+        return value
+
+    return AfterValidator(check)
+
+
+def _card(asked: str) -> str:
+    try:
+        cards.card(asked)
+    except Refused as error:
+        raise ValueError from error
+    return asked
+
+
+def _below(pattern: str) -> str:
+    if pattern.startswith("/"):
+        raise ValueError
+    return pattern
+
+
+def _changeable(groups: str) -> str:
+    if not {*groups.split(",")} <= {*CHANGEABLE}:
+        raise ValueError
+    return groups
+
+
+def _never(_: object) -> None:
+    raise ValueError
+
+
+_steps_or_minutes = AfterValidator(lambda value: steps_or_seconds(value) and value)
+SIZE = "a size such as 12GiB or 900MiB (GiB = 2**30 bytes)"
+CARDS = "<cards>"  # in a sentence: the names of all, nearest to what was typed first
+
+Switch = _words("true or false", bool)
+Text = _words("a text", str, min_length=1)
+Count = _words("a whole number of at least 1", int, ge=1)
+Whole = _words("a whole number of at least 0", int, ge=0)
+Seed = _words("a whole number from 0 to 4294967295", int, ge=0, lt=2**32)
+Number = _words("a number", float, allow_inf_nan=False)
+Positive = _words("a positive number", float, gt=0, allow_inf_nan=False)
+Timeout = _words("a positive number of seconds, at most a week (604800)", float, gt=0, le=604800)
+NotNegative = _words("a number of at least 0", float, ge=0, allow_inf_nan=False)
+Share = _words("a number from 0 to 1", float, ge=0, le=1)
+Decay = _words("a number of at least 0 and below 1", float, ge=0, lt=1)
+Part = _words("its keys", dict[str, Any])
+Places = _words("a list such as [a,b]", list)
+Lr = _words("a positive step size, such as 2e-5 for a pretrained model", Positive)
+Clip = _words("a positive number, or null to switch it off", Positive | None)
+BatchSize = _words("a whole number of at least 1, or auto", Count | Literal["auto"])
+Limit = _words(f"{SIZE}, or null for no limit", Annotated[int | str, _size(plain=True)] | None)
+Room = _words(f"{SIZE}, or null for what is there", Annotated[str, _size(plain=False)] | None)
+Gpu = _words(f"{SIZE}, null for what is there, or a card: {CARDS}", Annotated[str, AfterValidator(_card)] | None)
+MayChange = _words(
+    f"{', '.join(CHANGEABLE)}, both as in {','.join(CHANGEABLE)}, or null",
+    Annotated[str, AfterValidator(_changeable)] | None,
+)
+Every = _words(
+    "a whole number of steps of at least 1, or minutes, as in 30min", Annotated[int | str, _steps_or_minutes]
+)
+Device = _words("one of auto, cpu, cuda", Literal["auto", "cpu", "cuda"])
+Dtype = Literal["float32", "bfloat16", "float16"]
+Place = _words("a file or a folder", str, min_length=1)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Node(BaseModel):
+    """A node with a `_target_`. The function `arguments` knows the types of its arguments."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    target: Text = Field(alias="_target_")
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it as its yaml has it, with `_target_`."""
+        return self.model_dump(by_alias=True)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of its class."""
+        return {key: value for key, value in self.model_extra.items() if not key.startswith("_") and key != "declares"}
+
+
+Parts = _words("parts by their names, each with its _target_", dict[str, Node])
+
+
+class Model(Section):
+    name: Place
+    pretrained: Switch
+    trust_remote_code: Switch
+    attention: Text
+    lr: Lr
+    seq_len: Count
+    max_steps: Count
+    architecture: _words("its keys, such as model.architecture.n_layer=6", dict[str, Any] | None)
+    stable_embedding: Switch
+    added_tokens: _words("a list such as [<|im_start|>,<|im_end|>]", list[Text])
+
+
+class Optim(Node):
+    in_backward: Switch
+
+
+class Memory(Section):
+    limit: Limit
+    snapshot: Switch
+
+
+class Tile(Section):
+    tokens: _words("a whole number of tokens of at least 1, or null: off", Count | None)
+
+
+class Checkpoint(Section):
+    keep: _words("last, best, or how many of the newest are kept", Literal["last", "best"] | Count)
+
+
+class EarlyStop(Section):
+    patience: _words("a whole number of at least 1, or null: off", Count | None)
+
+
+class Plugins(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    precision: Node
+    __pydantic_extra__: dict[str, Node]
+
+    def every(self) -> list[Node]:
+        """Returns the precision and the plugins that were added to it."""
+        return [self.precision, *self.model_extra.values()]
+
+
+# Arguments of Lightning's Trainer that a key of a run sets.
+SET_BY = {
+    "accelerator": "device",
+    "accumulate_grad_batches": "accumulation",
+    "callbacks": "+callbacks.<name>._target_",
+    "check_val_every_n_epoch": "val_every",
+    "default_root_dir": "hydra.run.dir",
+    "enable_checkpointing": "save_every",
+    "gradient_clip_algorithm": "clip or clip_value",
+    "gradient_clip_val": "clip or clip_value",
+    "logger": "logger",
+    "max_epochs": "max_steps",
+    "max_steps": "max_steps",
+    "min_epochs": "max_steps",
+    "min_steps": "max_steps",
+    "precision": "precision",
+    "val_check_interval": "val_every",
+}
+Nothing = Annotated[Any, AfterValidator(_never)]
+_Trainer = create_model(
+    "_Trainer",
+    __base__=Node,
+    **{name: (_words(f"nothing: {key} sets it", Nothing), None) for name, key in SET_BY.items()},
+)
+
+
+class Trainer(_Trainer):
+    plugins: Plugins
+
+
+class Master(Section):
+    """The settings of precisions with master weights."""
+
+    early_step: Switch = False
+    skips_in_a_row: Count
+
+
+class Declared(Section):
+    """The declarations of a precision, whose own keys lie elsewhere."""
+
+    declares: Part
+
+
+class Keys(Section):
+    """The keys of conf/config.yaml."""
+
+    model: Model
+    data: Node
+    precision: Declared | None = None
+    adapter: Node
+    optim: Optim
+    scheduler: Node
+    accumulation: Node
+    gradient_checkpointing: Node
+    weights: Node
+    strategy: Node
+    loss: Node
+    logger: Parts
+    lr: Lr
+    batch_size: BatchSize
+    seq_len: Count
+    max_steps: Count
+    epochs: _words("a whole number of at least 1, or null", Count | None)
+    tokenizer: _words("a folder or a hub id, or null for the model's", Place | None)
+    clip: Clip
+    clip_value: Clip
+    seed: Seed
+    freeze: _words("a list of patterns of names, such as [transformer.wte.*], or null", list[Text] | None)
+    on_nonfinite: _words("stop or skip", Literal["stop", "skip"])
+    resume: _words("a run folder or a checkpoint, auto, or null", Place | None)
+    evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
+    export: _words("a run folder or a checkpoint, or null", Place | None)
+    generate: _words("a run folder, an exported model or an adapter, or null", Place | None)
+    show: _words("how many sequences of training are printed, or null", Count | None)
+    prompt: _words("a text, or null", str | None)
+    max_new_tokens: Count
+    temperature: NotNegative
+    device: Device
+    devices: Count
+    memory: Memory
+    tile: Tile
+    plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)
+    may_change: MayChange
+    val_every: Count
+    val_sequences: Count
+    save_every: Every
+    checkpoint: Checkpoint
+    early_stop: EarlyStop
+    log_every: Count
+    metric: _words("module.function, such as examples.metric.accuracy, or null", Text | None)
+    sample_tokens: Whole
+    sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
+    push: _words("a hub id such as name/model, or null", Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None)
+    export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
+    merge: Switch
+    cache_dir: Place
+    output_dir: _words("nothing: the run folder is hydra.run.dir", None)
+    debug: Switch
+    weights_dtype: _words(f"one of {', '.join(get_args(Dtype))}", Dtype)
+    trainer: _words("its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
+    master: Master | None = None
+    callbacks: Parts
+
+
+class PlanKeys(Keys):
+    """The keys of conf/plan.yaml."""
+
+    gpu: Gpu
+    ram: Room
+    search: Switch
+    node: Count
+    rows: Count
+
+
+# What an argument of a `_target_` is by its name, whichever class takes it. One that is not here is of the type of its
+# value in the yaml: a whole number there is a count.
+ARGUMENTS: dict[str, Any] = {
+    "lr": Lr,
+    "betas": _words(
+        "two numbers of at least 0 and below 1, such as [0.9,0.95]",
+        Annotated[list[Decay], Field(min_length=2, max_length=2)],
+    ),
+    "beta1": _words("a number of at least 0 and below 1, or null", Decay | None),
+    "momentum": Decay,
+    "eps": NotNegative,
+    "weight_decay": NotNegative,
+    "clip_threshold": Positive,
+    "embedding_bits": _words("8 or 32, the bits of the state of embeddings", Literal[8, 32]),
+    "relative_step": _words("false: the step size is lr, on scheduler's way", Literal[False]),
+    "warmup_steps": Whole,
+    "warmup": _words("a share of all steps from 0 to 1, such as 0.03, or null", Share | None),
+    "total_steps": Count,
+    "batch_size": BatchSize,
+    "sizes": _words("micro-batches from an epoch or a step on, such as {0:1,3:4}", dict[Whole, Count]),
+    "fraction": Share,
+    "r": Count,
+    "alpha": Positive,
+    "dropout": Decay,
+    "target": _words("all-linear, or a list of names such as [q_proj,v_proj]", Literal["all-linear"] | list[Text]),
+    "path": Place,
+    "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
+    "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
+    "val_path": _words(
+        "a file or a folder, several of them by names, such as {news:a,wiki:b}, or null",
+        Place | Annotated[dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], Place], Field(min_length=1)] | None,
+    ),
+    "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
+    "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
+    "timeout": Timeout,
+    "offload": Switch,
+    "whole_below": Whole,
+    "schedule": _words("1f1b or gpipe", Literal["1f1b", "gpipe"]),
+    "skip_bad": Switch,
+    **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
+    "shares": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
+    "delimiter": _words(
+        "one character, such as ';', or the word tab", Annotated[str, Field(pattern=r'^([^"\n\r]|tab)$')]
+    ),
+    "assistant": _words("all or last", Literal["all", "last"]),
+    "control_tokens": _words("refuse or text", Literal["refuse", "text"]),
+    "boundary": _words("refuse or strip", Literal["refuse", "strip"]),
+    "template": _words("chatml, a file, or null for the tokenizer's own", Place | None),
+    **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("a field's name, or null", Text | None)),
+    "init_scale": Positive,
+    "clip": Clip,
+    "clip_value": Clip,
+    "enabled": Switch,
+    "early_step": Switch,
+    "resident_blocks": Whole,
+    "steps_in": _words("what weights= gives it: leave it out", Literal["weights_16bit", "bf16_on_host"]),
+    "skips_in_a_row": Count,
+    "save_dir": _words("a folder, or null", Place | None),
+    **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),
+    "tags": _words("a list such as [a,b], or null", list[str] | None),
+    "offline": _words("true, false or null", bool | None),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), Share),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), _words("a whole number of at least 0, or null", Whole | None)),
+}
+OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
+
+
+def errors(cfg: DictConfig) -> list[str]:
+    """Returns a sentence for every wrong value and for every key that nothing reads."""
+    values = OmegaConf.to_container(cfg, resolve=True)
+    told = [*_told(PlanKeys if "gpu" in cfg else Keys, values)]
+    for path, node in _nodes(values):
+        told += _told(arguments(_identity(node)), node, path)
+    # a value that was only taken over is told of where it was typed
+    typed = [sentence for path, sentence in told if not _is_taken_over(cfg, path)]
+    return list(dict.fromkeys(typed or [sentence for _, sentence in told]))
+
+
+@cache
+def arguments(identity: str) -> type[BaseModel]:
+    """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. It is empty if
+    no yaml names it."""
+    wholes = (_whole(text) for text in _texts() if identity in text)
+    named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
+    values = {key: value for node in reversed(named) for key, value in node.items()}
+    needed = set.intersection(*map(set, named)) if named else set()
+    return _schema({**dict.fromkeys(ARGUMENTS, ...), **values} if named else {}, needed)
+
+
+@cache
+def _texts() -> tuple[str, ...]:
+    """Reads every yaml of conf/ once: each `_target_` is looked up in all of them."""
+    return tuple(file.read_text(encoding="utf-8") for file in sorted(CONF.rglob("*.yaml")))
+
+
+@cache
+def _whole(text: str) -> dict:
+    return OmegaConf.to_container(OmegaConf.create(text))
+
+
+def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[BaseModel]:
+    """Returns the schema of keys with these values. Args: needed: keys that must not be missing."""
+    fields = {  # pydantic's own names do not begin with `_`
+        f"argument_{number}": (_kind(key, value), Field(... if key in needed else None, alias=key))
+        for number, (key, value) in enumerate(values.items())
+    }
+    return create_model("Arguments", __config__=ConfigDict(extra="allow", strict=True), **fields)
+
+
+def _kind(key: str, default: object) -> Any:
+    """Returns the type of an argument from its name, or from its value in the yaml; null and ??? show no type."""
+    if key in ARGUMENTS:
+        return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
+    if isinstance(default, bool) and key.startswith("_"):
+        return _words(f"{default}, as its yaml does".lower(), Literal[default])
+    if isinstance(default, str) and (of := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
+        return Keys.__annotations__.get(of[1], Any)
+    if isinstance(default, dict):
+        return _words("its keys", _schema(default))
+    return OF_VALUES.get(type(default), Any)
+
+
+def _or_null(kind: Any) -> Any:
+    """Adds null to a type, for arguments that are null in the yaml."""
+    said = next(one.description for one in kind.__metadata__ if getattr(one, "description", None))
+    return kind if said.endswith("null") else _words(f"{said}, or null", kind | None)
+
+
+def _nodes(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:
+    """Yields (path, node) of every node with a `_target_` or a `model_type`."""
+    if isinstance(_identity(values), str):
+        yield path, values
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _nodes(value, (*path, str(key)))
+
+
+def _identity(node: Mapping) -> object:
+    return node.get("_target_", node.get("model_type"))
+
+
+def _told(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
+    """Yields (path, sentence) for each of the `values` that does not fit the schema."""
+    try:
+        schema.model_validate(values)
+    except ValidationError as refusal:
+        said = dict(_wordings(schema))
+        for error in refusal.errors(include_url=False, include_context=False, include_input=False):
+            yield _sentence(error["type"], error["loc"], values, said, above)
+
+
+def _sentence(
+    kind: str, place: tuple, values: Mapping, said: Mapping[tuple, str], above: tuple[str, ...]
+) -> tuple[tuple, str]:
+    """Words an error of pydantic. Args: place: its location, which may end within a union; above: the path of
+    `values`."""
+    if kind == "missing":
+        key = ".".join(map(str, above + place))
+        return above + place, f"{key} has no value: type {key}=<value>."
+    if kind == "extra_forbidden":
+        line = f"{'.'.join(place)}={_shown(_at(values, place))}"
+        others = {key for key in keys_of(values) if not f"{key}.".startswith(f"{'.'.join(place)}.")}
+        return place, no_such_key(line, others)
+    words = path = None
+    for end in range(1, len(place) + 1):
+        if (found := said.get(place[:end], said.get((*place[: end - 1], "*")))) is not None:
+            words, path = found, place[:end]
+    given = _shown(_at(values, path))
+    words = words.replace(CARDS, ", ".join(cards.nearest(given)))
+    return above + path, f"{'.'.join(above + path)}={given}: give {words}."
+
+
+def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Returns the words that follow 'give', by the path of a field; `*` stands for any name of a mixture's source."""
+    if "__pydantic_extra__" in schema.__annotations__:
+        yield ("*",), "its _target_ and what that takes"
+    for name, field in schema.model_fields.items():
+        path, kind = (field.alias or name,), field.annotation
+        kinds = get_args(kind) or (kind,)
+        sections = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
+        names = [of.alias or key for section in sections for key, of in section.model_fields.items()]
+        yield path, field.description or f"its keys: {', '.join(names)}"
+        if get_origin(kind) is dict and sections:
+            path += ("*",)
+            yield path, "its _target_ and what that takes"
+        yield from ((path + below, words) for section in sections for below, words in _wordings(section))
+
+
+def _at(values: Mapping, path: tuple[str, ...]) -> object:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def _shown(value: object) -> str:
+    """Returns a value as one would type it."""
+    spelled = {None: "null", True: "true", False: "false"}
+    return spelled[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")
+
+
+def _is_taken_over(cfg: DictConfig, path: tuple[str, ...]) -> bool:
+    parent = OmegaConf.select(cfg, ".".join(path[:-1])) if len(path) > 1 else cfg
+    return isinstance(parent, DictConfig) and path[-1] in parent and OmegaConf.is_interpolation(parent, path[-1])

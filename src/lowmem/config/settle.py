@@ -1,0 +1,253 @@
+"""Settles the config once: `settled` makes a frozen `Run` of a composed config, and all other code reads the `Run`.
+
+A `Run` has the keys of conf/config.yaml as typed attributes, and properties for facts that follow from several keys.
+Facts that become known later (the device, the steps of epochs=, a batch size that was searched for) make another `Run`
+of the same lines, in which every value that depends on them is computed again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import PrivateAttr
+
+from lowmem.config import schema
+from lowmem.config.accumulation import WindowSize
+from lowmem.config.declarations import Technique, groups, technique_of
+from lowmem.config.instantiate import instantiate
+from lowmem.config.typed_lines import composed
+from lowmem.memory import cap
+from lowmem.system.errors import Refused
+
+
+def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
+    """Returns whether masters step as their gradients arrive: a norm, or a loss scale, needs all gradients first."""
+    return wanted and clip is None and not scales_loss
+
+
+class Run(schema.Keys):
+    """All settings of a run. It does not change; `knowing` and `replacing` return another run."""
+
+    output_dir: str | None = None  # known as soon as there is a folder
+    device: str  # typed is one of Keys'; tests also compare in float64 and ask for meta
+    weights_dtype: str
+    _draft: DictConfig = PrivateAttr()  # as it was composed, with its interpolations
+
+    @classmethod
+    def of(cls, draft: DictConfig) -> "Run":
+        """Returns the run of a composed config whose values have been checked."""
+        kind = PlanRun if "gpu" in draft else Run
+        run = kind.model_validate(OmegaConf.to_container(draft, resolve=True))
+        run._draft = draft
+        return run
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Run":
+        """Returns the run of the values that `as_dict` returned."""
+        return cls.of(OmegaConf.create(values))
+
+    def knowing(self, **facts: object) -> "Run":
+        """Returns a run with these values, in which the values that depend on them follow. A mapping changes only the
+        keys that it has."""
+        return Run.of(OmegaConf.merge(self._draft, facts))
+
+    def replacing(self, key: str, value: object) -> "Run":
+        """Returns a run in which a key such as adapter or model.architecture has this value and nothing of the old."""
+        draft = self._draft.copy()
+        OmegaConf.update(draft, key, value, merge=False)
+        return Run.of(draft)
+
+    def sized(self) -> "Run":
+        """Returns a run with a number for batch_size, for work that does not depend on the number."""
+        return self.knowing(batch_size=1) if self.batch_size == "auto" else self
+
+    def resolved(self) -> "Run":
+        """Returns a run whose interpolations are replaced by their values, so that `knowing` changes single keys."""
+        return Run.read(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values, from which `Run.read` makes the same run."""
+        return OmegaConf.to_container(self._draft, resolve=True)
+
+    # --- techniques ---------------------------------------------------------------------------------------------------
+
+    def technique(self, group: str) -> Technique:
+        """Returns what the chosen technique of a group declares."""
+        return self._techniques[group]
+
+    def any(self, flag: str) -> bool:
+        """Returns whether one of the run's techniques declares a property."""
+        return any(getattr(technique, flag) for technique in self._techniques.values())
+
+    @cached_property
+    def _techniques(self) -> dict[str, Technique]:
+        return {group: technique_of(getattr(self, group, None), group) for group in groups()}
+
+    # --- the device ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def runs_on(self) -> str:
+        """Returns cpu or cuda; device=auto takes CUDA where there is a card."""
+        import torch  # not above: a command's arguments are read before it is needed
+
+        return self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Returns the bytes that the device's tensors may take; None without memory.limit."""
+        return cap.parse_bytes(self.memory.limit)
+
+    @property
+    def needs_compiler(self) -> bool:
+        """Returns whether a C++ compiler must generate code for a CPU; on a card Triton generates it."""
+        return self.runs_on == "cpu" and self.any("generates_code")
+
+    # --- several devices ----------------------------------------------------------------------------------------------
+
+    @property
+    def _strategy_class(self) -> type:
+        return get_object(self.strategy.target)
+
+    @property
+    def several(self) -> bool:
+        """Returns whether there may be several processes, one per device."""
+        return self._strategy_class.several
+
+    @property
+    def loads_once(self) -> bool:
+        """Returns whether only rank 0 has the full model in host memory, while it is loaded and sharded."""
+        return not self._strategy_class.in_numbers
+
+    @property
+    def saves_parts(self) -> bool:
+        """Returns whether each process writes its shard of the model and of the optimizer's state."""
+        return self._strategy_class.divides
+
+    @cached_property
+    def data_ranks(self) -> int:
+        """Returns how many processes read data of their own."""
+        return self._strategy_class.data_ranks(self.devices, **self.strategy.arguments)
+
+    # --- the schedule -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def windows(self) -> WindowSize | None:
+        """Returns the sizes of windows; None while batch_size=auto, whose search ends at a size that is not known
+        yet."""
+        if self.batch_size == "auto":
+            return None
+        shared = {"devices": self.data_ranks} if self.accumulation.arguments.get("devices") == 1 else {}
+        return instantiate(self.accumulation, **shared)
+
+    @property
+    def accumulates(self) -> bool:
+        """Returns whether a window may have several micro-batches."""
+        return self.windows is None or self.windows.largest > 1
+
+    @property
+    def in_backward(self) -> bool:
+        """Returns whether each gradient steps its parameter as soon as it exists."""
+        return self.optim.in_backward
+
+    @property
+    def early(self) -> bool:
+        """Returns whether masters step as their gradients arrive."""
+        wanted = self.masters and self.master is not None and self.master.early_step
+        return steps_early(wanted, self.clip, self.scales_loss)
+
+    # --- dtypes, and where weights are --------------------------------------------------------------------------------
+
+    @cached_property
+    def _precision_class(self) -> type:
+        return get_object(self.trainer.plugins.precision.target)
+
+    @property
+    def multiplies_in(self) -> str:
+        """Returns the dtype of its matrix products' factors: float32, tensorfloat32, bfloat16 or float16."""
+        kind = self._precision_class
+        return "tensorfloat32" if kind.tf32 else str(kind.dtype).removeprefix("torch.")
+
+    @property
+    def product_bytes(self) -> int:
+        """Returns the bytes of an element of activations, and of weights and gradients that travel between the host and
+        the device: they have the dtype of the products."""
+        return self._precision_class.dtype.itemsize
+
+    @property
+    def loaded_in(self) -> str:
+        """Returns the dtype into which a model's files are read: float32, bfloat16 or float16. Weights with masters are
+        read in the masters' dtype. Where only an adapter is trained they have none, and are read as the device holds
+        them."""
+        return self.multiplies_in if self.masters and self.any("freezes_base") else self.weights_dtype
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Returns whether updated weights are rounded to 16 bits and the remainder is lost."""
+        return self.weights_dtype != "float32" and not self.any("stays_wide")
+
+    @property
+    def scales_loss(self) -> bool:
+        return self._precision_class.scales_loss
+
+    @property
+    def masters(self) -> bool:
+        """Returns whether the optimizer steps on the host."""
+        return self._precision_class.optimizer_side == "host"
+
+    @cached_property
+    def streams(self) -> bool:
+        """Returns whether weights wait in host memory for the turn of their block."""
+        return get_object(self.weights.target).streams
+
+
+class PlanRun(Run, schema.PlanKeys):
+    """All settings of plan.py: a run, and the card and host that it is planned for."""
+
+
+def run_of(lines: Iterable[str], name: str = "config") -> Run:
+    """Returns the run of typed lines. Args: lines: checked already; name: the yaml of conf/ that they change."""
+    return Run.of(composed(lines, name))
+
+
+def settled(cfg: DictConfig | Run) -> Run:
+    """Returns the run of a composed config, and a run as it is.
+
+    Raises:
+        Refused: values of a wrong type or range, keys that nothing reads, interpolations of missing keys, all at once.
+    """
+    if isinstance(cfg, Run):
+        return cfg
+    try:
+        errors = list(_missing(cfg)) or schema.errors(cfg)
+    except OmegaConfBaseException as error:
+        said = str(error).partition("\n")[0]
+        errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
+    if errors:
+        raise Refused("\n".join(errors))
+    return Run.of(cfg)
+
+
+def _missing(cfg: DictConfig) -> Iterator[str]:
+    for key in cfg:  # an interpolation of what is not there is told of where it was typed, not where it is used
+        OmegaConf.is_missing(cfg, key) or cfg[key]
+    return (f"{key} has no value: type {key}=<value>." for key in sorted(OmegaConf.missing_keys(cfg)))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run and the command that asked for it. In a notebook nothing was typed.
+
+    Args: folder: for its results; choices: group -> chosen yaml, for messages; typed: the typed lines, for the summary;
+    lines: the same, with the steps of epochs=, from which recipes are composed.
+    """
+
+    run: Run
+    folder: Path
+    choices: Mapping[str, str]
+    typed: Sequence[str]
+    lines: Sequence[str]

@@ -1,0 +1,208 @@
+"""Explains lines that Hydra cannot use: one sentence with the nearest right line replaces Hydra's page of text.
+
+This module imports nothing heavy.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+
+from lowmem.config.typed_lines import CONF, EITHER, FLAGS, FOLDERS, FUNCTION, VALUED, composed, is_group, key, unquoted
+from lowmem.system.errors import Refused
+
+NEAR = 0.65  # of difflib: below it a suggestion is a guess
+ARCHITECTURE = "model.architecture."
+# What other trainers, or a guess, call a key; spelling alone would lead from each of them to another key.
+OTHER_NAMES = {
+    **dict.fromkeys(("checkpoint.every", "checkpoint_every", "save_steps"), "save_every"),
+    **dict.fromkeys(("evaluate.every", "evaluate_every", "eval_steps"), "val_every"),
+    **dict.fromkeys(("log.every", "logging_steps"), "log_every"),
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+}
+IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
+
+
+def check_lines(lines: Sequence[str]) -> None:
+    """Checks what can be checked line by line.
+
+    Raises:
+        Refused: a line takes a group out, names a choice that does not exist or a folder without a name, sets a key
+            twice, or changes what a technique declares.
+    """
+    said = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
+    for one, other in EITHER:
+        if {one, other} <= said:
+            raise Refused(f"{one} and {other}: each stands in the place of the other. Leave one out.")
+    for line in lines:
+        group, choices = key(line), _chosen(line)
+        if group == "hydra":
+            raise Refused(f"{line}: this is no group. Type hydra.<key>=<value>, such as hydra.run.dir=<a folder>.")
+        if "declares" in group.split("."):
+            raise Refused(
+                f"{line}: a technique declares this of itself, and checks and plans rely on it; a run cannot make it "
+                f"so. Leave it out, or change conf/{group.partition('.')[0]}/<the technique>.yaml."
+            )
+        if group in FOLDERS and unquoted(line).endswith("="):
+            raise Refused(f"{line}: this is empty. Type {group}=<a folder>, and {group}=. for this one.")
+        if not is_group(group):
+            continue
+        if group in _needed() and (line.startswith("~") or "null" in choices):
+            raise Refused(f"{line}: a run needs one. Type {group}=<one of {', '.join(_choices(group))}>.")
+        if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
+            like = _choice_like(wrong[0], group)
+            raise Refused(f"{group}={wrong[0]}: there is no {group}/{wrong[0]}. Type {group}={like}.")
+
+
+def sets_nothing(word: str) -> str:
+    """Returns a sentence about a word that is neither a line nor a flag of Hydra's."""
+    name, _, value = word.lstrip("-").partition("=")
+    name = name.strip("+~") or "<key>"
+    if word.startswith("--") and (flag := get_close_matches(word.partition("=")[0], FLAGS + VALUED, 1, NEAR)):
+        return f"{word}: this sets nothing. Type {flag[0]}, or --help."
+    return f"{word}: this sets nothing. Type {_in_shell(f'{name}={value}') if value else f'{name}=<value>'}, or --help."
+
+
+def explained(error: Exception, lines: Sequence[str], name: str = "config") -> str:
+    """Returns why Hydra cannot compose the config `name` with these lines."""
+    try:
+        return next(_unknown(lines, name))
+    except (StopIteration, HydraException):
+        pass  # it is something else
+    if isinstance(error, OverrideParseException):
+        return _unreadable(unquoted(error.override))
+    if isinstance(error, MissingConfigException) and error.options:  # of a group of Hydra's own
+        return f"There is no {error.missing_cfg_file}. Type one of {', '.join(error.options)}."
+    if several := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", str(error)):
+        line = unquoted(several[1] or several[2])
+        return f"{line}: several values make a sweep. Type -m beside them, or {key(line)}='[...]' for a list."
+    said = [str(one).strip().partition("\n")[0].rstrip(" .") for one in (error, error.__cause__) if one]
+    return ". ".join(filter(None, said)) + "."
+
+
+def no_such_key(line: str, known: Iterable[str]) -> str:
+    """Returns a sentence about a line whose key is not `known`."""
+    name, _, value = line.lstrip("+").partition("=")
+    if owners := _owners(name):
+        return f"{line}: only some choices have it. Type {' or '.join(owners)} beside it."
+    near = OTHER_NAMES.get(name) or nearest(name, {*known, *_groups()})
+    if near is None:
+        return f"{line}: nothing reads {name}. Type --help for what there is."
+    if is_group(near) and value not in _choices(near):
+        return f"{line}: nothing reads {name}. Type {near}={_choice_like(value, near)}."
+    return f"{line}: nothing reads {name}. Type {_in_shell(f'{near}={value}')}."
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Returns the known dotted key that was probably meant: one with the same last name, or with a similar one."""
+    names = sorted(known, key=lambda name: (name.count("."), name))
+    parent, _, last = word.rpartition(".")
+    ends = [name for name in names if _last(name) == last]
+    if ends and (not parent or parent not in names):
+        return get_close_matches(word, ends, 1, 0)[0]
+    beside = {_last(name): name for name in names if name.rpartition(".")[0] == parent}
+    if near := get_close_matches(last, beside, 1, NEAR):
+        return beside[near[0]]
+    ours = [name for name in names if word.startswith("hydra.") or not name.startswith("hydra.")]
+    anywhere = {_last(name): name for name in reversed(ours)}
+    return next((anywhere[name] for name in get_close_matches(last, anywhere, 1, NEAR)), None)
+
+
+def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
+    """Yields all dotted keys, those of sections too."""
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from keys_of(value, f"{prefix}{name}.")
+
+
+def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
+    """Yields a sentence for every key that does not exist."""
+    typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
+    known = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
+    for line in typed:
+        is_there = key(line) in known or is_group(key(line))
+        if line[0] == "+" != line[1] and is_there:
+            yield f"{line}: this is there already. Type {_in_shell(line[1:])}."
+        elif line[0] == "~" and not is_there:
+            yield f"{line}: there is no {key(line)} to take out."
+        elif line[0] not in "+~" and not is_there:
+            yield _no_such_argument(line, known) if key(line).startswith(ARCHITECTURE) else no_such_key(line, known)
+
+
+def _known(chosen: Mapping[str, Sequence[str]], name: str) -> set[str]:
+    """Returns the keys that exist with these choices; in a sweep, with any of them."""
+    known: set[str] = set()
+    for i in range(max(map(len, chosen.values()), default=0) or 1):
+        lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]
+        known |= {*keys_of(OmegaConf.to_container(composed(lines, name, whole=True), resolve=False))}
+    return known
+
+
+def _chosen(line: str) -> list[str]:
+    """Returns the choices of a group's line, several in a sweep."""
+    value = unquoted(line).partition("=")[2]
+    return [] if FUNCTION.fullmatch(value) or line.startswith("~") else re.split(r",\s*", value.strip("[]"))
+
+
+def _owners(name: str) -> list[str]:
+    """Returns the choices whose yaml has this key."""
+    group, _, last = name.partition(".")
+    files = sorted((CONF / group).glob("*.yaml")) if last and is_group(group) else []
+    return [
+        f"{group}={file.stem}"
+        for file in files
+        if re.search(rf"^{re.escape(last)}:", file.read_text(encoding="utf-8"), re.M)
+    ]
+
+
+def _choice_like(choice: str, group: str) -> str:
+    choices = _choices(group)
+    near = get_close_matches(choice, choices, 1, NEAR)
+    if not near:
+        return f"<one of {', '.join(choices)}>"
+    return f"{near[0]}, or one of {', '.join(one for one in choices if one != near[0])}"
+
+
+def _no_such_argument(line: str, known: Iterable[str]) -> str:
+    """Returns a sentence about an argument that does not exist; a yaml need not list all arguments of an
+    architecture."""
+    beside = [name for name in known if name.startswith(ARCHITECTURE)]
+    if beside and get_close_matches(_last(key(line)), map(_last, beside), 1, NEAR):
+        return no_such_key(line, beside)
+    return f"{line}: the yaml of this model does not have it. If its architecture does, type {_in_shell('+' + line)}."
+
+
+def _unreadable(line: str) -> str:
+    name, _, value = line.partition("=")
+    text = re.sub(r"['\"$`\\]", "", value)
+    return f"{line}: this cannot be read. Type text with special characters so: \"{name}='{text}'\"."
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml")) + IN_HYDRA.get(group, [])
+
+
+def _groups() -> list[str]:
+    return [folder.name for folder in CONF.iterdir() if is_group(folder.name)]
+
+
+@cache  # it is asked once for each typed line
+def _needed() -> set[str]:
+    """Returns the groups that have a default."""
+    defaults = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").defaults)
+    return {group for one in defaults if isinstance(one, dict) for group, choice in one.items() if choice is not None}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _in_shell(line: str) -> str:
+    return shlex.quote(line)

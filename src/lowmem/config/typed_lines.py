@@ -1,0 +1,204 @@
+"""Handles typed lines of key=value: as people write them, as Hydra reads them, and the config that they compose.
+
+The command line reads its arguments with this module, so it imports nothing heavy.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, read_write
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+# Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
+PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
+PLACES += ("tokenizer", "generate", "data.template", "adapter.path")
+WHOLE = (*FOLDERS, "may_change", "prompt")  # a comma in these separates nothing, in a sweep either
+FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # whatever a file calls them
+TEXTS = (*WHOLE, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
+NAMED = ("data.val_path",)  # one of them, or several by their names
+MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
+# Two ways to say one thing: of a run that goes on, whichever is typed now stands in the place of both.
+EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
+# What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
+WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
+QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # choice(a,b): what a sweep does with values
+
+FLAGS = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-sc")
+FLAGS += ("--shell-completion",)
+VALUED = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd")
+VALUED += ("--config-dir", "--experimental-rerun")
+
+
+def key(line: str) -> str:
+    """Returns the key of `+key=value`, `~key` and `key=value`."""
+    return line.partition("=")[0].lstrip("+~")
+
+
+def as_mapping(lines: Iterable[str]) -> dict[str, str]:
+    """Returns key -> value of the lines that have a value."""
+    return {key(line): line.partition("=")[2] for line in lines if "=" in line}
+
+
+def said_anew(lines: Iterable[str]) -> set[str]:
+    """Returns the keys that these lines set, also under the other of two names."""
+    said = set(map(key, lines))
+    return said.union(*(both for both in EITHER if said.intersection(both)))
+
+
+def in_place_of(lines: Sequence[str]) -> list[str]:
+    """Returns lines that undo a key of an experiment's yaml if its alternative was typed."""
+    said = set(map(key, lines))
+    return [f"{one}=null" for one, other in EITHER if "experiment" in said and other in said and one not in said]
+
+
+def as_lines(mapping: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in mapping.items()]
+
+
+def in_shell(name: str, value: object) -> str:
+    """Returns `name=value`, quoted for a shell."""
+    return shlex.quote(f"{name}={value}")
+
+
+def without(keys: Collection[str], lines: Iterable[str]) -> list[str]:
+    """Returns the lines that do not set these keys."""
+    return [line for line in lines if key(line) not in keys]
+
+
+def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str]:
+    """Returns the lines after a recipe's values have replaced those of the same keys; None removes a key's line."""
+    return [*without(recipe, lines), *as_lines({name: value for name, value in recipe.items() if value is not None})]
+
+
+def of_any_part(name: str) -> str:
+    """Returns the key of a mixture's source as if it were the only one: data.parts.code.path is a data.path."""
+    return re.sub(r"^data\.parts\.[^.]+\.", "data.", name)
+
+
+def is_group(name: str) -> bool:
+    return "." not in name and name not in ("", "hydra") and (CONF / name).is_dir()
+
+
+def quoted(line: str, sweep: bool = False) -> str:
+    """Returns a line as Hydra must be given it: a group's choice 16 is no integer, and a path no expression.
+
+    Args:
+        sweep: commas separate values, also paths, unless the full text is an existing path.
+    """
+    name, equals, value = line.partition("=")
+    if equals and is_group(key(line)):
+        return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
+    known = of_any_part(key(line))
+    if known in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
+        return (
+            name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda one: _text(os.path.expanduser(one[1])), value)
+        )
+    if not equals or known not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
+        return line
+    if known in FOLDERS + PLACES:
+        value = os.path.expanduser(value)
+    values = [value]
+    if sweep and key(line) not in WHOLE and not os.path.exists(value):
+        if FUNCTION.fullmatch(value):
+            return line
+        values = [one.strip() for one in value.split(",")]
+    return name + "=" + ",".join(map(_text, values))
+
+
+def _text(value: str) -> str:
+    if WORD.fullmatch(value) and not _is_number(value):
+        return value
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def unquoted(line: str) -> str:
+    """Returns a line as it was typed. Args: line: as Hydra was given it."""
+    name, equals, value = line.partition("=")
+    if is_group(key(line)):
+        return name + equals + value.replace("'", "")
+    if of_any_part(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
+        # Hydra escapes a quotation mark, and the backslashes before it or before the end; no other
+        escaped = rf"(\\+)({value[0]}|\Z)"
+        return name + equals + re.sub(escaped, lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])
+    return line
+
+
+def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+    """Separates arguments into Hydra's flags with their values, lines that set a key, and all others."""
+    flags, lines, strays = [], [], []
+    before = ""
+    for word in arguments:
+        if word.startswith("-"):
+            (flags if word in FLAGS or word.partition("=")[0] in VALUED else strays).append(word)
+        elif before in VALUED:
+            flags.append(word)
+        else:
+            (lines if key(word) and ("=" in word or word.startswith("~")) else strays).append(word)
+        before = word
+    return flags, lines, strays
+
+
+def composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
+    """Composes the config `name` of conf/ with these lines, inside a command of Hydra's and outside of one.
+
+    Args:
+        whole: keep Hydra's own section.
+    """
+    lines = list(lines)
+    cfg = _composed(lines, name, whole)
+    let_typed_win(cfg, lines)
+    return cfg
+
+
+def _composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
+    """Composes as Hydra does, before typed lines win over experiments."""
+    read = list(map(quoted, lines))
+    if GlobalHydra.instance().is_initialized():
+        return hydra.compose(name, read, return_hydra_config=whole)
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose(name, read, return_hydra_config=whole)
+
+
+def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
+    """Removes, in place, the keys that an experiment sets for its own choice of a group (`accumulation.size` of
+    effective_batch) if another choice was typed. Hydra would apply them to the other choice."""
+    typed = as_mapping(map(unquoted, lines))
+    file = CONF / "experiment" / f"{typed.get('experiment')}.yaml"
+    if not file.is_file():
+        return
+    experiment = OmegaConf.load(file)
+    own = {name: choice for one in experiment.get("defaults", []) for name, choice in one.items()}
+    for group in filter(is_group, experiment):
+        if group in typed and own.get(f"override /{group}", typed[group]) != typed[group]:
+            of_it = [line for line in lines if key(line).split(".")[0] == group]
+            cfg[group] = OmegaConf.create(OmegaConf.to_container(_composed(of_it)[group]))
+
+
+class TypedWins(Callback):
+    """Hydra calls this before a run, whose config it has composed itself."""
+
+    def on_run_start(self, config: DictConfig, **_) -> None:
+        with read_write(config):
+            let_typed_win(config, config.hydra.overrides.task)
+
+
+def chosen_by(lines: Iterable[str]) -> dict[str, str]:
+    """Returns group -> the yaml that these lines, or the defaults, choose."""
+    return dict(composed(lines, whole=True).hydra.runtime.choices)

@@ -1,0 +1,55 @@
+"""Checks values of the keys of conf/data, at the start of a run and again where they are used, and shows names."""
+
+from collections.abc import Collection, Mapping
+
+from lowmem.system.errors import Refused
+
+ON_ERROR = ("refuse", "replace", "skip")
+
+
+def shown(name: object) -> str:
+    """Returns a file's name for a sentence, without the newlines and control characters that it may hold."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
+
+
+def checked_encoding(encoding: str) -> str:
+    try:
+        b"\xff".decode(encoding, errors="replace")  # which codecs that are none of text, such as base64, do not do
+        return encoding
+    except (LookupError, TypeError, ValueError):
+        raise Refused(
+            f"data.encoding={encoding}: Python knows no such encoding of text. Type utf-8, utf-16, latin-1 or cp1252."
+        ) from None
+
+
+def checked_on_error(on_error: str) -> str:
+    if on_error not in ON_ERROR:
+        raise Refused(f"data.on_error={on_error}: type {', '.join(ON_ERROR[:-1])} or {ON_ERROR[-1]}.")
+    return on_error
+
+
+def checked_fields(field: str | None, prompt: str | None, completion: str | None, messages: str | None) -> None:
+    """Raises Refused for keys of several kinds of record, and for a prompt without a completion."""
+    given = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
+    if len(given) > 1:
+        raise Refused(
+            f"data.{given[0]} and data.{given[1]}: a record is one of text (data.field), prompt and completion, or a "
+            "conversation (data.messages). Leave the others null."
+        )
+    if bool(prompt) != bool(completion):
+        one, other = ("prompt", "completion") if prompt else ("completion", "prompt")
+        raise Refused(f"data.{one}={prompt or completion}: there is no data.{other}. Type data.{other}=<a field>.")
+
+
+def checked_shares(parts: Collection[str], shares: Mapping[str, float] | None) -> None:
+    """Raises Refused for a mixture without sources, and for shares of other sources."""
+    if not parts:
+        raise Refused(
+            "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
+        )
+    if shares is not None and {*shares} != {*parts}:
+        raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(parts)}, or null.")
+
+
+def no_such(key: str, path: str) -> Refused:
+    return Refused(f"{key}={shown(path)}: there is no such file or folder. Give one that exists.")

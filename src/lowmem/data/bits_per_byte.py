@@ -1,0 +1,67 @@
+"""Converts a validation loss to bits per byte of the predicted text, which do not depend on the tokenizer.
+
+For text without gaps the token store knows the bytes of each document. For other data, such as the answers of a chat or
+separate documents, the labels that count are read once: a run of labels has the bytes that it adds to the tokens before
+it, since a single token may lose a space, or be half a character.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
+from lowmem.data.token_store import Tokens, byte_level, bytes_of
+
+BEFORE = 4  # tokens: a character has no more bytes
+
+
+def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
+    """Returns the conversion from nats per token that counts to bits per byte. An end token is no text but costs
+    nats."""
+    counted = cache(lambda: _counted(tokens, val))
+
+    def bits(nats: float) -> float:
+        predicted, text = counted()
+        return nats / np.log(2) * predicted / (text or float("nan"))
+
+    return bits
+
+
+def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
+    """Returns the number of labels that count, and the bytes of their text."""
+    if val.sequences.without_gaps:
+        known = replace(tokens, val=val.sequences.split)  # of a mixture each part has its own
+        return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
+    return label_bytes(tokens.tokenizer, val)
+
+
+def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[MicroBatch]) -> tuple[int, int]:
+    """Returns the same for any rows, by reading them."""
+    count = text = 0
+    special = [IGNORED, *tokenizer.all_special_ids]
+
+    def added(before: np.ndarray, run: np.ndarray) -> int:
+        before, run = (ids[~np.isin(ids, special)] for ids in (before, run))
+        return bytes_of(tokenizer, np.concatenate([before, run])) - bytes_of(tokenizer, before)
+
+    for micro_batch in micro_batches:
+        if micro_batch.UNIT != "tokens":  # a loss of pairs has no bits per byte
+            return 0, 0
+        count += micro_batch.tokens
+        inputs, labels = micro_batch.input_ids.numpy(), micro_batch.labels.numpy()
+        if byte_level(tokenizer):
+            text += added(labels[0, :0], labels.ravel())
+            continue
+        for row, start, stop in _runs(labels != IGNORED):
+            text += added(inputs[row, max(0, start + 1 - BEFORE) : start + 1], labels[row, start:stop])
+    return count, text
+
+
+def _runs(counts: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yields (row, start, stop) of each stretch of labels that count."""
+    for row, of_row in enumerate(counts):
+        edges = np.flatnonzero(np.diff(of_row, prepend=False, append=False)).tolist()
+        yield from ((row, start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,81 @@
+"""Opens a source: it makes rows of its documents, from the token store or as the source's own class does."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from hydra.utils import get_object
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.data import packing
+from lowmem.data.loader import MicroBatch, Rows
+from lowmem.data.packing import rows
+from lowmem.data.sources.source import Source
+from lowmem.data.token_store import Tokens, tokenize
+from lowmem.system.errors import Refused
+
+
+class Wanted(NamedTuple):
+    """The settings with which rows are made.
+
+    Args:
+        bpe_size: vocabulary of the tokenizer that is trained on the source if there is none.
+        special_tokens: of that tokenizer, besides the end of text.
+    """
+
+    cache_dir: Path
+    seq_len: int
+    bpe_size: int
+    tokenizer: PreTrainedTokenizerBase | None
+    special_tokens: list[str]
+
+
+class Opened(NamedTuple):
+    """Open rows. Args: val: by the names of the validation sets; a single one has the name ""."""
+
+    tokens: Tokens
+    train: Rows
+    val: dict[str, Rows]
+
+
+class Openable(Source):
+    """The base class of sources that `training/build.py` and a mixture can open."""
+
+    @classmethod
+    def example(cls, data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
+        """Returns full rows of zeros, of the class and in as much memory as real ones: the planner traces them, and a
+        loss is asked whether it takes them. Args: data: the arguments of this class."""
+        return packing.example(data, batch_size, seq_len)
+
+    def opened(self, wanted: Wanted) -> Opened:
+        """Opens the source. Raises: Refused: there is nothing to train or validate on, or a file cannot be read."""
+        raise NotImplementedError
+
+
+def source_class(target: str) -> type[Openable]:
+    """Returns the class that a `_target_` names, or the base class where it is a function that makes a source."""
+    found = get_object(target)
+    return found if isinstance(found, type) and issubclass(found, Openable) else Openable
+
+
+def openable(source: object, said: str) -> Openable:
+    """Returns the source. Args: said: the typed line, such as data._target_=my.Source, for the message.
+
+    Raises:
+        Refused: the object does not derive from `Openable`.
+    """
+    if not isinstance(source, Openable):
+        raise Refused(
+            f"{said}: this makes a {type(source).__name__}, which cannot be opened. Derive it from StoredSource of "
+            "lowmem.data.opening, or from Openable where it keeps no tokens on disk."
+        )
+    return source
+
+
+class StoredSource(Openable):
+    """A source whose documents are encoded once, into the token store."""
+
+    def opened(self, wanted: Wanted) -> Opened:
+        how = wanted.seq_len, self.packing, self.too_long
+        tokens = tokenize(self, wanted.cache_dir, wanted.bpe_size, wanted.tokenizer, wanted.special_tokens)
+        return Opened(tokens, rows(tokens.train, *how, "train"), {"": rows(tokens.val, *how, "val")})

@@ -1,0 +1,69 @@
+"""Draws random tokens, to measure a run's memory and speed without a corpus, a tokenizer or a network.
+
+Row i of a split is drawn from (seed, split, i) when it is read, and nothing is stored. Nothing can be learnt from it:
+the loss stays at the logarithm of the number of tokens, which are equally likely.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lowmem.data.loader import MicroBatch, Rows
+from lowmem.data.opening import Openable, Opened, Wanted
+from lowmem.data.token_store import NOTHING, Tokens, rows_of, train_tokenizer
+
+BYTES = 257  # tokens: each byte, and the end of text
+
+
+@dataclass(frozen=True)
+class Random(Openable):
+    """A source of random tokens. Args: rows, val_rows: sequences of an epoch, and of validation; seed: of the
+    tokens."""
+
+    rows: int
+    val_rows: int
+    seed: int = 0
+    name: str = "random"
+
+    def key(self) -> list:
+        """Returns nothing: a tokenizer does not depend on the data."""
+        return []
+
+    def size(self, split: str) -> int:
+        return 0
+
+    def texts(self) -> Iterator[str]:
+        return iter(())
+
+    def opened(self, wanted: Wanted) -> Opened:
+        tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, BYTES, wanted.special_tokens)
+        train, val = (
+            Drawn((self.seed, split), count, rows_of(tokenizer), wanted.seq_len)
+            for split, count in enumerate((self.rows, self.val_rows))
+        )
+        return Opened(Tokens(NOTHING, NOTHING, tokenizer), train, {"": val})
+
+
+@dataclass(frozen=True)
+class Drawn(Rows):
+    """Random rows. Args: seed: the first numbers of each row's seed."""
+
+    seed: tuple[int, ...]
+    count: int
+    vocab_size: int
+    seq_len: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def order(self) -> dict:
+        return {"random": [*self.seed, self.vocab_size]}
+
+    def micro_batch(self, indices: np.ndarray) -> MicroBatch:
+        drawn = (np.random.default_rng([*self.seed, int(i)]) for i in indices)
+        rows = np.stack([one.integers(self.vocab_size, size=self.seq_len + 1) for one in drawn])
+        rows = torch.from_numpy(rows)  # (B, T + 1)
+        return MicroBatch(rows[:, :-1], rows[:, 1:])

@@ -1,0 +1,265 @@
+"""Conversations: of each, the model learns what the assistant says, and when it is done.
+
+A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template makes one text of
+it, of which only the assistant's tokens count in the loss, with the one that ends each answer (chat_template.py). What
+a template would render without a word and nobody wants learnt is refused before: a message without a role, a blank
+answer, control tokens in a text.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import transformers
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.config.values import shown
+from lowmem.data.sources.bad_record import BadRecord, checked, control, kind
+from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, SPLIT, TODAY, ChatTemplate, Messages, Rendered
+from lowmem.data.sources.source import Encoded, Encoder
+from lowmem.system.errors import Refused
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+WRITTEN = ("tool_calls", "reasoning_content")  # of a message, beside its content
+FIRST = ("system", "developer")  # instructions: once, before everything else
+
+
+class Chat(Encoder):
+    """The encoder of conversations.
+
+    Args:
+        messages: the field that holds them.
+        assistant: which answers are learnt: all, or the last.
+        control_tokens: in a text: refuse the conversation, or read them as text, as which they say nothing.
+        boundary: of an answer whose white space a tokenizer joins to the header: refuse it, or strip the white space
+            from the beginning of answers.
+        template: the tokenizer's own, chatml, or a file.
+    """
+
+    def __init__(
+        self,
+        messages: str = "messages",
+        assistant: Literal["all", "last"] = "all",
+        control_tokens: Literal["refuse", "text"] = "refuse",
+        boundary: Literal["refuse", "strip"] = "refuse",
+        template: str | None = None,
+    ) -> None:
+        self.messages, self.assistant = messages, assistant
+        self.control_tokens, self.boundary = control_tokens, boundary
+        self.source = CHATML if template == "chatml" else template and _read(template)
+        self.named = f"data.template={shown(template)}" if template else ""
+        self.chat = self
+        # of a tokenizer that is trained on conversations: it has no template of its own
+        self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
+        self.opened: tuple[PreTrainedTokenizerBase, ChatTemplate] | None = None
+
+    def key(self) -> list:
+        """The tokenizer's own template is in the tokenizer's part of the key."""
+        how = [self.messages, self.assistant, self.control_tokens, self.boundary]
+        return ["chat", *how, self.source, str(TODAY), transformers.__version__]
+
+    def text(self, fields: dict) -> str:
+        """Contents alone: a BPE that saw the markup would learn it as words."""
+        return checked("\n".join(message["content"] for message in self._checked(fields)), "a message")
+
+    def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Give a tokenizer the template that is trained on, to be saved with it: the one that was typed, or ChatML
+        where there is none and its two tokens are, as a tokenizer has them that was trained on conversations."""
+        source = self.source
+        if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
+            source = CHATML
+        if source:
+            tokenizer.chat_template = source
+        if source == CHATML:
+            tokenizer.eos_token = CHATML_TOKENS[1]  # where whoever generates text stops
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
+        template = self._of(tokenizer)
+        rendered = [self._rendered(template, fields) for fields in batch]
+        good = [one for one in rendered if not isinstance(one, BadRecord)]
+        encodings = iter(template.encode([one.text for one in good]))
+        return [
+            one if isinstance(one, BadRecord) else self._encoded(template, one, next(encodings)) for one in rendered
+        ]
+
+    def _of(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+        if self.opened is None or self.opened[0] is not tokenizer:
+            self.opened = tokenizer, ChatTemplate(tokenizer, self.source, self.named)
+        return self.opened[1]
+
+    def _rendered(self, template: ChatTemplate, fields: dict) -> Rendered | BadRecord:
+        try:
+            messages, tools = self._checked(fields), _tools(fields)
+            _check_calls(template, messages, tools)
+            _check_texts(messages, tools, template if self.control_tokens == "refuse" else None)
+            if self.control_tokens == "text":
+                messages, tools = _each_text(messages, template.as_text), _each_text(tools, template.as_text)
+            return template.render(messages, tools, self.assistant == "last")
+        except BadRecord as error:
+            return error
+
+    def _checked(self, fields: dict) -> Messages:
+        messages = messages_of(fields, self.messages)
+        if self.boundary == "strip":
+            for message in messages:
+                if message["role"] == "assistant":
+                    message["content"] = message["content"].lstrip()
+        return messages
+
+    def _encoded(self, template: ChatTemplate, rendered: Rendered, encoding: Encoding) -> Encoded | BadRecord:
+        ids = encoding.ids
+        try:
+            spans = template.learnt(rendered, encoding, ids)
+        except BadRecord as error:
+            return error
+        ids = np.array(ids, np.uint32)
+        learnt = np.zeros(len(ids), bool)
+        for first, stop in spans:
+            learnt[first:stop] = True
+        if self.control_tokens == "text":
+            learnt, ids = learnt[ids != template.split], ids[ids != template.split]
+        if not learnt.any():
+            return BadRecord(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
+        return Encoded(ids, learnt, template.text_bytes(rendered))
+
+
+def messages_of(fields: dict, name: str) -> Messages:
+    """The messages of a record: copies whose content is text.
+
+    Raises:
+        Bad: what no template would complain of.
+    """
+    given = fields.get(name)
+    if name not in fields:
+        raise BadRecord(f'there is no field "{name}"; its fields are {_names(fields)}')
+    if isinstance(given, str):  # as a column of a table holds them
+        given = _read_json(given)
+    if not isinstance(given, list) or not given:
+        raise BadRecord(f'field "{name}" is {kind(given) if given != [] else "an empty list"} and no list of messages')
+    messages = [_message(number, message) for number, message in enumerate(given, 1)]
+    _check_order(messages)
+    return messages
+
+
+def _message(number: int, given: object) -> dict[str, Any]:
+    where = f"message {number}"
+    if not isinstance(given, dict):
+        raise BadRecord(f"{where} is {kind(given)} and not an object with role and content")
+    message = {key: value for key, value in given.items() if value is not None}
+    if "role" not in message:
+        raise BadRecord(f"{where} has no role; its fields are {_names(message)}")
+    role = message["role"]
+    if role not in ROLES:
+        raise BadRecord(f"{where} has the role {role!r:.40}: roles are {', '.join(ROLES)}")
+    if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
+        raise BadRecord(f"{where} ({role}) has no content; its fields are {_names(message)}")
+    message["content"] = _content(f"{where} ({role})", message.get("content", ""))
+    if role == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+        raise BadRecord(f"{where} is a blank answer of the assistant")
+    return message
+
+
+def _content(where: str, content: object) -> str:
+    """Text, or the text of a list of parts."""
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in content
+        ]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    if not isinstance(content, str):
+        raise BadRecord(f"the content of {where} is {kind(content)} and no text")
+    return content
+
+
+def _check_order(messages: Messages) -> None:
+    roles = [message["role"] for message in messages]
+    first = [number for number, role in enumerate(roles, 1) if role in FIRST]
+    if len(first) > 1:
+        raise BadRecord(
+            f"messages {first[0]} and {first[1]} are both system messages: there can be one, at the beginning"
+        )
+    if first and first != [1]:
+        raise BadRecord(f"message {first[0]} is a system message: it can only be the first")
+    if "assistant" not in roles:
+        raise BadRecord("there is no answer of the assistant, so nothing to learn")
+
+
+def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
+    """What a template does not know it leaves out without a word."""
+    for number, message in enumerate(messages, 1):
+        for name in WRITTEN:
+            if message.get(name) and name not in template.source:
+                raise BadRecord(f"message {number} has {name}, which {template.name} does not write")
+        if message["role"] == "assistant" and message.get("weight", 1) != 1:
+            raise BadRecord(
+                f"message {number} has the weight {message['weight']!r:.20}, and every answer is learnt alike. Take "
+                "such weights out; data.assistant=last learns the last answer alone"
+            )
+    if tools and "tools" not in template.source:
+        raise BadRecord(f"it has tools, which {template.name} does not write")
+
+
+def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate | None) -> None:
+    """That they are text, and without what a template means by a control token: a user who writes one would end his
+    message with it and begin the assistant's."""
+    for number, message in enumerate([*messages, {"role": "", "tools": tools}], 1):
+        where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
+        for text in _strings([value for key, value in message.items() if key != "role"]):
+            checked(text, where, empty=True)
+            if SPLIT in text:
+                raise BadRecord(f"{where} holds U+{ord(SPLIT):04X}, which is no character of any text")
+            if template and (found := template.in_text(text, message["role"] == "assistant")):
+                raise control(where, found)
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings([*value, *value.values()])
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _each_text(one, change) for key, one in value.items()}
+    return [_each_text(one, change) for one in value] if isinstance(value, list) else value
+
+
+def _tools(fields: dict) -> list | None:
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        tools = _read_json(tools)
+    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
+        raise BadRecord(f'field "tools" is {kind(tools)} and no list of objects')
+    return tools or None
+
+
+def _read_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _names(fields: dict) -> str:
+    return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none at all"
+
+
+def _read(template: str) -> str:
+    """A file's."""
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise Refused(
+            f"data.template={template}: {reason.lower()}. Type chatml, a file with a template in jinja, or null for "
+            "the tokenizer's own."
+        ) from None

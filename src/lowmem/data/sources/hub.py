@@ -1,0 +1,129 @@
+"""A data set of the Hugging Face hub, or of a folder laid out like one: read row by row, never downloaded whole.
+
+`datasets` streams it and makes no Arrow copy on disk. Without data.streaming its rows are read once, into the token
+store, and everything is as with files: order, resume and packing. What that holds is a row group of a parquet file at a
+time: a data set of the hub has small ones. With data.streaming nothing is stored (stream.py).
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lowmem.config.values import shown
+from lowmem.data.sources.reading import digests
+from lowmem.data.sources.records import Record, Records, held_out, place, records
+from lowmem.data.sources.source import SplitName
+from lowmem.data.stream import Stream
+from lowmem.system.errors import Refused
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def hub(
+    path: str,
+    subset: str | None = None,
+    split: str = "train",
+    val_split: str | None = None,
+    val_fraction: float = 0.05,
+    revision: str | None = None,
+    streaming: bool = False,
+    block: int = 4096,
+    val_rows: int = 512,
+    **how: str | bool | None,
+) -> Records | Stream:
+    """Args: how: what `records` takes."""
+    if val_split == split:
+        raise Refused(
+            f"data.val_split={val_split}: this is data.split too, and validation would be of what was trained on. "
+            "Type data.val_split=<another>, or null for some of its rows."
+        )
+    table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
+    rows = records(table, "hub", **how)
+    return Stream(rows, block, val_rows) if streaming else rows
+
+
+class Table:
+    """Reader of a data set's rows. Args: splits: their names there; without one for validation some rows are it."""
+
+    aside = "val_split=<another split>"
+
+    def __init__(
+        self,
+        path: str,
+        subset: str | None,
+        splits: dict[SplitName, str | None],
+        val_fraction: float,
+        revision: str | None,
+    ) -> None:
+        folder = Path(os.path.expanduser(path))
+        self.path, self.folder = str(folder.resolve()) if folder.is_dir() else path, folder.is_dir()
+        self.subset, self.splits, self.val_fraction, self.revision = subset, splits, val_fraction, revision
+        self.alone = splits["val"] is None
+
+    def key(self) -> list:
+        return [self.contents(), self.subset, [*self.splits.values()], self.val_fraction if self.alone else None]
+
+    def contents(self) -> list:
+        """What says that another day's data set is the same: digests of its files, or a commit of its repository."""
+        if self.folder:
+            files = sorted(file for file in Path(self.path).rglob("*") if file.is_file())
+            return [[str(file.relative_to(self.path)) for file in files], digests(files)]
+        if self.revision and COMMIT.fullmatch(self.revision):
+            return [self.path, self.revision]
+        from huggingface_hub import HfApi
+
+        with self._reached():
+            return [self.path, HfApi().dataset_info(self.path, revision=self.revision).sha]
+
+    def size(self, split: SplitName) -> None:
+        return None
+
+    def records(self, split: SplitName) -> Iterator[Record]:
+        name = self.splits[split] or self.splits["train"]
+        with self._reached():
+            for number, fields in enumerate(self.rows(name), 1):
+                raw = _identity(fields)
+                if not self.alone or (place(raw) < self._held_out) == (split == "val"):
+                    yield Record(f"{shown(self.path)}, {name}, row {number:,}", fields, len(raw))
+
+    @cached_property
+    def _held_out(self) -> float:
+        return held_out(map(_identity, self.rows(self.splits["train"])), self.val_fraction)
+
+    def rows(self, name: str) -> Any:
+        """A datasets.IterableDataset, whose place in it can be kept.
+
+        Raises:
+            Refused: no such data set or split; none that can be reached.
+        """
+        import datasets
+
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+        with self._reached():
+            return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision, streaming=True)
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """What `datasets` and the hub raise has a dozen names, and all are the user's to mend."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            if isinstance(error, Refused):
+                raise
+            said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            instead = (
+                "Give a folder of parquet, csv or jsonl files, and a split that it has."
+                if self.folder
+                else "Give an id that there is and a network, or fetch it elsewhere (hf download --repo-type dataset "
+                f"{shown(self.path)} --local-dir <folder>) and type data.path=<folder>."
+            )
+            raise Refused(f"data.path={shown(self.path)}: this data set cannot be read ({said}). {instead}") from None
+
+
+def _identity(fields: dict) -> bytes:
+    return str(fields).encode(errors="surrogatepass")

@@ -1,0 +1,331 @@
+"""Records as documents: a reader gives fields and says where they stand, an encoder makes tokens of them.
+
+Whoever mends a file must know which line. So a record that cannot be used is told by its place and by what was found
+there; with data.skip_bad=true it is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from lowmem.config.values import checked_fields, shown
+from lowmem.data.opening import StoredSource
+from lowmem.data.sources.bad_record import BadRecord, checked, control
+from lowmem.data.sources.pieces import batches, controls, controls_as_text, encode, end_of, text_bytes
+from lowmem.data.sources.reading import ahead, digests
+from lowmem.data.sources.source import Encoded, Encoder, SplitName
+from lowmem.data.sources.text_files import Files
+from lowmem.system.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FIELDS = ("field", "prompt", "completion", "messages")  # the keys that say what a record is made of
+NAMED = 3  # of the records that are left out the log names so many
+SMALLEST = 512  # bytes that a record counts at least, so that not too many are encoded together
+
+
+class Record(NamedTuple):
+    where: str  # "notes.jsonl, line 3"
+    fields: dict | BadRecord  # BadRecord: what stands there is no record
+    size: int = 0  # bytes in its file, where that is known
+
+
+class Reader(Protocol):
+    """Where records come from. Args: alone: some of the records are validation; aside: the key that gives others."""
+
+    alone: bool
+    aside: str
+
+    def key(self) -> list:
+        """Of contents, and of settings that change the records: lists, texts and numbers."""
+
+    def size(self, split: SplitName) -> int | None:
+        """Bytes that will be read, about; None: nobody knows."""
+
+    def records(self, split: SplitName) -> Iterator[Record]:
+        """In order; read again at each call. What cannot be read at all is `Refused`."""
+
+
+class OfFiles:
+    """Reader of the records of files: of several files some are validation; of one, some of its records.
+
+    Args:
+        val_fraction: share of the records that is validation, where one file is both.
+        how: settings that change the records.
+    """
+
+    unit: str  # what its records are counted as: lines, rows
+    aside = "val_path=<a file or folder>"
+
+    def __init__(self, files: Files, val_fraction: float, how: list) -> None:
+        self.files, self.val_fraction, self.how = files, val_fraction, how
+
+    @property
+    def alone(self) -> bool:
+        return self.files.alone
+
+    def numbered(self, file: Path) -> Iterator[tuple[int, Any]]:
+        """(number, record as it is read), from 1 on."""
+        raise NotImplementedError
+
+    def identity(self, raw: Any) -> bytes:
+        """The same of the same record, whatever stands beside it."""
+        raise NotImplementedError
+
+    def fields(self, raw: Any) -> dict | BadRecord:
+        raise NotImplementedError
+
+    def key(self) -> list:
+        contents = [digests(files) for files in (self.files.train, self.files.val)]
+        return [contents, *self.how, self.val_fraction if self.files.alone else None]
+
+    def size(self, split: SplitName) -> int:
+        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.files.alone else 1
+        return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
+
+    def records(self, split: SplitName) -> Iterator[Record]:
+        for file in getattr(self.files, split):
+            name = shown(file.relative_to(self.files.root) if file.is_relative_to(self.files.root) else file)
+            for number, raw in self.numbered(file):
+                identity = self.identity(raw)
+                if not self.files.alone or (place(identity) < self._held_out) == (split == "val"):
+                    yield Record(f"{name}, {self.unit} {number:,}", self.fields(raw), len(identity))
+
+    @cached_property
+    def _held_out(self) -> float:
+        return held_out((self.identity(raw) for _, raw in self.numbered(self.files.train[0])), self.val_fraction)
+
+
+@dataclass(eq=False)
+class Records(StoredSource):
+    """The source that a reader and an encoder make.
+
+    Args:
+        name: of the yaml, such as jsonl.
+        packing, too_long: see `Source`.
+        skip_bad: leave out records that cannot be used, and count them; otherwise the first is refused.
+    """
+
+    reader: Reader
+    encoder: Encoder
+    name: str
+    packing: str = "documents"
+    too_long: str = "cut"
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        self.chat = self.encoder.chat
+        self._bad: dict[str, list[str]] = {}  # split -> the first records that were left out, each a sentence
+        self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
+
+    def key(self) -> list:
+        return [self.reader.key(), self.encoder.key(), self.skip_bad]
+
+    def size(self, split: SplitName) -> int | None:
+        return self.reader.size(split)
+
+    def texts(self) -> Iterator[str]:
+        """Records that cannot be used are left to `encoded`, which refuses or counts them."""
+        for record in self.reader.records("train"):
+            try:
+                if not isinstance(record.fields, BadRecord) and (text := self.encoder.text(record.fields)):
+                    yield text
+            except BadRecord:
+                pass
+
+    def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+        self.forget(split)
+        yield from self.documents(self.reader.records(split), split, tokenizer)
+        if self.reader.alone and not self._counts[split][1]:
+            raise Refused(
+                f"data: no record of data.path fell to {'validation' if split == 'val' else 'training'}: there are too "
+                f"few, or all are the same. Type data.{self.reader.aside}, or give more."
+            )
+
+    def forget(self, split: SplitName) -> None:
+        """What was left out of it."""
+        self._bad[split], self._counts[split] = [], [0, 0]
+
+    def documents(
+        self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Encoded]:
+        """Of these; what is left out of them adds to what was."""
+        for batch in ahead(batches(records, lambda record: max(record.size, SMALLEST))):
+            self._counts[split][1] += len(batch)
+            usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
+            made = iter(self.encoder.encode(tokenizer, usable))
+            for record in batch:
+                one = record.fields if isinstance(record.fields, BadRecord) else next(made)
+                if isinstance(one, BadRecord):
+                    self._leave_out(split, record.where, one)
+                else:
+                    yield one
+
+    def notes(self) -> list[str]:
+        return [
+            f"data.skip_bad=true: {bad:,} of {count:,} {split} records are left out ({'; '.join(self._bad[split])}"
+            f"{'; and others' * (bad > NAMED)})."
+            for split, (bad, count) in self._counts.items()
+            if bad
+        ]
+
+    def _leave_out(self, split: SplitName, where: str, bad: BadRecord) -> None:
+        if not self.skip_bad:
+            raise Refused(
+                f"data: {shown(where)}: {shown(bad)}. Mend it, or type data.skip_bad=true to leave such records out "
+                "and count them."
+            )
+        self._counts[split][0] += 1
+        if len(self._bad[split]) < NAMED:
+            self._bad[split].append(f"{shown(where)}: {shown(bad)}")
+
+
+def records(
+    reader: Reader,
+    name: str,
+    field: str | None = None,
+    prompt: str | None = None,
+    completion: str | None = None,
+    messages: str | None = None,
+    packing: str = "documents",
+    too_long: str = "cut",
+    skip_bad: bool = False,
+    **chat: str | None,
+) -> Records:
+    """The source of a reader, with the keys that the yamls of all records have. Args: chat: what `Chat` takes."""
+    of_each = encoder(field, prompt, completion, messages, **chat)
+    return Records(reader, of_each, name, packing, too_long, skip_bad)
+
+
+class _Fields(Encoder):
+    """What encoders of fields share.
+
+    Args:
+        control_tokens: in a text: refuse the record, or read them as text, as which they say nothing.
+    """
+
+    def __init__(self, *names: str, control_tokens: str) -> None:
+        self.names, self.control_tokens = names, control_tokens
+
+    def key(self) -> list:
+        return [type(self).__name__.lower(), *self.names, self.control_tokens]
+
+    def texts(self, fields: dict) -> list[str]:
+        """Of each of the names. Raises: Bad: one that cannot be used."""
+        raise NotImplementedError
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
+        raise NotImplementedError
+
+    def text(self, fields: dict) -> str:
+        return "".join(self.texts(fields))
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
+        """What `documents` makes of everything that could be read, with what is bad in its place."""
+        refused = controls(tokenizer) if self.control_tokens == "refuse" else ()
+        found = [self._read(fields, refused) for fields in batch]
+        with controls_as_text(tokenizer) if self.control_tokens == "text" else nullcontext():
+            made = iter(list(self.documents(tokenizer, [one for one in found if not isinstance(one, BadRecord)])))
+        return [one if isinstance(one, BadRecord) else next(made) for one in found]
+
+    def _read(self, fields: dict, refused: Collection[str]) -> list[str] | BadRecord:
+        try:
+            texts = self.texts(fields)
+        except BadRecord as bad:
+            return bad
+        held = (
+            (name, token) for name, text in zip(self.names, texts, strict=True) for token in refused if token in text
+        )
+        return next((control(f'field "{name}"', token) for name, token in held), texts)
+
+
+class Text(_Fields):
+    """One field, all of it learnt."""
+
+    def __init__(self, field: str, control_tokens: str = "refuse") -> None:
+        super().__init__(field, control_tokens=control_tokens)
+
+    def texts(self, fields: dict) -> list[str]:
+        return [text_of(fields, *self.names)]
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
+        return _documents(tokenizer, [text for (text,) in texts])
+
+
+class Completion(_Fields):
+    """Two fields, of which the second and the document's end are learnt. Each is encoded alone, as it is when the model
+    is asked: a token that lay in both would be learnt from half of it."""
+
+    def __init__(self, prompt: str, completion: str, control_tokens: str = "refuse") -> None:
+        super().__init__(prompt, completion, control_tokens=control_tokens)
+
+    def texts(self, fields: dict) -> list[str]:
+        prompt, completion = self.names
+        return [text_of(fields, prompt, empty=True), text_of(fields, completion)]
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
+        prompts = encode(tokenizer, [prompt for prompt, _ in texts])
+        for (prompt, _), before, answer in zip(
+            texts, prompts, _documents(tokenizer, [completion for _, completion in texts]), strict=True
+        ):
+            ids = np.concatenate([before, answer.ids])
+            yield Encoded(ids, np.arange(len(ids)) >= len(before), text_bytes(prompt) + answer.text_bytes)
+
+
+def encoder(field: str | None, prompt: str | None, completion: str | None, messages: str | None, **chat) -> Encoder:
+    """The one that the keys of a yaml name; without any it is the field "text".
+
+    Args:
+        chat: what conversations take beside the name of their field; control_tokens is for all.
+
+    Raises:
+        Refused: keys of several, or half of one.
+    """
+    checked_fields(field, prompt, completion, messages)
+    if messages:
+        from lowmem.data.sources.chat import Chat  # templates are slow to import
+
+        return Chat(messages, **chat)
+    how = chat.get("control_tokens", "refuse")
+    return Completion(prompt, completion, how) if prompt and completion else Text(field or "text", how)
+
+
+def text_of(fields: dict, name: str, empty: bool = False) -> str:
+    """Raises:
+    Bad: no such field, or what is in it is no text that a tokenizer takes.
+    """
+    if name not in fields:
+        there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
+        raise BadRecord(f'there is no field "{name}"; its fields are {there}')
+    return checked(fields[name], f'field "{name}"', empty)
+
+
+def held_out(records: Iterable[bytes], val_fraction: float) -> float:
+    """The share of them that is validation: where it is none of a few, the one with the lowest number."""
+    lowest = 1.0
+    for record in records:
+        lowest = min(lowest, place(record))
+        if lowest < val_fraction:
+            return val_fraction
+    return float(np.nextafter(lowest, 1.0))
+
+
+def place(record: bytes) -> float:
+    """From 0 to 1: those below `val_fraction` are validation. It hangs on the record alone, so that none changes its
+    side when others are added."""
+    return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64
+
+
+def _documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Encoded]:
+    end = np.asarray(end_of(tokenizer), np.uint32)
+    for text, ids in zip(texts, encode(tokenizer, list(texts)), strict=True):
+        yield Encoded(np.concatenate([ids, end]), None, text_bytes(text))

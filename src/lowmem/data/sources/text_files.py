@@ -1,0 +1,296 @@
+"""Corpora: which files are text, and which of them are held out.
+
+Train and validation are split *by file*: a split inside files would put a function's first half into training and its
+second half into validation. Only a file that is alone is cut, near its end. Opening a corpus reads names and sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lowmem.config.values import checked_encoding, checked_on_error, no_such, shown
+from lowmem.data.opening import StoredSource
+from lowmem.data.sources.pieces import Cuts, batches, controls, end_of, ids_of, pieces, text_bytes
+from lowmem.data.sources.reading import ahead, between, blocks, cut_at, digests, is_text
+from lowmem.data.sources.source import Encoded, SplitName
+from lowmem.system.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+RECORDS = {".jsonl", ".ndjson"}  # text, but not plain: a model would learn braces, keys and escapes
+
+
+@dataclass(frozen=True)
+class Corpus(StoredSource):
+    """Files of text, each a document. `root` is what their names are relative to in keys and messages.
+
+    Args:
+        encoding, on_error: of the files, and what becomes of one that is no text in it: `refuse`, `replace` what is no
+            character by U+FFFD, or `skip` the file.
+        tail: share of the text that is validation, where `train` and `val` are the same single file.
+        packing, too_long: see `Source`.
+    """
+
+    name: str
+    root: Path
+    train: list[Path]
+    val: list[Path]
+    encoding: str = "utf-8"
+    on_error: str = "refuse"
+    tail: float | None = None
+    packing: str = "joined"
+    too_long: str = "cut"
+    skipped: dict[str, int] = field(default_factory=dict, compare=False)  # files that are no text, by split
+    controls: dict[str, int] = field(default_factory=dict, compare=False)  # control tokens in the text, by split
+
+    def key(self) -> list:
+        contents = [digests(getattr(self, split)) for split in ("train", "val")]
+        return [contents, self.encoding, self.on_error, self.tail]
+
+    def size(self, split: SplitName) -> int:
+        share = {"train": 1 - self.tail, "val": self.tail}[split] if self.tail else 1
+        return round(share * sum(file.stat().st_size for file in getattr(self, split)))
+
+    def texts(self) -> Iterator[str]:
+        for file in self._readable("train"):
+            yield from (piece for piece, _ in pieces(self._blocks(file, "train")))
+
+    def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+        end, cuts, known = end_of(tokenizer), Cuts(tokenizer), list(controls(tokenizer).values())
+        self.controls[split] = 0
+        parts = (part for file in self._readable(split) for part in pieces(self._blocks(file, split), cuts))
+        for batch in ahead(batches(parts, lambda part: text_bytes(part[0]))):
+            of_each = ids_of(tokenizer, [text for text, _ in batch])
+            for (text, ends), ids in zip(batch, of_each, strict=True):
+                self.controls[split] += int(np.isin(ids, known).sum())
+                yield Encoded(np.append(ids, end).astype(ids.dtype) if ends else ids, None, text_bytes(text), ends)
+
+    def notes(self) -> list[str]:
+        return [
+            f"data.on_error=skip: {count} of {len(getattr(self, split))} {split} files are left out."
+            for split, count in self.skipped.items()
+            if count
+        ] + [
+            f"data: the {split} text holds {count:,} control tokens of the tokenizer, written out: the model gets the "
+            "tokens, such as the end of a document, and not their letters."
+            for split, count in self.controls.items()
+            if count
+        ]
+
+    def _readable(self, split: SplitName) -> Iterator[Path]:
+        self.skipped[split] = 0
+        for file in getattr(self, split):
+            if self.on_error == "skip" and not is_text(file, self.encoding):
+                self.skipped[split] += 1
+            else:
+                yield file
+
+    def _blocks(self, file: Path, split: SplitName) -> Iterator[str]:
+        def read() -> Iterator[str]:
+            return blocks(file, self.encoding, self.on_error)
+
+        if self.tail is None:
+            return read()
+        at = cut_at(read, self.tail)
+        return between(read(), 0, at) if split == "train" else between(read(), at, None)
+
+
+# Not the library itself: its tests, other people's packages, and what is generated: rows of code points, help texts.
+_NOT_STDLIB = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "ensurepip",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+}
+
+
+def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") -> Corpus:
+    """The Python standard library's own source files on this machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
+    if not files:
+        raise Refused(
+            f"data=stdlib: there are no .py files under {root}; this Python ships its library without sources. "
+            "Type data=text data.path=<your text files>."
+        )
+    held = split(root, files, val_fraction)
+    return Corpus("stdlib", *held, on_error="replace", packing=packing, too_long=too_long)
+
+
+def text(
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | None = None,
+    encoding: str = "utf-8",
+    on_error: str = "refuse",
+    packing: str = "joined",
+    too_long: str = "cut",
+) -> Corpus:
+    """A file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing else."""
+    how = {"encoding": checked_encoding(encoding), "on_error": checked_on_error(on_error)}
+    how |= {"packing": packing, "too_long": too_long}
+    root, train, val = files = found(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
+    return Corpus("text", root, train, val, tail=val_fraction if files.alone else None, **how)
+
+
+class Files(NamedTuple):
+    """`root` is what their names are relative to in messages."""
+
+    root: Path
+    train: list[Path]
+    val: list[Path]
+
+    @property
+    def alone(self) -> bool:
+        """Whether one file is both, so that it is to be cut."""
+        return self.train == self.val
+
+
+def found(
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | Sequence[str] | None = None,
+    usable: Callable[[list[Path]], list[Path]] = list,
+) -> Files:
+    """The files of `data.path` and `data.val_path`, or which of the former are held out.
+
+    Args:
+        val_path: of several the first is validation, and the others are no training text either.
+        usable: of the files that match, those that can be read as what they are.
+
+    Raises:
+        Refused: nothing there, or nothing left.
+    """
+    if isinstance(val_path, Mapping):  # those of data itself are read one by one
+        raise Refused(
+            f"data.parts.<name>.val_path={dict(val_path)}: a part of a mixture has one validation set. Type one file "
+            "or folder."
+        )
+    root, files = _files(path, pattern, "data.path", usable)
+    if val_path is None:
+        return split(root, files, val_fraction)
+    places = [val_path] if isinstance(val_path, str) else val_path
+    sets = [_files(place, pattern, "data.val_path", usable)[1] for place in places]
+    held_out = {f.resolve() for val in sets for f in val}
+    train = [f for f in files if f.resolve() not in held_out]
+    if not train:
+        raise Refused(
+            f"data.val_path={', '.join(map(shown, places))}: these are the files of data.path, so nothing is left to "
+            "train on. Give other files, or leave val_path out: data.val_fraction of the text is then held out."
+        )
+    if len(train) < len(files):
+        log.info(f"data.val_path: of {len(files)} files of data.path {len(files) - len(train)} are validation only.")
+    return Files(root, train, sets[0])
+
+
+def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], list[Path]]) -> tuple[Path, list[Path]]:
+    given = shown(path)
+    if not given.strip():
+        raise Refused(f"{key}=: it is empty. Type {key}=<a file or folder>, and {key}=. for this one.")
+    try:
+        root = Path(os.path.expanduser(path)).resolve()
+        if root.is_file():
+            root, files = root.parent, [root]
+        elif root.is_dir():
+            files = _matching(root, f"{key}={given}", pattern)
+        else:
+            raise no_such(key, path)
+        files = [f for f in files if f.is_file() and f.stat().st_size]
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        where = getattr(error, "filename", None)
+        of = f" ({shown(where)})" if where and str(where) != path else ""
+        raise Refused(f"{key}={given}: {reason}{of}. Give files and folders that you can read.") from None
+    files = usable(files)
+    if not files:
+        raise Refused(f"{key}={given}: there is no text in it. Give files that hold some.")
+    return root, files
+
+
+def _matching(root: Path, given: str, pattern: str) -> list[Path]:
+    """Says how many other files there are: a default pattern that takes a tenth of the text should not pass unseen."""
+    everything = _all_files(root)
+    try:
+        files = sorted(f for f in root.glob(pattern) if f.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise Refused(
+            f"data.pattern={pattern}: {str(error).rstrip('.')}. Type one below the folder, such as '**/*.md'."
+        ) from None
+    others = Counter(f.suffix for f in everything.difference(files))
+    kinds = ", ".join(f"{count:,} {shown(suffix) or 'without an ending'}" for suffix, count in others.most_common(3))
+    likely = next((suffix for suffix, _ in others.most_common() if suffix.isprintable() and suffix), ".md")
+    if not files:
+        there = f"; there are {kinds}" if others else ""
+        raise Refused(f"{given}: no file there matches {pattern}{there}. Type data.pattern='**/*{likely}', say.")
+    if others:
+        log.info(f"{given}: data.pattern={pattern} passes over {others.total():,} other files ({kinds}).")
+    return files
+
+
+def _all_files(root: Path) -> set[Path]:
+    """Without hidden ones, which nobody means.
+
+    Raises:
+        OSError: a folder that cannot be read, which `glob` passes over without a word.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = set()
+    for folder, below, names in os.walk(root, onerror=refuse):
+        below[:] = [name for name in below if not name.startswith(".")]
+        found |= {Path(folder, name) for name in names if not name.startswith(".")}
+    return found
+
+
+def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
+    records = [f for f in files if f.suffix.lower() in RECORDS]
+    if records and on_error == "refuse":
+        raise Refused(
+            f"data: {shown(records[0])} holds records, and data=text reads plain text: the model would learn braces "
+            "and keys. Type data=jsonl, which reads their fields, or data.on_error=replace to take them as they are, "
+            "or data.on_error=skip to leave them out."
+        )
+    return [f for f in files if on_error != "skip" or f not in records]
+
+
+def split(root: Path, files: list[Path], val_fraction: float) -> Files:
+    """Hold out whole files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; a
+    single file is both."""
+    if not 0.0 < val_fraction < 1.0:
+        raise Refused(f"data.val_fraction={val_fraction}: give a share between 0 and 1, such as 0.05.")
+    if len(files) == 1:
+        return Files(root, files, files)
+    order = sorted(files, key=lambda f: hashlib.sha256(_name(f, root)).digest())
+    wanted, held_out, val = val_fraction * sum(f.stat().st_size for f in files), 0, []
+    while len(val) < len(order) - 1 and (not val or held_out < wanted):
+        val.append(order[len(val)])
+        held_out += val[-1].stat().st_size
+    return Files(root, sorted(order[len(val) :]), sorted(val))
+
+
+def _name(file: Path, root: Path) -> bytes:
+    """Below `root`, in the bytes that the disk has: a name need not be UTF-8."""
+    return os.fsencode(file.relative_to(root).as_posix())

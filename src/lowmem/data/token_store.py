@@ -1,0 +1,361 @@
+"""Stores a source's token ids on disk, once, and maps them into memory afterwards.
+
+The cache is keyed by content: every file's bytes, the split and the tokenizer. It costs 2 or 4 bytes of disk per token,
+16 per document, and no host memory except the pages that are read. Writing it takes a few MB of text at a time.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lowmem.data.sources.source import ChatFormat, Encoded, Source, SplitName
+from lowmem.system.atomic_files import atomic_write
+from lowmem.system.errors import Refused
+
+log = logging.getLogger(__name__)
+
+FORMAT = 4  # raise it when what is written changes
+END_OF_TEXT = "<|endoftext|>"
+COUNTED_AT_ONCE = 1 << 20  # tokens: about 100 MB as Python's strings
+# Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB
+# takes minutes, and in pieces of 256 bytes 6 s. The longest of Python's standard library has 80.
+LONGEST_WORD = 256
+# Characters of text that a BPE is trained on, evenly spread: its merges no longer change, and its words are in memory.
+LEARNT_FROM = 1 << 27
+LOOKED_AT = 10_000  # validation documents that are looked for in the training text
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split: documents one after the other, each with its end-of-text token, memory-mapped.
+
+    Args:
+        ids: (tokens,) unsigned.
+        ends: (documents,) int64: tokens up to the end of each.
+        text_bytes: (documents,) int64: bytes of text up to the end of each.
+        learnt_bits: (tokens / 8,) uint8, a bit for each token; None: every token is learnt.
+    """
+
+    ids: np.ndarray
+    ends: np.ndarray
+    text_bytes: np.ndarray
+    learnt_bits: np.ndarray | None
+
+    def learnt(self, start: int, stop: int) -> np.ndarray:
+        """Returns which of these tokens are learnt, (stop - start,) bool."""
+        if self.learnt_bits is None:
+            return np.ones(stop - start, bool)
+        first = start // 8
+        bits = np.unpackbits(self.learnt_bits[first : (stop + 7) // 8])
+        return bits[start - 8 * first : stop - 8 * first].astype(bool)
+
+
+NOTHING = Split(*(np.empty(0, dtype) for dtype in ("uint16", "int64", "int64")), None)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Both splits, and their tokenizer.
+
+    Args:
+        template: digest of the chat template that rendered conversations; None for other data.
+    """
+
+    train: Split
+    val: Split
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
+
+    def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
+        """Converts nats per token to bits per byte for an evaluation that predicts tokens 1 .. `predicted` of `val`.
+
+        Only their bytes count: token 0 is never predicted. An end-of-text token costs nats and is no text.
+        """
+        text = self.val_bytes(predicted + 1) - self.val_bytes(1)
+        return lambda nats: nats / np.log(2) * predicted / (text or float("nan"))
+
+    def val_bytes(self, count: int) -> int:
+        """Returns the bytes of text of the first `count` tokens of `val`. It reads only the document that is cut
+        there."""
+        whole = int(np.searchsorted(self.val.ends, count, side="right"))
+        start, text = (int(of[whole - 1]) if whole else 0 for of in (self.val.ends, self.val.text_bytes))
+        pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
+        return text + sum(bytes_of(self.tokenizer, piece) for piece in pieces)
+
+
+def tokenize(
+    source: Source,
+    cache_dir: Path,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    special_tokens: Sequence[str] = (),
+) -> Tokens:
+    """Reads a source's tokens from the cache, or writes them.
+
+    Args:
+        vocab_size: of the byte-level BPE that is trained on the training text if `tokenizer` is None.
+        tokenizer: the pretrained model's own.
+        special_tokens: of the BPE, besides the end of text.
+
+    Raises:
+        Refused: a file cannot be read or is no text, there is no text, validation text is training text, or the disk is
+            full.
+    """
+    if (chat := source.chat) and tokenizer:
+        chat.dress(tokenizer)
+    elif chat:
+        special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
+    folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
+    dtype = _made(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
+    train, val = (_split(folder, split, dtype) for split in ("train", "val"))
+    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
+    return Tokens(train, val, tokenizer, template)
+
+
+def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
+    """Returns the validation split of a source that shares its training text with another."""
+    folder = cache_dir / f"{_key(source, 0, tokenizer)}-val"
+    return _split(folder, "val", _made(folder, lambda: _write(folder, source, 0, tokenizer, (), ("val",))))
+
+
+def _made(folder: Path, write: Callable[[], None]) -> str:
+    """Fills the folder unless it is there, and returns the dtype of its ids."""
+    if not (folder / "meta.json").exists():
+        try:
+            write()
+        except OSError as error:
+            raise Refused(
+                f"cache_dir={folder.parent}: the tokens of this text cannot be written there "
+                f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
+            ) from error
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    for note in meta["notes"]:
+        log.info(note)
+    return meta["dtype"]
+
+
+def _split(folder: Path, split: SplitName, dtype: str) -> Split:
+    def mapped(name: str, dtype: str) -> np.ndarray:
+        return np.memmap(folder / f"{split}{name}.bin", dtype, mode="r")
+
+    bits = mapped("_learnt", "uint8") if (folder / f"{split}_learnt.bin").exists() else None
+    return Split(mapped("", dtype), mapped("_ends", "int64"), mapped("_text_bytes", "int64"), bits)
+
+
+def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    what = [FORMAT, bpe if tokenizer is None else _identity(tokenizer), source.key()]
+    return f"{source.name}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> list:
+    """Returns everything that a tokenizer's ids depend on: two may share a vocabulary and split words differently."""
+    how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)]
+
+
+def _write(
+    folder: Path,
+    source: Source,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    special_tokens: Sequence[str],
+    splits: Sequence[SplitName] = ("val", "train"),
+) -> None:
+    """Fills a folder beside its place, then renames it: neither a second job nor Ctrl-C leaves half a cache."""
+    log.info("Tokenizing data=%s", source.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+    try:
+        if tokenizer is None:
+            texts = _spread(source.texts(), source.size("train"))
+            train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
+            tokenizer = load_bpe(draft / "tokenizer.json", source.chat)
+        dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
+        twice = Twice()
+        seen = {"val": twice.held_out, "train": twice.trained_on}
+        for split in splits:  # validation before the text that its documents are looked for in
+            _write_split(draft, split, source, tokenizer, dtype, seen[split])
+        twice.check()
+        (draft / "meta.json").write_text(json.dumps({"dtype": dtype, "notes": source.notes()}), encoding="utf-8")
+        try:
+            os.replace(draft, folder)
+        except OSError:
+            if not (folder / "meta.json").exists():  # otherwise another job was faster, with the same bytes
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the rows of an embedding that a tokenizer's ids need; there may be gaps between the ids."""
+    return max(tokenizer.get_vocab().values(), default=0) + 1
+
+
+def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
+    """Yields as much of the text as a BPE is trained on, from everywhere in it."""
+    every, taken = max(1, -(-(size or 0) // LEARNT_FROM)), 0
+    for number, text in enumerate(texts):
+        if number % every == 0 and taken < LEARNT_FROM:
+            taken += len(text)
+            yield text
+
+
+def train_tokenizer(
+    source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]
+) -> PreTrainedTokenizerFast:
+    """Trains a BPE on a source whose tokens are not stored here, or takes it from the cache."""
+    chat = source.chat
+    special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
+    file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as draft:
+            train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft, special_tokens)
+    return load_bpe(file, chat)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
+    """Trains a byte-level BPE. Only the training sees long words in pieces; encoding does not cut them."""
+    bpe = ByteLevelBPETokenizer()
+    words, special = bpe.pre_tokenizer, [END_OF_TEXT, *special_tokens]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
+    bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=False)
+    bpe.pre_tokenizer = words
+    target.write_text(bpe.to_str(pretty=True), encoding="utf-8")
+
+
+def load_bpe(file: Path, chat: ChatFormat | None = None) -> PreTrainedTokenizerFast:
+    names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
+    made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
+    if chat:
+        chat.dress(made)
+    return made
+
+
+def _write_split(
+    draft: Path,
+    split: SplitName,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    document: Callable[[bytes], None],
+) -> None:
+    """Writes each document's ids.
+
+    Args:
+        document: called with a digest of each document's ids.
+    """
+    digest, text = _digest(), 0
+    with ExitStack() as stack:
+        into = {
+            name: stack.enter_context((draft / f"{split}{name}.bin").open("wb"))
+            for name in ("", "_ends", "_text_bytes")
+        }
+        learnt = stack.enter_context(_Bits(draft / f"{split}_learnt.bin"))
+        for one in _shown(source.encoded(split, tokenizer), f"Tokenizing, {split}", source.size(split)):
+            raw = np.asarray(one.ids, dtype).tobytes()
+            into[""].write(raw)
+            learnt.add(one.learnt, len(one.ids))
+            digest.update(raw)
+            text += one.text_bytes
+            if one.ends:
+                into["_ends"].write(np.int64(learnt.count).tobytes())
+                into["_text_bytes"].write(np.int64(text).tobytes())
+                document(digest.digest())
+                digest = _digest()
+    if not text:
+        raise Refused(" ".join([f"data: the {split} files hold no text. Give files that do.", *source.notes()]))
+
+
+def _digest():
+    return hashlib.blake2b(digest_size=8)
+
+
+def _shown(documents: Iterable[Encoded], what: str, size: int | None) -> Iterator[Encoded]:
+    """Shows a progress bar of bytes on a terminal if the work takes longer than 2 s."""
+    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
+        for one in documents:
+            yield one
+            bar.update(one.text_bytes)
+
+
+class _Bits:
+    """Writes a file with a bit for each token, 1 for learnt ones; there is no file if all tokens are learnt."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.count, self.every = file, 0, True
+        self.waiting = np.empty(0, bool)  # less than a byte
+
+    def __enter__(self) -> "_Bits":
+        self.out = self.file.open("wb")
+        return self
+
+    def add(self, learnt: np.ndarray | None, tokens: int) -> None:
+        if learnt is None:
+            learnt = np.ones(tokens, bool)
+        self.count, self.every = self.count + tokens, self.every and bool(learnt.all())
+        bits = np.concatenate([self.waiting, learnt])
+        whole = len(bits) // 8 * 8
+        self.out.write(np.packbits(bits[:whole]).tobytes())
+        self.waiting = bits[whole:]
+
+    def __exit__(self, *_: object) -> None:
+        with self.out:
+            self.out.write(np.packbits(self.waiting).tobytes())
+        if self.every:
+            self.file.unlink()
+
+
+class Twice:
+    """Counts validation documents that are training documents too: they do not measure how the model generalizes."""
+
+    def __init__(self) -> None:
+        self.looked_for: set[bytes] = set()
+        self.found: set[bytes] = set()
+
+    def held_out(self, document: bytes) -> None:
+        if len(self.looked_for) < LOOKED_AT:
+            self.looked_for.add(document)
+
+    def trained_on(self, document: bytes) -> None:
+        if document in self.looked_for:
+            self.found.add(document)
+
+    def check(self) -> None:
+        if 2 * len(self.found) > len(self.looked_for):
+            raise Refused(
+                f"data: {len(self.found):,} of {len(self.looked_for):,} different validation documents are training "
+                "documents too, and validation would be of what was trained on. Leave the doubles out, or type "
+                "data.val_path=<other text>."
+            )
+
+
+def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
+    """Returns the bytes of the tokens' text. Byte-level tokens may begin and end inside a character; a cut character of
+    other tokenizers does not count."""
+    if not byte_level(tokenizer):
+        text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
+    times = np.bincount(ids)
+    different = np.flatnonzero(times)
+    added = tokenizer.get_added_vocab()  # written as they are; every other token has one character for each byte
+    tokens = tokenizer.convert_ids_to_tokens(different.tolist())
+    return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
+
+
+def byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether a token always stands for the same bytes, whatever precedes it."""
+    return tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)

@@ -1,0 +1,117 @@
+"""Continues prompts with a model: for the samples of a run, and for `generate=`.
+
+It handles one prompt at a time, with a cache of keys and values: 2 x layers x their width x length x bytes, less than
+training stores for one sequence of that length.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem.model.loading import positions
+from lowmem.system.errors import Refused
+
+ANSWER = "an answer"
+Prompt = str | list[dict]  # text, or the messages of a conversation
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -> Tensor:
+    """Returns the ids of a prompt, (1, T) int64 with T >= 1. Messages go through the tokenizer's chat template; with
+    `chat` a text does too, as a user's turn.
+
+    Raises:
+        Refused: a template that does not take the prompt.
+    """
+    if isinstance(prompt, str) and not chat:
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except (TemplateError, ValueError) as error:
+            raise Refused(
+                f"prompt={prompt}: the tokenizer's chat template does not take it ({error}). Give messages such as it "
+                "was made for, or a text."
+            ) from None
+    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # of nothing: how a document begins
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """Returns the ids that end a continuation: the model's, the tokenizer's, and the end of a turn of its chat
+    template."""
+    own = model.generation_config.eos_token_id
+    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}
+    return sorted(found - {None})
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns the first control token after an answer, if the chat template writes one."""
+    if tokenizer.chat_template is None:
+        return None
+    said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        behind = tokenizer.apply_chat_template(said, tokenize=False).rpartition(ANSWER)[2]
+    except (TemplateError, ValueError):
+        return None
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """Continues prompts with a model in evaluation mode.
+
+    Args:
+        device: the device that computes; None: that of the weights.
+        synced: other processes have shards of the model, so a process at its end goes on until all are.
+        stopped: called before each token; True ends the text.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device | None = None
+    synced: bool = False
+    stopped: Callable[[], bool] = lambda: False
+
+    @torch.no_grad()
+    def continuation(self, ids: Tensor, tokens: int, temperature: float = 0.0) -> str:
+        """Returns the text that the model writes behind `ids`; it ends at an end token.
+
+        Args:
+            ids: (1, T), on the host.
+            tokens: how many at most; never more than the model has positions.
+            temperature: 0: always the likeliest token.
+        """
+        model, tokenizer = self.model, self.tokenizer
+        length = min(ids.shape[1] + tokens, positions(model.config) or ids.shape[1] + tokens)
+        how = GenerationConfig(
+            max_length=length,
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            top_p=1.0,  # said, or those of the model's own generation_config.json are taken
+            top_k=50,
+            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=end_tokens(tokenizer, model) or None,
+        )
+        if ids.shape[1] >= length:
+            return ""
+        given = ids.to(self.device or model.device)
+        written = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            generation_config=how,
+            stopping_criteria=[lambda *_, **__: self.stopped()],
+            synced_gpus=self.synced,
+        )
+        before, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
+        return whole.removeprefix(before)  # decoded together: a token alone may lose its space
+
+
+def printable(text: str) -> str:
+    """Returns a text without control characters: an untrained model writes any byte."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())

@@ -1,0 +1,357 @@
+"""Loads a Hugging Face causal language model, from its published weights or from its architecture alone.
+
+Weights come from safetensors files, memory-mapped and copied into the model one tensor at a time, in the dtype that the
+precision asks for: never two copies in host memory. A random start is drawn in fp32, tensor by tensor, and rounded to
+that dtype: the same seed is the same start, whatever the precision.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    initialization,
+)
+
+from lowmem.config import schema
+from lowmem.config.check import POSITIONS, check_hub_id, check_positions
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import in_shell
+from lowmem.model import vocabulary
+from lowmem.model.stable_embedding import stabilise
+from lowmem.system.errors import Refused
+
+log = logging.getLogger(__name__)
+
+
+class Described(NamedTuple):
+    """A model without weights: everything that data and a plan need to know, and the input of `load`."""
+
+    spec: schema.Model
+    config: PretrainedConfig  # without rows for added tokens
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: one is trained on the data, or none is needed
+    added: vocabulary.Added | None = None  # tokens that the tokenizer lacked and has by now; None: none were asked for
+
+    @property
+    def grown(self) -> PretrainedConfig:
+        """Returns the architecture with the rows of added tokens."""
+        return self.config if self.added is None else vocabulary.grown(self.config, self.added.rows)
+
+    @property
+    def at_random(self) -> "Described":
+        """Returns the same model without its published weights."""
+        return self._replace(spec=self.spec.model_copy(update={"pretrained": False}))
+
+
+def describe(run: Run, plans: bool = False) -> Described:
+    """Reads configuration and tokenizer, and no weight. Args: plans: no weight will be loaded, so that only values that
+    the yaml lacks are looked up."""
+    spec, wanted = run.model, vocabulary.wanted(run)
+    says_all = "model_type" in (spec.architecture or {})
+    config = architecture(spec.model_copy(update={"pretrained": False}) if plans and says_all else spec)
+    tokens = tokenizer_of(run) if wanted or not plans else None
+    grows = wanted and tokens is not None  # a tokenizer that is trained here has room for them
+    return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size) if grows else None)
+
+
+def architecture(spec: schema.Model) -> PretrainedConfig:
+    """Returns the model's configuration: the yaml's keys, on top of the published ones if weights are loaded.
+
+    Raises:
+        Refused: an unreachable model, a folder without weights or with damaged ones, a key that the architecture does
+            not have, an architecture that no causal model has.
+    """
+    name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
+    halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
+    own_code = getattr(config, "auto_map", None) or {}  # in the model's repository
+    if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code):
+        kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "no causal language model"
+        raise Refused(
+            f"model.name={name}: {config.model_type} cannot be built as a causal model: it is {kind}, and lowmem "
+            "trains what predicts the next token from those before it. Type model=gpt2, or model.name=<a causal one>."
+        )
+    if pretrained:
+        _check_weights_files(name)
+    return config
+
+
+def _configuration(spec: schema.Model) -> PretrainedConfig:
+    architecture = deepcopy(spec.architecture)  # a configuration changes what it is made of
+    changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
+    if spec.pretrained or architecture is None:
+        config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
+        _refuse_unknown(config, changes)
+        config.update(changes)
+        return config
+    if "model_type" not in architecture:
+        raise Refused("model.architecture: it names no model_type. Type model.architecture.model_type=llama, say.")
+    _refuse_unknown(_of_type(architecture["model_type"]), changes)
+    return _of_type(architecture["model_type"], **changes)
+
+
+def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer that was typed, or the published model's own; None: one is trained on the data."""
+    spec = run.model
+    if run.tokenizer is not None:
+        return tokenizer(run.tokenizer, spec.trust_remote_code, key="tokenizer")
+    published = spec.pretrained or spec.architecture is None
+    return tokenizer(spec.name, spec.trust_remote_code) if published else None
+
+
+def period(kinds: Sequence[str]) -> int | None:
+    """Returns the period of the kinds of blocks: 2 if two kinds take turns; None if no period repeats."""
+    rounds = (
+        n for n in range(1, max(1, len(kinds) // 2) + 1) if all(kinds[i] == kinds[i % n] for i in range(len(kinds)))
+    )
+    return next(rounds, None)
+
+
+def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
+    if model_type not in CONFIG_MAPPING:
+        raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.")
+    try:
+        return AutoConfig.for_model(model_type, **keys)
+    except Exception as error:  # a value of another kind, or values that contradict each other
+        raise Refused(f"model.architecture: {model_type} cannot be made of these values. {_last_line(error)}") from None
+
+
+def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
+    """Refuses keys that the architecture lacks: transformers stores any key, so that a typing error would go
+    unnoticed."""
+    known = config.to_dict()
+    unknown = [key for key in keys if key not in known and not hasattr(config, key)]
+    if unknown:
+        raise Refused(
+            f"model.architecture: {config.model_type} models have no {', '.join(unknown)}. "
+            f"They have: {', '.join(sorted(key for key in known if not key.startswith('_')))}."
+        )
+
+
+def _published(name: str, pretrained: bool, trust_remote_code: bool) -> PretrainedConfig:
+    place = _place(name)
+    if Path(place).is_dir() and pretrained and not any(Path(place).glob("*.safetensors")):
+        raise Refused(
+            f"model.name={name}: this folder holds no *.safetensors weights. "
+            "Give one that does, or type model.pretrained=false for a random start."
+        )
+    try:
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise Refused(
+            f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a hub id that this "
+            "machine reaches or a local folder, or type model.pretrained=false for a random start of one of conf/model."
+        ) from None
+
+
+def _check_weights_files(name: str) -> None:
+    """Opens every local file of weights: safetensors compares its header with the file's length, and reads no tensor.
+
+    Raises:
+        Refused: a file that is cut short or damaged.
+    """
+    folder = Path(_place(name))
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            is_of_a_run = (folder.parent / "checkpoints").is_dir()
+            again = f"write it again: {in_shell('export', folder.parent)}" if is_of_a_run else "copy it here again"
+            raise Refused(
+                f"model.name={name}: {file.name} has {file.stat().st_size:,} bytes, which do not match its header: it "
+                f"was cut short or damaged ({_first_line(error)}). It is a local file: {again}."
+            ) from None
+
+
+def _place(name: str, key: str = "model.name") -> str:
+    """Returns a hub id as it is, and a folder with `~` expanded.
+
+    Raises:
+        Refused: the path is no folder, or cannot be read.
+    """
+    folder = Path(os.path.expanduser(name))
+    try:
+        if folder.is_dir():
+            os.listdir(folder)
+            return str(folder)
+    except OSError as error:
+        raise Refused(
+            f"{key}={name}: {(error.strerror or str(error)).lower()}. Give a folder that you can read."
+        ) from None
+    if folder.exists():
+        raise Refused(f"{key}={name}: this is a file. Give the folder that it is in: {key}={folder.parent}.")
+    check_hub_id(key, name)
+    return name
+
+
+def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model on the host, in training mode, with every parameter in `weights_dtype`.
+
+    Raises:
+        Refused: weights that cannot be loaded or lack a tensor; an attention this machine does not have.
+    """
+    spec = described.spec
+    how = {"dtype": weights_dtype, "trust_remote_code": spec.trust_remote_code}
+
+    def made(attention: str) -> PreTrainedModel:
+        if spec.pretrained:
+            return _load(spec.name, described.config, how | {"attn_implementation": attention})
+        with drawn_in_fp32():
+            return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
+
+    model = _with_attention(spec.attention, made)
+    if described.added and spec.pretrained:
+        vocabulary.grow(model, described.added)
+    if spec.stable_embedding:
+        stabilise(model)
+    wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
+    if wrong:
+        raise Refused(f"model.name={spec.name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")
+    # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
+    return model.train()
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Checks that no position sees later tokens, where attention itself does not say so: the logits of position 0 must
+    be the same to the bit whatever follows. It costs two passes over three tokens.
+
+    Raises:
+        Refused: a model that was made to fill gaps: its loss would fall to nothing, and it would have learnt to copy.
+    """
+    says = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    if says == {True} or not _looks_ahead(model):
+        return
+    key = next((key for key in ("is_decoder", "causal") if getattr(model.config, key, None) is False), None)
+    instead = f", or type model.architecture={{{key}:true}} to train it as a decoder" if key else ""
+    raise Refused(
+        f"model.name={model.config.name_or_path or model.config.model_type}: {type(model).__name__} is an encoder "
+        "here: every position sees the tokens behind it, so that nothing is left to predict. "
+        f"Choose a causal model, such as model=gpt2{instead}."
+    )
+
+
+@torch.no_grad()
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Returns whether the logits of position 0 change by a ten-thousandth with later tokens; in untrained encoders they
+    change by some thousandths. A model whose code does not run here fails in training."""
+    training, device = model.training, next(model.parameters()).device
+    vocabulary = model.get_input_embeddings().num_embeddings
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            ids = (torch.tensor([row], device=device) % vocabulary for row in ((0, 1, 2), (0, 3, 4)))  # (1, 3)
+            one, other = (model(input_ids=row).logits[0, 0].float() for row in ids)  # (V,)
+    except (RuntimeError, ValueError):
+        return False
+    finally:
+        model.train(training)
+    return bool((one - other).abs().max() > 1e-4 * one.abs().max())
+
+
+def _with_attention(attention: str, made: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """Builds a model with an attention. Every model has `eager`, which replaces a missing `sdpa`; a model that cannot
+    be built with `eager` either fails for another reason."""
+    drawn = torch.get_rng_state()
+    try:
+        return made(attention)
+    except (ImportError, ValueError) as error:
+        reason = _first_line(error)
+    torch.set_rng_state(drawn)  # the second try starts as the first
+    try:
+        model = made("eager")
+    except (ImportError, ValueError) as error:
+        raise Refused(f"This model cannot be built: {_first_line(error)}") from None
+    if attention != "sdpa":
+        raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.")
+    log.info(f"model.attention=sdpa: {type(model).__name__} has none; it takes eager, whose scores take memory.")
+    return model
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].strip()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+@contextmanager
+def drawn_in_fp32() -> Iterator[None]:
+    """Initializes 16-bit parameters inside the `with` with rounded fp32 numbers, one tensor at a time: drawn in 16
+    bits, most distributions give other numbers."""
+
+    def widened(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def drawn(tensor: Tensor, *args, **kwargs) -> Tensor:
+            if tensor.dtype not in (torch.float16, torch.bfloat16):
+                return draw(tensor, *args, **kwargs)
+            wide = torch.empty_like(tensor, dtype=torch.float32)
+            draw(wide, *args, **kwargs)
+            with torch.no_grad():
+                return tensor.copy_(wide)
+
+        return drawn
+
+    draws = {name: widened(draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
+    # torch's own modules start with the same functions, before transformers' rules do
+    with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
+        yield
+
+
+def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            _place(name), config=config, use_safetensors=True, output_loading_info=True, **how
+        )
+    except SafetensorError as error:  # cut short by a download or a copy, most often
+        raise Refused(
+            f"model.name={name}: a file of its weights is damaged or not whole ({_first_line(error)}). Fetch it again."
+        ) from None
+    except (OSError, RuntimeError) as error:
+        raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
+    missing = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if missing:
+        raise Refused(
+            f"model.name={name}: its files lack the weights {', '.join(missing[:5])} ({len(missing)} in all), which "
+            "would start at random. Is model.architecture that of these weights?"
+        )
+    return model
+
+
+def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a folder or a hub id that was typed for `key`."""
+    place = _place(name, key)
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        none = Path(place).is_dir() and not (Path(place) / "tokenizer.json").exists()
+        why = "there is no tokenizer.json in it" if none else _first_line(error)
+        raise Refused(
+            f"{key}={name}: this tokenizer cannot be read ({why}). Give a folder that holds one, or a hub id."
+        ) from None
+
+
+def check_architecture(run: Run) -> None:
+    """Raises Refused if seq_len exceeds the positions of the architecture, published keys included."""
+    check_positions(run.seq_len, positions(describe(run, plans=True).config))
+
+
+def positions(config: PretrainedConfig) -> int | None:
+    """Returns the longest sequence that the architecture takes; None if it has no limit."""
+    text = config.get_text_config(decoder=True)
+    return next((found for key in POSITIONS if isinstance(found := getattr(text, key, None), int) and found > 0), None)

@@ -1,0 +1,89 @@
+"""Adds tokens that a tokenizer lacks, such as those of a chat template, with their rows in the embedding and the head.
+
+A new row is the mean of the old ones: its logits do not stand out, and nothing random is needed. transformers' default
+draws around the mean with the covariance of the embedding, which at 128k x 4096 takes minutes and fp32 copies. Rows
+that a published model has beyond its tokenizer are used before new ones are made. Tied heads stay tied.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem.config.settle import Run
+from lowmem.data.sources.chat_template import CHATML_TOKENS
+from lowmem.data.token_store import rows_of
+from lowmem.system.errors import Refused
+
+SUMMED_AT_ONCE = 4096  # rows: 64 MB in fp32 at a width of 4096
+
+
+class Added(NamedTuple):
+    """New tokens. Args: rows: the number that the embedding must have; fresh: ids of tokens that no text has used
+    yet."""
+
+    rows: int
+    fresh: list[int]
+
+
+def wanted(run: Run) -> list[str]:
+    """Returns the typed tokens, and those that a chat template needs and the tokenizer lacks."""
+    parts = [run.data.arguments, *run.data.arguments.get("parts", {}).values()]
+    chatml = CHATML_TOKENS if any(part.get("template") == "chatml" for part in parts) else ()
+    return list(dict.fromkeys([*run.model.added_tokens, *chatml]))
+
+
+def add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], vocab_size: int) -> Added:
+    """Adds the tokens that the tokenizer lacks, as special tokens.
+
+    Args:
+        vocab_size: number of rows of the embedding.
+    """
+    there = tokenizer.get_vocab()
+    new = [token for token in tokens if token not in there]
+    tokenizer.add_tokens(new, special_tokens=True)
+    return Added(max(vocab_size, rows_of(tokenizer)), tokenizer.convert_tokens_to_ids(new))
+
+
+def grown(config: PretrainedConfig, rows: int) -> PretrainedConfig:
+    """Returns a copy of the configuration with so many rows."""
+    config = copy.deepcopy(config)
+    config.get_text_config(decoder=True).vocab_size = rows
+    return config
+
+
+@torch.no_grad()
+def grow(model: PreTrainedModel, added: Added) -> None:
+    """Grows embedding and head to `added.rows` rows, and sets the fresh ones to the mean of the others."""
+    before = model.get_input_embeddings().num_embeddings
+    old = sorted({*range(before)} - {*added.fresh})
+    if added.rows > before:
+        model.resize_token_embeddings(added.rows, mean_resizing=False)
+    for tensor in _by_token(model):  # (V, H), and (V,) of a head that has a bias
+        tensor[added.fresh] = _mean(tensor, old).to(tensor.dtype)
+
+
+def _by_token(model: PreTrainedModel) -> list[Tensor]:
+    """Yields the tensors with a row for each token, once if embedding and head share them."""
+    ends: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    rows = [getattr(end, name, None) for end in ends for name in ("weight", "bias")]
+    return list({id(tensor): tensor for tensor in rows if tensor is not None}.values())
+
+
+def _mean(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Returns the mean of some rows, in fp32, computed in pieces."""
+    blocks = torch.tensor(rows, device=tensor.device).split(SUMMED_AT_ONCE)
+    return sum(tensor[block].float().sum(0) for block in blocks) / len(rows)
+
+
+def check_trained(model: PreTrainedModel, added: Added) -> None:
+    """Raises Refused if training would leave the fresh rows as they are."""
+    if added.fresh and not all(tensor.requires_grad for tensor in _by_token(model)):
+        raise Refused(
+            "model.added_tokens: their rows of the embedding and the head start as the mean of the others and have to "
+            "be trained, and here they are frozen. Type adapter=none without freeze= of them, or a model whose "
+            "tokenizer has these tokens."
+        )

@@ -1,0 +1,33 @@
+"""Advises what to try when memory runs out: from each group the technique that declares itself the first to try."""
+
+from collections.abc import Mapping
+
+from lowmem.config.declarations import groups, techniques
+from lowmem.system.units import GIB
+
+
+def out_of_memory(
+    held: Mapping[str, int], choices: Mapping[str, str], batch_size: int, seq_len: int, planned: str | None = None
+) -> str:
+    """Args: held: bytes by category at the peak; choices: group -> what the run used; planned: what the plan says."""
+    lines = ["Out of memory. Held at the peak, by category:"]
+    lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in held.items()]
+    lines += [planned] if planned else []
+    lines += ["Try, one after the other:", *(f"  {line}" for line in advice(choices, batch_size, seq_len))]
+    return "\n".join(lines)
+
+
+def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
+    """Overrides that this run does not use yet, of the groups that save memory."""
+    tries = []
+    for group in groups():
+        known = techniques(group)
+        used, first = known.get(choices.get(group)), next((name for name, one in known.items() if one.advised), None)
+        if first is None:  # it needs other choices beside it, which a plan makes
+            continue
+        if group != "accumulation":
+            tries += [f"{group}={first}"] if used is None or not used.saves else []
+        elif batch_size > 1:  # a smaller micro-batch, the same update
+            more = "" if used and used.counts_sequences else f" accumulation={first} accumulation.batches=2"
+            tries.append(f"batch_size={batch_size // 2}{more}")
+    return [*tries, f"seq_len={max(1, seq_len // 2)}"]

@@ -1,0 +1,137 @@
+"""Computes the seconds of an optimizer step: its passes, plus the transfers and the update that they do not hide.
+
+The same things overlap as in a run. Offloaded boundaries leave during a forward pass and come back during a backward
+pass (`techniques/gradient_checkpointing/boundary.py`). Gradients of masters leave during backward, which waits for a
+slot if the link, or the host that sums them, is slower (`techniques/weights/link.py`). With an early step the host
+updates during the last backward pass; else it waits for all gradients and their norm, and updates during the next
+window's first forward pass. Weights that wait on the host (`techniques/weights/streamed.py`) come for every pass while
+other data leaves: a link has two directions. They are stepped on the host, and do not travel again after the step. On a
+CPU everything is done one after the other. Exchanges between devices hide behind the pass in which an engine sends
+them. Sums that the next operator needs do not hide, and a pass waits at its end for exchanges that are still under way.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lowmem.config.settle import Run
+from lowmem.plan.cost.machine import Machine
+from lowmem.plan.cost.update_time import knows_update, pace_of_update
+from lowmem.plan.tracing.trace import Trace
+from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
+
+PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
+TRAVEL = "travel"  # one more phase, which not every trace has: copies of weights for a pass
+LONG = 0.1  # seconds of a step: in a shorter step the training loop itself takes a noticeable share
+REACHED = 0.65  # share of a card's rate of matrix products that a transformer's pass reaches: reports say 0.5 to 0.9
+
+
+class Window(NamedTuple):
+    """Holds the seconds of a window: its passes, and the transfers and the step that they do not hide."""
+
+    passes: float
+    transfers: float
+    step: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self)
+
+
+def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
+    """Returns the seconds of a trace's operators by phase, each counted on the side where it runs."""
+    host = machine.host if (shapes.steps_on_host or shapes.waits_on_host) and machine.host else machine
+    taken = dict.fromkeys((*PASSES, *STEP), 0.0)
+    for (phase, work), times in shapes.work.items():
+        taken[phase] = taken.get(phase, 0.0) + times * (host if phase in STEP else machine).operator(work)
+    return taken
+
+
+def of_trace(machine: Machine, run: Run, shapes: Trace) -> Window:
+    """Returns the window of a run that was traced itself, not derived."""
+    return window(machine, run, shapes, seconds(machine, shapes), run.windows.largest)
+
+
+def window(
+    machine: Machine,
+    run: Run,
+    shapes: Trace,
+    taken: Mapping[str, float],
+    micro_batches: int,
+    node: int = NODE,
+) -> Window:
+    """Computes a window. Args: taken: seconds by phase of the trace's work; forward, backward and sum are of one
+    micro-batch; node: devices per node."""
+    alone = _alone(machine, run, shapes, taken, micro_batches)
+    if not shapes.sent:
+        return alone
+    pace, waits = machine.pace(run.multiplies_in), 0.0
+    for (phase, at_once), part in by_phase(shapes.sent, node).items():
+        hidden = 0.0 if at_once else pace * taken.get(phase.removeprefix(EARLIER), 0.0)
+        waits += how_often(phase, micro_batches) * _beyond(hidden, machine.exchange(part))
+    return alone._replace(transfers=alone.transfers + waits)
+
+
+def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
+    """Computes a window without the exchanges between devices."""
+    pace = machine.pace(run.multiplies_in)
+    forward, backward, update = pace * taken["forward"], pace * taken["backward"], taken["update"]
+    passes = micro_batches * (forward + backward)
+    if machine.link is None:
+        update *= pace_of_update(machine, run)
+        return Window(passes, micro_batches * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
+    offloaded = sum(shapes.pinned) / machine.link
+    if not shapes.steps_on_host:
+        travel = shapes.gradients / machine.link if shapes.waits_on_host else 0.0  # all weights, once
+        waits = _beyond(forward, offloaded + travel) + _beyond(backward, offloaded + 2 * travel)
+        update += 2 * shapes.paged / machine.bandwidth  # no traced operator touches paged state
+        return Window(passes, micro_batches * waits, taken["step"] + update)
+
+    element = run.product_bytes
+    host, travel = machine.host or machine, element * shapes.trained_parameters / machine.link
+    # elements that are copied to the device after a step
+    kept = max(0, shapes.trained_parameters - (shapes.streamed + shapes.outside) // element)
+    update *= pace_of_update(host, run)
+    update += 2 * element * kept / host.bandwidth  # the host reads and writes them again: into the link's slots
+    # When backward begins, the last block is still on the device from the forward pass.
+    comes = (shapes.streamed + shapes.head) / machine.link
+    again = (max(0, shapes.streamed - shapes.blocks[1]) + shapes.head) / machine.link
+    forward_takes = max(forward, offloaded, comes)
+    backward_takes = max(backward, offloaded + again, travel, taken["sum"])
+    waits = (forward_takes - forward) + (backward_takes - backward)
+    # Backward reaches the embeddings last, and they are most often the largest: nothing hides their update.
+    first = update * shapes.largest_trained / shapes.trained_parameters
+    if run.early:
+        taken_by_host, up = taken["sum"] + taken["step"] + update, offloaded + again + element * kept / machine.link
+        step = max(first, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, up))
+    else:
+        up = comes + element * kept / machine.link
+        step = taken["step"] + max(first, _beyond(forward_takes, update), _beyond(forward_takes, up))
+    return Window(passes, micro_batches * waits, step)
+
+
+def free_from(machine: Machine, products: str) -> float:
+    """Returns the tokens per micro-batch from which streaming weights costs no time: for any model, each weight takes
+    two operations per token of the forward pass, and two bytes over the link."""
+    return REACHED * machine.rate(products) / machine.link
+
+
+def refine(machine: Machine, run: Run, shapes: Trace, measured: float) -> float | None:
+    """Teaches the machine from a run how long passes in its dtype take: the measured seconds of a step, less those
+    counted for transfers and the update.
+
+    Args: measured: seconds of a step.
+
+    Returns: the counted seconds of a step; None: this machine has no rate for such an update.
+    """
+    if not knows_update(machine, run):
+        return None
+    counted, kind = of_trace(machine, run, shapes), run.multiplies_in
+    if measured >= LONG:
+        rest = measured - counted.transfers - counted.step
+        machine.learn(kind, rest / (counted.passes / machine.pace(kind)))
+    return counted.seconds
+
+
+def _beyond(hidden: float, whole: float) -> float:
+    """Returns the seconds that remain of `whole` after `hidden` seconds of overlap."""
+    return max(0.0, whole - hidden)

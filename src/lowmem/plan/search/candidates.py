@@ -1,0 +1,239 @@
+"""Lists the recipes that a plan compares: all keep the sequences per optimizer step, and what was typed."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import product
+
+from hydra.errors import ConfigCompositionException
+
+from lowmem.config.accumulation import divisors
+from lowmem.config.cards import Card
+from lowmem.config.declarations import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
+from lowmem.config.refusals import refused
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import CONF, as_mapping, chosen_by, is_group
+from lowmem.plan.search.changes import Change, Tier, changes
+from lowmem.plan.search.derive import Compose, reading
+from lowmem.system.errors import Refused
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Holds the overrides that were typed, and which of them a recipe may change.
+
+    Args:
+        run: the resolved run of these lines.
+        compose: returns the run in which overrides replace the lines with the same key.
+        may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: those that were not typed.
+    """
+
+    run: Run
+    lines: Sequence[str]
+    compose: Compose
+    may_change: Collection[str] | None = None
+    configs: dict[tuple, Run] = field(default_factory=dict, repr=False)  # composed so far
+
+    @cached_property
+    def named(self) -> dict[str, str]:
+        """Returns group -> its technique."""
+        return chosen_by(self.lines)
+
+    @cached_property
+    def said(self) -> dict[str, str]:
+        """Returns key -> value."""
+        return as_mapping(self.lines)
+
+    def config(self, recipe: Mapping[str, str]) -> Run:
+        """Composes the run of a recipe, once: it takes a tenth of a second. Groups that stand alone are composed
+        separately and then inserted."""
+        within = {key.split(".")[0] for key in recipe if "." in key}
+        parts = {group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])}
+        whole = {key: value for key, value in recipe.items() if key not in parts}
+        run = self._composed(whole)
+        for group, name in parts.items():
+            run = run.replacing(group, self._composed({group: name}).as_dict()[group])
+        return run
+
+    def _composed(self, recipe: Mapping[str, str]) -> Run:
+        try:
+            return self._strictly(recipe)
+        except ConfigCompositionException:  # loss.rows was typed, and this loss has none
+            changed = {group for group, name in recipe.items() if self.named.get(group) != name}
+            return self._strictly({**{key: None for key in self.said if key.split(".")[0] in changed}, **recipe})
+
+    def _strictly(self, recipe: Mapping[str, str | None]) -> Run:
+        key = tuple(sorted((k, v or "") for k, v in recipe.items() if self.named.get(k) != v))
+        if key not in self.configs:
+            self.configs[key] = self.compose(recipe)
+        return self.configs[key]
+
+    def takes(self, choice: Mapping[str, str]) -> bool:
+        """Returns whether these techniques have all keys that were typed, such as optim.betas."""
+        try:
+            return bool(self._strictly(choice))
+        except ConfigCompositionException:
+            return False
+
+    def keeps(self, group: str) -> bool:
+        if group in CHANGEABLE and self.may_change is not None:
+            return group not in self.may_change
+        return group in self.said or (group not in CHANGEABLE and any(key.startswith(f"{group}.") for key in self.said))
+
+    def says(self, key: str, value: str) -> bool:
+        """Returns whether the typed lines already give this value, so a recipe need not name it."""
+        if key == "batch_size":
+            return str(self.run.batch_size) == value
+        return self.named.get(key, self.said.get(key)) == value
+
+
+@dataclass(frozen=True)
+class Training:
+    """Pairs a precision with an optimizer. Args: chosen: group of CHANGEABLE -> its technique."""
+
+    chosen: Mapping[str, str]
+    changes: tuple[Change, ...]
+
+    @property
+    def tier(self) -> Tier:
+        return max((change.tier for change in self.changes), default=Tier.AS_TYPED)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Holds one way to compute a training. Args: option: override -> value, including the groups and batch_size; run:
+    the run with this training and this place of the weights."""
+
+    option: Mapping[str, str]
+    run: Run
+    training: Training
+
+    @property
+    def streams(self) -> bool:
+        return self.run.streams
+
+    @property
+    def over_the_link(self) -> bool:
+        """Returns whether every pass needs data that waits in host memory."""
+        return self.streams or self.run.any("offloads")
+
+
+def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
+    """Returns the trainings that may be chosen, each once."""
+    found = {}
+    optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
+    for precision in _choices(typed, "precision", card):
+        if not typed.takes({"precision": precision}):
+            continue
+        run = typed.config({"precision": precision})
+        if card and not card.multiplies(run.multiplies_in):
+            continue
+        for optim in optimizers:
+            optim = _where_it_steps(typed, run, optim)
+            chosen = {"precision": precision, "optim": optim}
+            found[precision, optim] = Training(chosen, tuple(changes(typed.run, run, typed.named, chosen)))
+    return list(found.values())
+
+
+def candidates(typed: Typed, training: Training, shared: Collection[str] = ("auto",)) -> Iterator[Candidate]:
+    """Yields the ways to compute one training that are not refused, with the micro-batches that do not change the
+    sequences of an optimizer step. Args: shared: strategies."""
+    for strategy, weights in product(shared, _choices(typed, PLACED)):
+        chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
+        chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
+        run = typed.config(chosen)
+        same, in_backward = _same_update(typed, run, chosen["optim"]), _in_backward(typed, run)
+        for way in product(*(_choices(typed, group) for group in COMPUTED)):
+            computed = dict(zip(COMPUTED, way, strict=True))
+            # with streaming, a refusal depends on how the passes are computed
+            is_refused = any(refused(typed.config({**chosen, **computed}) if run.streams else run))
+            for batch_size, accumulation in micro_batches(typed, run):
+                option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
+                if not is_refused:
+                    yield Candidate(option, run, training)
+                if in_backward is not None and not accumulation:
+                    yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
+
+
+def strategies(typed: Typed) -> list[str]:
+    """Returns the strategies to try for several devices: the typed one, or else all that declare `tried`."""
+    if typed.run.devices == 1 or typed.keeps(SHARED):
+        return [typed.named[SHARED]]
+    return [name for name, one in techniques(SHARED).items() if one.tried and _makes_up(typed, name)]
+
+
+def _makes_up(typed: Typed, strategy: str) -> bool:
+    """Returns whether the run's number of devices fills the strategy's groups."""
+    with suppress(Refused):
+        return bool(typed.config({SHARED: strategy}).data_ranks)
+    return False
+
+
+def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
+    """Returns the optimizer for the place of the step: masters on the host take the one that is made for them."""
+    on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
+    return on_host or optim
+
+
+def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:
+    return list(dict.fromkeys([typed.named[group], *(() if typed.keeps(group) else _tried(group, card))]))
+
+
+def _tried(group: str, card: Card | None) -> list[str]:
+    without_bf16 = card is not None and not card.multiplies("bfloat16")
+    found = techniques(group).items()
+    return [name for name, one in found if one.tried or (one.tried_without_bf16 and without_bf16)]
+
+
+def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yields (batch_size, overrides that keep the update's size). Args: run: with a strategy, which may differ from the
+    strategy that the update's size was typed for."""
+    size = typed.run.accumulation.arguments.get("size")
+    is_typed = any(key.split(".")[0] == "accumulation" for key in typed.said)
+    if ("batch_size" in typed.said and typed.run.batch_size != "auto") or (is_typed and size is None):
+        yield typed.run.batch_size, {}
+        return
+    if size is not None:
+        for batch_size in divisors(size // reading(run)):
+            if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
+                yield batch_size, {}
+        return
+    # The total stays the same; each rank that reads its own data gets an equal share.
+    sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
+    for batch_size in divisors(sequences):
+        batches = sequences // batch_size
+        accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}
+        if batch_size <= typed.run.batch_size:
+            yield batch_size, accumulation if batches > 1 else {}
+
+
+def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
+    """Returns the typed optimizer's arguments if `name` makes the same update with other state: its defaults may
+    differ."""
+    asked, found = typed.named["optim"], techniques("optim")
+    if name == asked or (found[asked].update_of or asked) != (found[name].update_of or name):
+        return {}
+    return {
+        f"optim.{argument}": str(value)
+        for argument, value in typed.run.optim.arguments.items()
+        if run.optim.arguments.get(argument, value) != value
+    }
+
+
+def _in_backward(typed: Typed, run: Run) -> Run | None:
+    """Returns the run in which each gradient steps its parameter at once; None: it was typed, or is refused."""
+    if "optim.in_backward" in typed.said:
+        return None
+    in_backward = run.knowing(optim={"in_backward": True})
+    return None if any(refused(in_backward)) else in_backward
+
+
+@cache
+def stands_alone(group: str, name: str) -> bool:
+    """Returns whether a group's yaml reads no other node of a config, sets none, and no yaml reads it."""
+    if not is_group(group):
+        return False
+    text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")
+    reads = any(f"${{{group}." in yaml.read_text(encoding="utf-8") for yaml in CONF.rglob("*.yaml"))
+    return not reads and "${" not in text and "@package" not in text and "defaults:" not in text

@@ -1,0 +1,284 @@
+"""The planner lists the recipes, decides which of them fit, and ranks them by time."""
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from lowmem.config.declarations import SHARED
+from lowmem.config.refusals import refused
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import CONF, as_lines, as_mapping
+from lowmem.model.loading import describe, period
+from lowmem.model.trainable import trainable
+from lowmem.plan.cost.machine import Machine, machine
+from lowmem.plan.prediction import SMALLEST, Prediction, needs, outline, outlined, predict
+from lowmem.plan.search.candidates import Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
+from lowmem.plan.search.changes import Change, Tier
+from lowmem.plan.search.derive import STAY, Derivation, Needed
+from lowmem.plan.search.helper import Helper
+from lowmem.plan.search.trace_all import trace_all
+from lowmem.plan.target import Target
+from lowmem.plan.tracing.recorder import stack_of
+from lowmem.plan.tracing.trace import trace
+from lowmem.system import process
+from lowmem.system.errors import Refused
+from lowmem.system.without_gc import undisturbed
+
+SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
+NO_BF16 = (
+    "This precision multiplies in bf16, and the card has no units for it: torch emulates them, at half the pace of "
+    "fp32. Type precision=16, 16-master or 32."
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Holds a recipe with its prediction.
+
+    Args: overrides: those to add to the typed ones; seconds: estimate for an optimizer step; changes: of the training.
+    """
+
+    overrides: tuple[str, ...]
+    prediction: Prediction
+    seconds: float
+    changes: tuple[Change, ...] = ()
+    rank: int = 1  # a recipe of a higher rank is taken only if none of a lower rank fits
+    traced: bool = False  # the recipe itself was traced, not derived
+
+    @property
+    def says(self) -> str:
+        return ", ".join(change.says for change in self.changes) or "as typed"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds the result of a search. Args: recipes: those that fit, best first, then the others, smallest first;
+    hopeless: how many more are too large by their weights, gradients and state alone."""
+
+    typed: Typed
+    recipes: list[Recipe]
+    target: Target
+    traces: int
+    hopeless: int = 0
+    machine: Machine | None = None
+
+    def fits(self, recipe: Recipe) -> bool:
+        return recipe.prediction.fits(self.target)
+
+    @property
+    def fitting(self) -> list[Recipe]:
+        return [*filter(self.fits, self.recipes)]
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of the fastest recipe that fits; other times are relative to them."""
+        return min(recipe.seconds for recipe in self.fitting or self.recipes)
+
+    @property
+    def chosen(self) -> Recipe | None:
+        return self.recipes[0] if self.fits(self.recipes[0]) else None
+
+
+@undisturbed()  # a trace leaves little garbage, and a collection would scan everything that is imported
+def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
+    """Searches rank by rank until a recipe fits: the typed training, then those close to it, then another.
+
+    Args: helper: traces some of the recipes.
+
+    Raises:
+        Refused: the model's blocks are not equal and do not take turns, so only single runs can be predicted.
+    """
+    it = _Search(typed, target, helper)
+    tried: list[Recipe] = []
+    for rank in sorted(it.by_rank):
+        tried += it.recipes(rank)
+        if any(recipe.prediction.fits(target) for recipe in tried):
+            break
+    else:
+        tried += it.smallest_of_the_hopeless()
+    if not tried:
+        raise Refused(next(it.refused()))
+    fitting = [r for r in tried if r.prediction.fits(target)]
+    others = sorted((r for r in tried if not r.prediction.fits(target)), key=lambda r: r.prediction.device_need)
+    return Plan(typed, fitting + others, target, it.derivation.traces, len(it.hopeless), it.derivation.machine)
+
+
+class _Search:
+    """Holds the state of a search. Args: as for `search`."""
+
+    def __init__(self, typed: Typed, target: Target, helper: Helper | None) -> None:
+        self.typed, self.target, self.helper = typed, target, helper
+        self.libraries = process.rss_bytes()
+        self.trainings = trainings(typed, target.card)
+        if not self.trainings and target.card and not target.card.multiplies("bfloat16"):
+            raise Refused(NO_BF16)
+        self.by_rank: dict[int, list[Training]] = {}
+        for training in self.trainings:
+            self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
+        self.hopeless: list[Candidate] = []  # too large by their parameters alone
+        rates = machine(target.on_card, target.card, typed.run.multiplies_in)
+        depth, rounds = model_depth(typed.run)
+        shared = {name: typed.config({SHARED: name}) for name in strategies(typed)}
+        sizes = [size for run in shared.values() for size, _ in micro_batches(typed, run)]
+        self.derivation = Derivation(typed.config, depth, (min(sizes), max(sizes)), target, rates, period=rounds)
+        self.reasons: dict[str, str] = {}  # strategy -> why it does not work
+        self.shared = [name for name in shared if len(shared) == 1 or self._divides(name)]
+
+    def _divides(self, strategy: str) -> bool:
+        """Returns whether this strategy can divide the model: its widths may not divide."""
+        short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
+        try:
+            trace(short, self.target.on_card, 1, self.target.capability)
+        except Refused as error:
+            self.reasons[strategy] = str(error)
+        return strategy not in self.reasons
+
+    def refused(self) -> Iterator[str]:
+        """Yields the reasons why no recipe can be tried."""
+        for training in self.trainings:
+            for strategy in self.shared:
+                yield from refused(self.typed.config({**training.chosen, SHARED: strategy}))
+        yield from self.reasons.values()
+
+    def recipes(self, rank: int) -> list[Recipe]:
+        """Returns the recipes of a rank that fit, best first, then those that do not. Recipes whose weights wait on the
+        host are tried only if no other fits: they compute the same, and every pass needs the link."""
+        of_rank = self.by_rank[rank]
+        found = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.shared)]
+        tried = []
+        for waits in (False, True):
+            tried += self._recipes([candidate for candidate in found if candidate.over_the_link == waits])
+            if any(recipe.prediction.fits(self.target) for recipe in tried):
+                break
+        return tried
+
+    def _recipes(self, found: list[Candidate]) -> list[Recipe]:
+        hopeful = []
+        self._trace(self.derivation.needed(c.option, c.run)[1] for c in found)
+        for candidate in found:
+            (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
+        derived = self._derived(hopeful)
+        derived += self._derived(list(self._partly_resident(hopeful, derived)))
+        ranked = _ranked(r for r in derived if r.prediction.fits(self.target))
+        return self._confirmed(ranked) + [r for r in derived if not r.prediction.fits(self.target)]
+
+    def _partly_resident(self, found: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
+        """Yields streaming candidates with as many blocks resident on the card as fit."""
+        memory = self.target.device_memory
+        if memory is None or STAY in self.typed.said:
+            return
+        for candidate, recipe in zip(found, derived, strict=True):
+            if candidate.streams and recipe.prediction.fits(self.target):
+                block = SMALLEST * recipe.prediction.shapes.streamed / self.derivation.depth
+                room = int((memory - recipe.prediction.device_need) / block)
+                most = self.derivation.depth - candidate.run.weights.slots - 1  # with more, all blocks would stay
+                if (count := min(room, most)) > 0:
+                    yield replace(candidate, option={**candidate.option, STAY: str(count)})
+
+    def _confirmed(self, ranked: list[Recipe]) -> list[Recipe]:
+        """Traces the derived recipes, best first, until one fits: a recipe is traced before it is recommended."""
+        for number, recipe in enumerate(ranked):
+            run = self.typed.config(as_mapping(recipe.overrides))
+            exact = predict(run, self.target)
+            ranked[number] = replace(recipe, prediction=exact, traced=True)
+            if exact.fits(self.target):
+                break
+        return ranked
+
+    def smallest_of_the_hopeless(self) -> list[Recipe]:
+        """Returns the hopeless recipes with the smallest weights, gradients and state, for want of better ones."""
+        if not self.hopeless:
+            return []
+        sizes = [self._least(candidate) for candidate in self.hopeless]
+        smallest = [c for c, size in zip(self.hopeless, sizes, strict=True) if size == min(sizes)]
+        self.hopeless = [c for c in self.hopeless if c not in smallest]
+        return self._derived(smallest)
+
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        memory = self.target.device_memory
+        return memory is not None and self._least(candidate) > memory
+
+    def _least(self, candidate: Candidate) -> int:
+        """Returns the least bytes of a card that any recipe with these weights, gradients and state needs."""
+        return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.target.beside
+
+    def _derived(self, group: list[Candidate]) -> list[Recipe]:
+        self._trace(need for c in group for need in self.derivation.needed(c.option, c.run))
+        return [self._recipe(candidate) for candidate in group]
+
+    def _recipe(self, candidate: Candidate) -> Recipe:
+        option, run = candidate.option, candidate.run
+        shapes, seconds = self.derivation.trace(option, run)
+        need = needs(shapes, run, self.target, self.libraries)
+        need = replace(need, estimate=self.derivation.estimate(option, run) or need.estimate)
+        if link := self.derivation.machine.link:
+            seconds += 2 * need.paged_on_host(self.target.device_memory) / link  # each of its pages comes and leaves
+        overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
+        training = candidate.training
+        return Recipe(overrides, need, seconds, training.changes, _rank(training, self.typed.may_change))
+
+    def _trace(self, needed: Iterable[Needed]) -> None:
+        trace_all(self.typed.run, self.derivation, needed, self.helper)
+
+
+def _rank(training: Training, may_change: Collection[str] | None) -> int:
+    """Returns the rank of a training: ranks are tried in order. A training close to the typed one is of the lowest rank
+    if `may_change` allows it."""
+    return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
+
+
+def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Returns the fastest recipes first. Of equally fast ones, the one with the fewest changes of the training comes
+    first, then the one with the fewest overrides."""
+    by_seconds = sorted(recipes, key=lambda r: r.seconds)
+    as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
+    as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # stable: of ties the fastest stays ahead
+    return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
+
+
+def model_depth(run: Run) -> tuple[int, int]:
+    """Returns (number of blocks, number after which the kinds of blocks repeat)."""
+    config, strategy = describe(run, plans=True).grown, run.technique("strategy")
+    if strategy.overlaps_micro_batches or strategy.package:
+        raise Refused(
+            "strategy: recipes are derived from a few blocks of a model, which this one divides otherwise than all of "
+            "them. Type search=false to plan.py to predict one run at a time."
+        )
+    depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
+    rounds = period(kinds) if kinds else 1
+    if not depth or rounds is None:
+        raise Refused(
+            f"model.name={run.model.name}: recipes are derived from a stack of blocks that are equal or take "
+            "turns, and this model's do not. Type search=false to plan.py to predict one run at a time."
+        )
+    if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, config, rounds):
+        raise Refused(
+            "freeze=, adapter.target=: recipes are derived from a stack of blocks that are equal, and these are blocks "
+            "of which some are frozen or adapted otherwise. Type search=false to plan.py to predict one run at a time."
+        )
+    return depth, rounds
+
+
+def _trained_alike(run: Run, config: PretrainedConfig, rounds: int) -> bool:
+    """Returns whether all blocks of a kind have the same trainable parameters."""
+    kinds = [{name for name, _ in trainable(block)} for block in stack_of(outlined(run, config))]
+    return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
+
+
+def largest_model(plan: Plan) -> str | None:
+    """Returns the largest model of conf/model, below the plan's own, with which the plan's smallest recipe fits."""
+    recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
+    parameters = plan.recipes[0].prediction.parameters
+    sizes = {}
+    for yaml in (CONF / "model").glob("*.yaml"):
+        run = None if yaml.stem == "hf" else compose({"model": yaml.stem})
+        with suppress(Refused):  # freeze= or adapter.target= name what only this model has
+            if run is not None:
+                sizes[yaml.stem] = outline(run, plan.target.on_card).parameters
+    for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
+        with suppress(Refused):  # its widths may not divide
+            if predict(compose({**recipe, "model": name}), plan.target).fits(plan.target):
+                return name
+    return None

@@ -1,0 +1,155 @@
+"""Computes attention as a card does, on tensors without memory: what the kernel saves, and its scratch in backward.
+
+It calls torch's own operator of the kernel that `attention.py` names. The operator's shapes and autograd work without a
+card, so the saved tensors are exact. No operator shows what a kernel allocates inside its backward besides the
+gradients. The formulas of torch's sources give its size, and tensors of that size live during that backward. Three
+things are left out: the forward pass of flash on short rows may split the keys (2 x multiprocessors x 64 x the head's
+size x 4 bytes: 9 MiB on an H100); cuDNN's plans have an undocumented workspace; and the math kernel's softmax marks
+masked rows in a quarter of the bytes of its scores, less than its backward needs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem.plan.tracing.attention import CUDNN, EFFICIENT, FLASH, SHORT, Call, advice, kernel
+from lowmem.system.torch_private import ATTENTION_CUDNN, ATTENTION_EFFICIENT, ATTENTION_FLASH, ATTENTION_MATH
+
+
+class Attend:
+    """Replaces `F.scaled_dot_product_attention`. Args: capability: of the card."""
+
+    def __init__(self, capability: float) -> None:
+        self.capability = capability
+        self.advice: str | None = None  # of the first call in training that takes the math kernel
+        self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Computes attention. Args: query: (B, heads, T, D); key, value: (B, heads or fewer, T, D)."""
+        query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
+        with torch.autocast("cpu", enabled=False):  # as inside any operator whose inputs autocast has cast
+            call = _call(query, key, value, mask, dropout_p, is_causal)
+            if call.trains:
+                self.advice = self.advice or advice(call, self.capability)
+            compute = self._by_kernel.get(kernel(call, self.capability))
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype)  # convert_boolean_attn_mask, in attention.cpp
+            if compute is None:
+                return ATTENTION_MATH.decompose(
+                    query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+                )[0]
+            return compute(query, key, value, mask, call, scale)
+
+
+def _by_autocast(tensor: Tensor | None) -> Tensor | None:
+    """Casts as autocast does: attention is in its AT_FORALL_LOWER_PRECISION_FP (ATen/autocast_mode.h)."""
+    if tensor is None or not tensor.is_floating_point() or not torch.is_autocast_enabled("cpu"):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
+
+
+def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> Call:
+    tensors = (query, key, value)
+    return Call(
+        dtype=query.dtype,
+        head=query.shape[-1],
+        value=value.shape[-1],
+        grouped=query.shape[-3] != key.shape[-3],
+        mask=mask is not None,
+        causal=causal,
+        square=query.shape[-2] == key.shape[-2],
+        dropout=dropout,
+        trains=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        plain=all(t.dim() == 4 and t.stride(-1) == 1 for t in tensors),
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Call, scale: float | None) -> Tensor:
+    """Calls flash attention. Heads are padded to a multiple of 8: pad_last_dim, in attention.cpp."""
+    short = -call.head % 8
+    padded = [F.pad(t, (0, short)) if short else t for t in (query, key, value)]
+    out = ATTENTION_FLASH(*padded, call.dropout, call.causal, scale=scale)[0]
+    _while_backward(out, flash_scratch(query, key))
+    return out[..., : call.head] if short else out
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, scale: float | None):
+    """Calls efficient attention. A mask is padded to a multiple of 8: preprocess_mask, in attention.cpp."""
+    if mask is not None:
+        short, shape = -mask.shape[-1] % 8, (*query.shape[:3], key.shape[2])
+        mask = (F.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask).expand(shape)
+    out = ATTENTION_EFFICIENT(query, key, value, mask, call.trains, call.dropout, call.causal, scale=scale)[0]
+    _while_backward(out, efficient_scratch(query))
+    return out
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, scale: float | None) -> Tensor:
+    out = ATTENTION_CUDNN(query, key, value, mask, call.trains, call.dropout, call.causal, scale=scale)[0]
+    _while_backward(out, cudnn_scratch(query, key))
+    return out
+
+
+def _while_backward(out: Tensor, scratch: list[int]) -> None:
+    """Holds tensors of these bytes while the backward of `out` runs, in addition to the gradients that it returns."""
+    if out.grad_fn is None:
+        return
+    held: list[Tensor] = []
+
+    def before(_: object) -> None:
+        held.extend(torch.empty(size, dtype=torch.uint8) for size in scratch)
+
+    def after(*_: object) -> None:
+        held.clear()
+
+    out.grad_fn.register_prehook(before)
+    out.grad_fn.register_hook(after)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
+    """Follows mha_bwd in cuda/flash_attn/flash_api.cpp: the query's gradient in fp32 and a sum for each row; with
+    grouped heads also the gradients of keys and values for every query head, in the query's dtype, before they are
+    summed."""
+    batch, heads, tokens, size = query.shape
+    padded, rows = _up(size, 8), _up(tokens, 128)
+    expanded = query.element_size() * batch * heads * key.shape[-2] * padded
+    summed = 4 * batch * heads * rows
+    return [summed * _up(padded, 32 if padded <= 128 else 64), summed, *[expanded] * 2 * (key.shape[1] < heads)]
+
+
+def efficient_scratch(query: Tensor) -> list[int]:
+    """Follows _efficient_attention_backward in cuda/attention_backward.cu: a sum for each row, and a workspace.
+
+    The workspace is no smaller than the fp32 product that the sums come from. It is workspace_size of
+    cuda/mem_eff_attention/kernel_backward.h, with the larger of the tiles that a card may take: the query's gradient in
+    fp32, and, for 16 bits and heads above 64, the gradients of keys and values for each share of the rows.
+    """
+    batch, heads, tokens, size = query.shape
+    many = 4 * batch * heads
+    workspace = many * _up(tokens, 64 if size <= 64 else 128) * _up(size, 64)
+    if query.dtype in SHORT and size > 64:
+        splits = max(1, min(-(-tokens // 64), 200 // (batch * heads)))
+        workspace += many * 2 * splits * 64 * _up(size, 128)
+    return [many * tokens, workspace]
+
+
+def cudnn_scratch(query: Tensor, key: Tensor) -> list[int]:
+    """Follows CompositeSDPABackwardNode of cudnn-frontend: the query's gradient and a sum for each row, in fp32. For
+    grouped heads its kernels are assumed to need as much as flash."""
+    batch, heads, tokens, size = query.shape
+    expanded = query.element_size() * batch * heads * key.shape[-2] * size
+    summed = 4 * batch * heads * tokens
+    return [summed * size, summed, *[expanded] * 2 * (key.shape[1] < heads)]

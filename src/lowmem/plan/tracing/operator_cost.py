@@ -1,0 +1,107 @@
+"""Counts an operator's floating-point operations and moved bytes, which a machine's rates turn into seconds."""
+
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lowmem.system.torch_private import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, storage_key, tree_leaves
+
+MAPPED = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX: smaller tensors reuse freed memory
+
+
+class Work(NamedTuple):
+    """Holds the work of one operator."""
+
+    dtype: torch.dtype  # of the products
+    flops: int  # of matrix products and attention; 0: the operator only reads and writes
+    moved: int  # bytes read and written; a tensor changed in place counts twice
+    fresh: int = 0  # bytes in new tensors so large that malloc asks the system for each, page by page
+
+
+class Touched(NamedTuple):
+    """Holds the names of the arguments that an operator reads and changes."""
+
+    read: frozenset[str]
+    changed: frozenset[str]
+
+
+def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
+    """Returns the work of an operator; None: a view, a small allocation or a query, which move nothing."""
+    if _allocates(func):
+        made = _tensors(out)
+        return Work(made[0].dtype, 0, 0, fresh) if (fresh := _fresh(made)) else None
+    names, touched = _touched(func)
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
+    changed = _tensors([value for name, value in given.items() if name in touched.changed])
+    read = _tensors([value for name, value in given.items() if name in touched.read])
+    there = {storage_key(t) for t in (*read, *changed)}
+    made = [t for t in _tensors(out) if storage_key(t) not in there]
+    moved = sum(map(_bytes, (*read, *changed, *made)))
+    if not moved or not (changed or made):
+        return None
+    flops = 0
+    count = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
+    if count is not None:
+        flops = count(*args, **(kwargs or {}), out_val=out)
+    return Work((read or changed or made)[0].dtype, flops, moved, _fresh(made))
+
+
+def _tensors(value: object) -> list[Tensor]:
+    """Returns the tensors in `value`, each once."""
+    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _fresh(made: list[Tensor]) -> int:
+    return sum(size for size in map(_bytes, made) if size >= MAPPED)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Returns the bytes that a tensor has in memory: an expanded tensor repeats fewer elements.
+
+    The size of its storage does not count: work is cached by shape and strides (`shapes.py`), and the storage may be
+    larger than the tensor.
+    """
+    there = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return min(there, tensor.numel()) * tensor.element_size()
+
+
+@cache
+def _allocates(func: OpOverload) -> bool:
+    return "empty" in schema(func).name.split("::")[1].split("_")
+
+
+@cache
+def _touched(func: OpOverload) -> tuple[list[str], Touched]:
+    """Returns (names of an operator's arguments, which of them it reads and changes)."""
+    name = schema(func).name.split("::")[1]
+    arguments = schema(func).arguments
+    changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    read = {a.name for a in arguments if not a.is_out}
+    if name.startswith("_fused_"):
+        changed.discard("grads")  # only a loss scale would change them, and none is passed
+    if name.removeprefix("_foreach_") in _OVERWRITE or name.endswith("_like") or name.startswith("new_"):
+        read.discard("self")
+    return [a.name for a in arguments], Touched(frozenset(read), frozenset(changed))
+
+
+# These overwrite their tensor without reading it.
+_OVERWRITE = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_")
+
+
+def _attention(query: Tensor, key: Tensor, *_, **__) -> int:
+    """Counts two products of T x T x D for (B, heads, T, D); the half that a causal mask hides is computed too."""
+    b, heads, t, d = query.shape
+    return 4 * b * heads * t * key.shape[-2] * d
+
+
+def _attention_backward(_, query: Tensor, key: Tensor, *__, **___) -> int:
+    """Counts five products instead of two."""
+    return 5 * _attention(query, key) // 2
+
+
+# Every kernel counts the same; torch has no formula for a CPU's.
+_ATTENTION = dict.fromkeys(ATTENTION, _attention) | dict.fromkeys(ATTENTION_BACKWARD, _attention_backward)

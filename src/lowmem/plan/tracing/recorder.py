@@ -1,0 +1,129 @@
+"""The meter of a traced run records every event of the tracker and where in the model it happened."""
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lowmem.memory.meter import MemoryMeter
+from lowmem.memory.tracker import Point, ToldTracker, highest
+from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing.policies import blocks
+
+
+class Place(NamedTuple):
+    """Holds the highest bytes of activations and gradients between two marks, for both fates of a gradient."""
+
+    with_all_gradients: int = 0  # if each gradient stays until the step
+    with_newest_gradient: int = 0  # if each gradient leaves at once, or is added to an earlier micro-batch's
+
+    def higher(self, other: "Place") -> "Place":
+        return Place(*map(max, self, other))
+
+
+class Recording(NamedTuple):
+    """Holds the record of a window or of an evaluation."""
+
+    points: list[Point]  # one before the first event, and one after each
+    events: list[tuple[int, int]]  # of the device, (serial, bytes): + born, - died
+    pinned: list[int]  # bytes of each activation in host memory
+
+
+class Recorder(MemoryMeter):
+    """Extends a run's meter: it also stores what the tracker saw. Args: before: windows to ignore at the start."""
+
+    tracker = ToldTracker
+
+    def __init__(self, file: Path, before: int = 0) -> None:
+        super().__init__(file)
+        self.before = before
+        self.recordings: list[Recording] = []  # the window, then the evaluation
+        self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins there), in the window
+        self.weights = self.held = 0  # bytes of weights on the device; of weights and masters on the host
+
+    def mark_blocks(self, model: nn.Module) -> None:
+        """Adds hooks that mark where a pass is: at the first block, at the last, or between them."""
+        stack = stack_of(model)
+        if not stack:
+            return
+        names = ["middle"] * len(stack)
+        names[0], names[-1] = "first", "last"
+
+        def enters(*_, name: str) -> None:
+            if self._phase == "forward":  # not when a checkpoint recomputes the block
+                self._mark(f"forward {name}")
+
+        def leaves(_, __, output: object, name: str) -> None:
+            if self._phase == "forward":
+                self._mark("forward end" if name == "last" else "forward middle")
+                hidden = output[0] if isinstance(output, tuple | list) else output
+                if hidden.requires_grad:
+                    hidden.register_hook(lambda _: self._mark(f"backward {name}"))
+
+        for block, name in zip(stack, names, strict=True):
+            block.register_forward_pre_hook(partial(enters, name=name))
+            block.register_forward_hook(partial(leaves, name=name))
+
+    def _mark(self, place: str) -> None:
+        if self._tracker is not None and not self.recordings:
+            self.marks.append((len(self._tracker.events), place))
+
+    def _track(self) -> None:
+        if self._step > self.before:
+            super()._track()
+
+    def _enter(self, phase: str) -> None:
+        super()._enter(phase)
+        self._mark(f"{phase} {'end' if phase == 'backward' else 'start'}")
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_start(trainer, module)
+        self.weights, self.held = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
+
+    def _untrack(self, phase: str | None = None) -> list[Point]:
+        tracker = self._tracker
+        points = super()._untrack(phase)
+        if tracker is not None:
+            self.recordings.append(Recording(points, tracker.device_events(), tracker.host_sizes("activations")))
+        return points
+
+
+def stack_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the model's blocks; empty if it is no stack of blocks."""
+    try:
+        return list(blocks(model))
+    except Refused:
+        return []
+
+
+def highest_of_phases(points: list[Point], on_card: bool) -> dict[str, Point]:
+    """Returns the device's highest point of each phase, with the host's highest bytes in that phase.
+
+    On a CPU both sides lie in one memory, and their sum may be highest at another point than the device's: `host` is
+    then the difference between the highest sum and the device's highest point.
+    """
+    tops = {}
+    for phase, top in highest(points).items():
+        of_phase = [point for point in points if point.phase == phase]
+        if on_card:
+            host = max(point.host for point in of_phase)
+        else:
+            host = max(point.total + point.host for point in of_phase) - top.total
+        tops[phase] = top._replace(host=host)
+    return tops
+
+
+def places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Place]:
+    """Returns the highest bytes at each marked place. Args: points: of a `Recording`; marks: of its `Recorder`."""
+    tops: dict[str, Place] = {}
+    ends = [start for start, _ in marks[1:]] + [len(points) - 1]
+    for (start, place), end in zip(marks, ends, strict=True):
+        for before, now in pairwise(points[start : end + 1]):
+            activations = now.bytes["activations"] + now.bytes["other"]
+            newest = max(0, now.bytes["gradients"] - before.bytes["gradients"])
+            here = Place(activations + now.bytes["gradients"], activations + newest)
+            tops[place] = here.higher(tops.get(place, Place()))
+    return tops

@@ -1,0 +1,263 @@
+"""Defines the mode in which a traced run computes: operators yield tensors with a shape and a storage, but no memory.
+
+torch's own mode computes an operator's result from its arguments' shapes. A model repeats the same calls in each block,
+for each parameter of a shape, and in each trace of a search, which spends most of its time on them. So results are
+cached and rebuilt from notes, which takes a sixth of the time. Calls that are not plain (with a constant, a shape that
+depends on numbers, or memory that changes its size) go to torch each time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowmem.memory import tracker
+from lowmem.plan.tracing import traffic
+from lowmem.plan.tracing.operator_cost import Work, work_of
+from lowmem.plan.tracing.traffic import Sent
+from lowmem.system.torch_private import (
+    ADDS_IN_PARTS,
+    ASKS_FOR_DEVICE,
+    COMPARES,
+    GROUPED_PRODUCTS,
+    MAKES_OF_NUMBERS,
+    NONZERO,
+    READ_A_NUMBER,
+    SPLIT,
+    WAITS,
+    FakeTensor,
+    LeanFakeTensorMode,
+    OpOverload,
+    schema,
+    storage_key,
+    tree_leaves,
+)
+
+EXPERTS = 3  # this many stand for all that a mixture calls one by one: a third adds its gradient to the sum of two
+# The most operators of a micro-batch: four times those of GPT-2 XL. A loop that waits for a number would never end.
+OPERATORS = 250_000
+PLAIN = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
+NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+class TooLong(Exception):
+    """A trace takes too many operators, and might never end."""
+
+
+class Made(NamedTuple):
+    """Describes a tensor that an operator yields."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+    view_of: int | None = None  # index of the argument tensor whose storage it shares; None: its own storage
+
+
+class Known(NamedTuple):
+    """Holds what an operator does to arguments of some shapes."""
+
+    makes: tuple[Made | None, ...]  # None: the operator yields None
+    kind: type | None  # tuple or list, if it yields several tensors
+    in_place: bool  # it yields its first argument
+    work: Work | None
+
+
+_known: dict[tuple, Known] = {}  # for this process: (operator, notes on its arguments) -> its effect
+
+
+class Shapes(LeanFakeTensorMode):
+    """Answers questions about numbers, counts the work of every operator, and reports results to the trackers."""
+
+    def __init__(self, over_gloo: bool = False) -> None:
+        super().__init__()
+        self.over_gloo = over_gloo  # devices exchange over gloo, not NCCL
+        self.phase: str | None = None
+        self.work: Counter[tuple[str, Work]] = Counter()
+        self.sent: Counter[tuple[str, Sent]] = Counter()  # bytes
+        self.operators = 0  # without those of updates, which may step a large parameter in thousands of pieces
+        self.micro_batches = 1  # of a window
+        self.spread = False  # tokens were spread evenly over experts
+        self._inside = False  # inside an operator that torch composes of others
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ASKS_FOR_DEVICE:  # C++ calls it as often as all other operators together
+            return args[0].device
+        if func is WAITS:  # torch would make another tensor
+            return args[0]
+        if func.namespace == "profiler":  # marks of torch.optim around each step
+            return func(*args, **(kwargs or {}))
+        if self._inside:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func.namespace == "aten" and self.phase != "update":
+            self.operators += 1
+            if self.operators > OPERATORS * self.micro_batches:
+                raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
+        if func is READ_A_NUMBER and isinstance(args[0], FakeTensor):
+            return _yes(args[0].dtype)
+        if func in COMPARES:
+            return True
+        if func is NONZERO:
+            return self._used(args[0])
+        if func is SPLIT and sum(args[1]) != args[0].shape[(args[2:] or (0,))[0]]:
+            args = self._evenly(*args)
+        self._inside = True
+        try:
+            out, work = self._computed(func, types, args, kwargs or {})
+        finally:
+            self._inside = False
+        if out is NotImplemented:  # of a sharded tensor: the call comes again with the local shard
+            return out
+        if self.phase is not None and work is not None:
+            self.work[self.phase, work] += 1
+        if self.phase is not None and (call := traffic.sent(func, args, out)) is not None:
+            self.sent[self.phase, call[0]] += call[1]
+        tracker.see(out)
+        if func is ADDS_IN_PARTS and self.over_gloo:  # gloo needs a copy of the full tensor, NCCL none
+            with self:
+                torch.empty_like(args[1])
+        return out
+
+    def counting(self, phase: str, call: Callable) -> Callable:
+        """Wraps a call so that its work counts for this phase, wherever it runs."""
+
+        def counted(*args, **kwargs):
+            before, self.phase = self.phase, self.phase and phase  # work before the traced window does not count
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.phase = before
+
+        return counted
+
+    def _used(self, mask: Tensor) -> Tensor:
+        """Returns the used entries of a mask: EXPERTS of the experts (E,), or an even share of the tokens (k, T)."""
+        self.spread = True
+        rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
+        with self:
+            return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
+
+    def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
+        """Replaces the sizes of a split by even ones: the sizes asked for come from numbers, which are not real."""
+        self.spread = True
+        share, more = divmod(tokens.shape[dim], len(sizes))
+        return tokens, [share + (i < more) for i in range(len(sizes))], dim
+
+    def _computed(self, func, types, args: tuple, kwargs: dict) -> tuple[object, Work | None]:
+        tensors: list[Tensor] = []
+        key: list = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        plain = _noted(args, key, tensors) and (not kwargs or _noted(kwargs.values(), key, tensors))
+        if plain:
+            key += kwargs
+            if len(numbers := [*map(id, tensors)]) > len({*numbers}):
+                key += map(numbers.index, numbers)  # x * x reads one tensor
+            known = _known.get(key := tuple(key))
+            if known is not None:
+                return self._made(known, args, tensors), known.work
+        if not plain and func not in MAKES_OF_NUMBERS and _is_real(args):
+            return func(*args, **kwargs), None
+        call = self._experts if func is GROUPED_PRODUCTS else super().__torch_dispatch__
+        out = call(func, types, args, kwargs)
+        if out is NotImplemented:
+            return out, None
+        work = work_of(func, args, kwargs, out)
+        if plain and (known := _as_known(func, args, tensors, out, work)) is not None:
+            _known[key] = known
+        return out, work
+
+    def _made(self, known: Known, args: tuple, tensors: list[Tensor]) -> object:
+        if known.in_place:
+            return args[0]
+        made = [one and self._one(one, tensors) for one in known.makes]
+        return made[0] if known.kind is None else known.kind(made)
+
+    def _one(self, made: Made, tensors: list[Tensor]) -> Tensor:
+        if made.view_of is None:
+            like = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        else:
+            storage = tensors[made.view_of].untyped_storage()
+            like = torch.empty(0, dtype=made.dtype, device="meta").set_(storage, made.offset, made.shape, made.stride)
+        return self.holding(like)
+
+    def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
+        """Calls the grouped products of experts in bf16: torch infers their shape only in bf16, but computes in any
+        dtype."""
+        a, b, *rest = args
+        with self:
+            return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
+
+
+def _is_real(args: tuple) -> bool:
+    """Returns whether all tensors of a call have real numbers, as those of a device mesh do."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
+
+
+def _noted(values, key: list, tensors: list[Tensor]) -> bool:
+    """Notes the arguments in `key`. Returns whether the result depends on nothing else."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+                return False
+            if value.fake_device.type != "cpu":  # another device's data is not here
+                return False
+            key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+            tensors.append(value)
+        elif kind in PLAIN:
+            key += (kind, value)  # 1 and 1.0 are equal, and yield other dtypes
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            if not _noted(value, key, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
+    """Returns a note of the call to rebuild its result; None: its arguments' shapes do not suffice."""
+    if func.namespace != "aten" or {*func.tags} & NOT_BY_SHAPE:
+        return None
+    if schema(func).is_mutable:
+        written = [argument.name for argument in schema(func).arguments if argument.is_write]
+        if out is None:  # it changes several tensors and yields none
+            return Known((None,), None, False, work)
+        if out is not args[0] or written != [schema(func).arguments[0].name]:
+            return None
+        return Known((), None, True, work)
+    several = isinstance(out, tuple | list)
+    kept = {storage_key(t): number for number, t in enumerate(tensors)}
+    makes = []
+    for one in out if several else (out,):
+        made = None if one is None else _as_made(one, kept)
+        if one is not None and made is None:
+            return None
+        makes.append(made)
+        if made is not None and made.view_of is None:
+            kept[storage_key(one)] = -1  # a later result that shares this new storage cannot be rebuilt
+    kind = list if isinstance(out, list) else tuple if several else None
+    return Known(tuple(makes), kind, False, work)
+
+
+def _as_made(one: object, kept: dict[int, int]) -> Made | None:
+    plain = type(one) is FakeTensor and one.constant is None and one.layout is torch.strided
+    if not plain or one.dtype.is_complex or one.requires_grad or one.fake_device.type != "cpu":
+        return None
+    view_of = kept.get(storage_key(one))
+    if view_of == -1:
+        return None
+    made = Made(one.shape, one.stride(), one.dtype, one.storage_offset(), view_of)
+    if view_of is None:
+        again = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        if made.offset or again.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+            return None
+    return made
+
+
+def _yes(dtype: torch.dtype) -> bool | float | int:
+    return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1

@@ -1,0 +1,158 @@
+"""Replaces an optimizer whose step needs real numbers by a stand-in with as much state and scratch.
+
+8-bit optimizers read their data behind torch's back (a C++ or CUDA library, compiled code), so they cannot step tensors
+without memory. But their state and the scratch of a step have a fixed number of bytes per element. So the real
+optimizer steps one and then two small real parameters of each role under the tracker: the second one's bytes are the
+rate. Nothing here knows any optimizer by name.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.memory.ledger import Ledger, optimizer_state
+from lowmem.memory.tracker import StorageTracker
+from lowmem.system import process
+from lowmem.techniques.optim.build import PAGED_FROM, MakeOptimizer, pageable
+from lowmem.techniques.optim.contract import OnePass, Step
+
+SIDE = 256  # of a probe: a multiple of the blocks of every optimizer with state in blocks
+WIDE = 2048  # of a probe so large that malloc must ask the system for its scratch
+SMALL = 1024  # elements of a probe that is below THRESHOLD
+THRESHOLD = 4096  # elements below which 8-bit optimizers hold a parameter's state in 32 bits
+
+
+class Rate(NamedTuple):
+    """Holds bytes per element of a parameter."""
+
+    state: float
+    scratch: float  # on top of the state, while a parameter is stepped
+    pageable: float  # bytes of the state that CUDA pages on a card if the parameter is large
+
+
+def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimizer:
+    """Probes an optimizer and returns its stand-in.
+
+    Args: one_kernel: a step is a single kernel (a card's, or generated), which allocates no tensors for its scratch;
+    pages: whether there is a card that could page state.
+    """
+    with torch.compiler.set_stance("force_eager"):  # generated code has the same state, and takes seconds to make
+        rates = {
+            (role, small): _rate(make, one_kernel, role, small)
+            for role in ("matrix", "embedding", "vector")
+            for small in (False, True)
+        }
+    one_pass = isinstance(make(nn.Linear(1, 1)), OnePass)
+    kind = OnePassStandIn if one_pass else StandIn
+    return MakeOptimizer(partial(kind, rates=rates, pages=pages), make.embedding_bits)
+
+
+def unseen(make: MakeOptimizer) -> float:
+    """Returns the bytes of scratch per element inside the operators or generated code of a real step.
+
+    The tracker does not see them, so they are measured as the growth of the process. If code must be generated, this
+    takes some 5 s.
+    """
+    probe = nn.Linear(WIDE, WIDE, bias=False)
+    optimizer = make(probe)
+    probe.weight.grad = torch.full_like(probe.weight, 1e-3)
+    optimizer.step()
+    process.trim()
+    process.reset_peak_rss()
+    before = process.rss_bytes()
+    optimizer.step()
+    return max(0, process.peak_rss_bytes() - before) / WIDE**2
+
+
+class StandIn(Optimizer):
+    """Allocates state and scratch by measured rates.
+
+    Args: params: groups with a `role`; rates: by role, and by whether the parameter is small; pages: whether there is a
+    card that pages state: `paged` then counts it, and no tensor holds it, since torch allocates none of it.
+    """
+
+    def __init__(self, params, rates: Mapping[tuple[str, bool], Rate], pages: bool = False) -> None:
+        super().__init__(params, {"lr": 0.0})
+        self.rates, self.pages = rates, pages
+
+    @property
+    def paged(self) -> int:
+        """Returns the bytes of paged state."""
+        return sum(state.get("paged", 0) for state in self.state.values())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._touch(group, p, p.grad, p)
+        return loss
+
+    def _touch(self, group: dict, p: Tensor, gradient: Tensor, weight: Tensor) -> None:
+        rate = self.rates[group["role"], p.numel() < THRESHOLD]
+        if not self.state[p]:
+            leaves = rate.pageable if self.pages and p.numel() >= PAGED_FROM else 0.0
+            self.state[p]["all"] = _bytes(rate.state - leaves, p)
+            self.state[p]["paged"] = round(leaves * p.numel())
+        _bytes(rate.scratch, p)
+        weight.add_(gradient)  # as a kernel does: reads the gradient, reads and writes weight and state, once
+        self.state[p]["all"].neg_()
+
+
+class OnePassStandIn(StandIn, OnePass):
+    def step_from(self, step: Step, rest: Tensor | None = None) -> None:
+        self._touch(step.group, step.p, step.gradient, step.p if rest is None else step.narrow)
+        step.narrow.fill_(0.0) if rest is None else rest.neg_()
+
+
+def _bytes(rate: float, p: Tensor) -> Tensor:
+    return torch.empty(round(rate * p.numel()), dtype=torch.uint8, device=p.device)
+
+
+class Probe(nn.Module):
+    """Holds one or two parameters of a role for real steps."""
+
+    def __init__(self, role: str, small: bool, count: int) -> None:
+        super().__init__()
+        n = SMALL if small else SIDE * SIDE
+        columns = 32 if small else SIDE
+        make = {
+            "matrix": lambda: nn.Linear(columns, n // columns, bias=False),
+            "embedding": lambda: nn.Embedding(n // columns, columns),
+            "vector": lambda: nn.LayerNorm(n, bias=False),
+        }[role]
+        self.parts = nn.ModuleList(make() for _ in range(count))
+
+
+def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate:
+    (one, scratch, pageable), (two, *_) = (_stepped(make, Probe(role, small, count)) for count in (1, 2))
+    elements = SMALL if small else SIDE * SIDE
+    return Rate((two - one) / elements, 0.0 if one_kernel else scratch / elements, pageable / elements)
+
+
+def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int, int]:
+    """Returns the bytes of (state, scratch, pageable state) of the second real step; the first creates the state. The
+    scratch of generated code is not included."""
+    optimizer = make(probe)
+    ledger = Ledger()
+    ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])
+    ledger.own("optimizer", lambda: optimizer_state(optimizer))
+    for p in probe.parameters():
+        p.grad = torch.full_like(p, 1e-3)
+    optimizer.step()
+    with StorageTracker(ledger.storages()) as tracker:
+        optimizer.step()
+    top = max(point.total for point in tracker.timeline())
+    state = ledger.bytes()["optimizer"]
+    return state, top - sum(ledger.bytes().values()), sum(t.nbytes for t in pageable(optimizer))
+
+
+def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
+    """Returns the state's (bytes, pageable bytes) per parameter of a large matrix, counted after real steps."""
+    state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
+    return state / SIDE**2, leaves / SIDE**2

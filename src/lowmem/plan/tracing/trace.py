@@ -1,0 +1,427 @@
+"""The tracer executes a run on tensors without memory.
+
+The run's own module, callbacks and precision plugin train one micro-batch and evaluate once under the real Lightning
+trainer, watched by the run's own meter. Only the tensors are fake: they have a shape, a dtype and a storage whose bytes
+can be counted, and no memory. So a prediction is not a formula of the run; it is the run. Questions about numbers ("are
+all gradients finite?") are answered with yes.
+
+One micro-batch stands for all of a run: the optimizer state exists before it, and if a window has several, so do the
+gradients of an earlier one. With several devices, one rank is traced and the others are simulated (`one_rank.py`). Only
+the engine knows what it stores from one window to the next, so a full window then precedes the one that counts, and if
+windows have several micro-batches, both have two.
+"""
+
+import logging
+import os
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from unittest.mock import patch
+
+import hydra
+import lightning
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PretrainedConfig, PreTrainedModel
+
+import lowmem
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import Run
+from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.data.opening import source_class
+from lowmem.data.packing import with_positions
+from lowmem.memory.ledger import parts, weights
+from lowmem.memory.tracker import Point
+from lowmem.model import loading as model
+from lowmem.model.trainable import packed, parameters, trainable
+from lowmem.plan.tracing import as_card
+from lowmem.plan.tracing.one_rank import as_rank
+from lowmem.plan.tracing.operator_cost import Work
+from lowmem.plan.tracing.recorder import Place, Recorder, highest_of_phases, places, stack_of
+from lowmem.plan.tracing.shapes import Shapes, TooLong
+from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
+from lowmem.plan.tracing.traffic import EARLIER, Sent
+from lowmem.system.torch_private import boundaries_count_as_real, storage_key, tensors_count_as_real
+from lowmem.techniques.optim.build import MakeOptimizer
+from lowmem.techniques.precision.contract import BasePrecision, step_one
+from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.weights.link import AtOnceLane
+from lowmem.training import build
+from lowmem.training.module import CausalLM
+
+PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
+PYTHON = Path(os.__file__).parent
+EVENLY = (
+    "the tokens of its experts depend on numbers, and are taken to be spread evenly. That is the same in sum, too much "
+    "where some experts compute nothing, and too little where a single one takes most of a long sequence."
+)
+
+
+def untraceable(error: Exception) -> str:
+    """Returns why a model cannot be traced: its code raised `error` because it needs numbers.
+
+    Raises:
+        error: the model's code did not raise it; a fault of lowmem must not look like a model that cannot be traced.
+    """
+    first = error
+    while first.__cause__ is not None:  # a pipeline's schedule wraps what a stage has raised
+        first = first.__cause__
+    if not isinstance(first, TooLong) and not _raised_by_a_model(first):
+        error.add_note("This is a fault of the planner. Type plan=off to start without a prediction.")
+        raise error
+    return f"this model cannot be traced by shape ({type(first).__name__}: {str(first).splitlines()[0][:200]})."
+
+
+def _raised_by_a_model(error: Exception) -> bool:
+    """Returns whether the innermost code outside torch and Python's library belongs to the model.
+
+    It does not if it is in lowmem, Lightning or Hydra.
+    """
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # torch's way to raise
+    callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
+    return bool(callers) and not {PACKAGE, LIGHTNING, HYDRA} & {*callers[-1].parents}
+
+
+def _of_python(file: Path) -> bool:
+    return PYTHON in file.parents and "site-packages" not in file.parts
+
+
+@dataclass
+class Trace:
+    """Holds the memory and the work of one window and one evaluation."""
+
+    parameters: int
+    largest: int  # elements of the largest parameter
+    trained_parameters: int  # parameters that require a gradient
+    largest_trained: int  # elements of the largest of these
+    weights: int  # bytes on the device
+    gradients: int  # bytes of all gradients, as backward computes them
+    steps_on_host: bool  # the optimizer steps on the host, while the weights are on the device
+    waits_on_host: bool = False  # weights, gradients and state wait on the host
+    unseen: int = 0  # bytes of scratch inside the operators of a step, which the tracker does not see
+    generated: bool = False  # torch.compile generates the step
+    paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
+    blocks: tuple[int, int] = (0, 0)  # (number of blocks, bytes of the largest on the device)
+    held: int = 0  # bytes of weights and masters in host memory
+    streamed: int = 0  # bytes of the blocks' weights that come from the host for each pass
+    outside: int = 0  # bytes of weights outside the blocks that wait on the host too
+    head: int = 0  # bytes of `outside` that come for each pass, in tiles
+    leaves: int = 0  # bytes of the largest gradient that leaves at once
+    phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each phase
+    # Device events of a window, (serial, bytes): + born, - died. They begin with the tensors that exist before it.
+    events: list[tuple[int, int]] = field(default_factory=list)
+    # (phase, an operator's work) -> how often. Phases of a micro-batch: forward, backward, sum (the host sums its
+    # gradients) and travel (weights are copied for it). Phases of a window: step (all work on gradients before they are
+    # used) and update. The prefix EARLIER marks a micro-batch that is not its window's last.
+    work: Counter[tuple[str, Work]] = field(default_factory=Counter)
+    sent: Counter[tuple[str, Sent]] = field(default_factory=Counter)  # (phase, exchange between devices) -> bytes
+    pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
+    places: dict[str, Place] = field(default_factory=dict)
+    advice: str | None = None  # set if attention takes the math kernel
+    estimate: str | None = None  # why the trace is only an estimate
+    neediest: tuple[int, ...] = (0,)  # ranks worth tracing: no other needs more memory than the worst of these
+
+
+def trace(run: Run, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0) -> Trace:
+    """Trains one window and evaluates once, without memory.
+
+    Args:
+        run: resolved, with a number for batch_size.
+        on_card: trace as CUDA computes, even on a machine without CUDA.
+        depth: blocks of the model; None: as many as it has.
+        capability: of the card; None: see `card.kernels`.
+        rank: the rank to trace if the run has several devices.
+
+    Raises:
+        Exception: the model's code needs numbers; `untraceable` tells such an error from a fault of lowmem.
+    """
+    run = _here(run)
+    config = _of_depth(model.describe(run, plans=True).grown, depth)
+    with _quietly():  # a probe's step warns that it is not on a card
+        make, scratch = _optimizer(run, on_card)
+        instantiate(run.adapter)  # imports its library, which must not happen while tensors have no memory
+    run, shapes = run, Shapes(over_gloo=not on_card)
+    with (
+        _quietly(),
+        as_rank(run, rank) as ranks,
+        shapes,
+        tensors_count_as_real(),
+        boundaries_count_as_real() if with_positions(run.data.arguments) else nullcontext(),
+        patch.object(AtOnceLane, "copy", shapes.counting("travel", AtOnceLane.copy)),
+        as_card.kernels(on_card, capability) as attention,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        module = _module(run, config, make, ranks)
+        whole = {
+            "parameters": parameters(module.model),
+            "largest": max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
+        }
+        ranks.shard(module)
+        of_part = _of_part(module) if ranks.several else {}
+        before = 1 if ranks.several else 0
+        recorder = Recorder(Path(folder) / "memory.csv", before)
+        recorder.mark_blocks(module.model)
+        plugins = list(map(instantiate, run.trainer.plugins.every()))
+        steady = Steady(shapes, run, before)
+        trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
+        micro_batch = source_class(run.data.target).example(run.data.arguments, run.batch_size, run.seq_len)
+        several = (
+            run.windows.largest if run.any("overlaps_micro_batches") else 2 if ranks.several and run.accumulates else 1
+        )
+        shapes.micro_batches = several
+        trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
+        recorder.close()
+        of_part = of_part or _of_part(module)  # by now the precision has narrowed the weights
+    window = recorder.recordings[0]
+    return Trace(
+        **whole,
+        **of_part,
+        weights=recorder.weights,
+        waits_on_host=run.any("offloads"),
+        steps_on_host=trainer.precision_plugin.optimizer_side == "host",
+        unseen=round(scratch * of_part["largest_trained"]),
+        generated=run.technique("optim").generates_code,
+        paged=optimizer.paged if isinstance(optimizer := trainer.optimizers[0], StandIn) else 0,
+        held=recorder.held,
+        streamed=sum(home.flat.nbytes for home in module.weights.homes),
+        outside=sum(edge.weight.nbytes for edge in module.weights.edges),
+        head=sum(edge.weight.nbytes for edge in module.weights.edges if edge.head is not None),
+        leaves=max(point.bytes["gradients"] for point in window.points),
+        phases=_phases(recorder, on_card),
+        events=window.events,
+        work=shapes.work,
+        sent=shapes.sent,
+        pinned=window.pinned,
+        places=places(window.points, recorder.marks),
+        advice=attention and attention.advice,
+        estimate=EVENLY if shapes.spread else None,
+        neediest=ranks.neediest,
+    )
+
+
+def _here(run: Run) -> Run:
+    """Returns the run on the CPU, where tensors without memory lie, even if its precision was configured for a card."""
+    precision = {"precision": {"device": "cpu"}} if "device" in run.trainer.plugins.precision.arguments else {}
+    return run.knowing(device="cpu", trainer={"plugins": precision})
+
+
+def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
+    """Builds the run's own module of tensors without memory: there are no numbers to draw, and nothing to move."""
+    described = model.Described(run.model, config).at_random
+    where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft moves an adapter to its layer
+    with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
+        module = build.causal_lm(run, described, ranks=ranks)
+    module.update = module.update._replace(optimizer=make)
+    module.to = module.cpu = lambda *_, **__: module
+    return module
+
+
+def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows: int) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=ranks.lightning(),
+        max_steps=windows,
+        max_epochs=-1,
+        val_check_interval=windows,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        plugins=plugins,
+        callbacks=callbacks,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    trainer.strategy.world_size = 1  # else Lightning reduces a number over all ranks: should one stop?
+    return trainer
+
+
+def _of_part(module: CausalLM) -> dict:
+    """Returns the fields of a `Trace` that count this rank's shard of the model."""
+    own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
+    return {
+        "trained_parameters": sum(p.numel() for p in own),
+        "largest_trained": max(p.numel() for p in own),
+        "gradients": sum(p.nbytes for p in own),
+        "blocks": _blocks(module.model),
+    }
+
+
+def _blocks(model: nn.Module) -> tuple[int, int]:
+    """Returns (number of blocks, bytes of the largest)."""
+    sizes = [sum(part.nbytes for held in weights(block) for part in parts(held)) for block in stack_of(model)]
+    return len(sizes), max(sizes, default=0)
+
+
+def _phases(recorder: Recorder, on_card: bool) -> dict[str, Point]:
+    phases = {}
+    for recording in recorder.recordings:
+        phases |= highest_of_phases(recording.points, on_card)
+    return phases
+
+
+def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
+    if depth is not None:
+        config.num_hidden_layers = depth
+        if kinds := getattr(config, "layer_types", None):
+            period = model.period(kinds) or len(kinds)
+            config.layer_types = [kinds[i % period] for i in range(depth)]
+    return config
+
+
+def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
+    """Returns (an optimizer that steps without numbers, bytes of scratch per element in the real one's operators)."""
+    make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
+    if not run.any("steps_on_shapes"):
+        # A card's own kernels need no scratch. Generated ones do; it is assumed to be as large as on a CPU.
+        if compiled or run.masters or not on_card:
+            scratch = _once(unseen, run, make)
+        make = _once(stand_in, run, make, on_card or compiled, on_card)
+    return (as_card.foreach(make) if on_card else make), scratch
+
+
+_probed: dict[tuple, object] = {}  # for this process: (probe, optimizer, arguments) -> its result
+
+
+def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> object:
+    """Runs a probe of an optimizer once per process: it takes real steps, and its result is the same in every trace."""
+    key = (probe, str(run.optim.plain()), *more)
+    if key not in _probed:
+        _probed[key] = probe(make, *more)
+    return _probed[key]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Mutes logs and warnings: the real run prints its own, and the others come from tensors without numbers."""
+    logging.disable(logging.CRITICAL)  # torch logs a traceback for each question that a fake tensor cannot answer
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class Steady(Callback):
+    """Makes the traced window one of many: memory already holds what earlier windows and micro-batches leave behind.
+
+    It is the last callback. During the traced window it sets the phase of `shapes`, so only that window's work counts.
+
+    Args: before: windows that run before the traced one and leave their memory behind.
+    """
+
+    def __init__(self, shapes: Shapes, run: Run, before: int) -> None:
+        self.shapes, self.accumulates, self.early, self.before = shapes, run.accumulates, run.early, before
+        self.overlaps = run.any("overlaps_micro_batches")
+        self.counts = False  # whether this window's work counts
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        plugin = trainer.precision_plugin
+        self._count(plugin)
+        if self.before:
+            return
+        self._step_all(trainer.optimizers[0], plugin, module)
+        if self.accumulates or plugin.keeps_buffers:
+            self._make_gradients(module)
+        if not self.accumulates:
+            plugin.mark_used(self.early)  # by the step of the previous window
+
+    def _count(self, plugin: BasePrecision) -> None:
+        """Counts clip, step and update in phases of their own, even if they run inside backward."""
+        counting, clip = self.shapes.counting, plugin.clip
+
+        def clipped(*args) -> Tensor | None:
+            total = clip(*args)
+            self.shapes.phase = self.shapes.phase and "update"  # the update follows at once
+            return total
+
+        plugin.clip = clipped
+        plugin.use_up, plugin.update = counting("step", plugin.use_up), counting("update", plugin.update)
+        if plugin.optimizer_side == "host":
+            plugin.link.fetch = counting("sum", plugin.link.fetch)
+            plugin.link.update = counting("update", plugin.link.update)
+            plugin.link.at_home = counting("update", plugin.link.at_home)
+
+    def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
+        """Creates the optimizer state of every parameter, as after a first step. Two parameters of each kind are
+        stepped, and the others of the kind get a state like theirs."""
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        kinds: dict[tuple, list[Tensor]] = {}
+        for p in module.parameters():
+            stepped = plugin.master(p)
+            if id(stepped) not in groups:
+                continue
+            group = groups[id(stepped)]
+            kind = kinds.setdefault((id(group), stepped.shape, stepped.stride(), stepped.dtype), [])
+            kind.append(stepped)
+            if len(kind) > 2 and not any(True for _ in plugin.device_tensors()):
+                optimizer.state[stepped] = another(*(optimizer.state[one] for one in kind[:2]))
+                continue
+            held = stepped.data
+            if stepped is not p:  # a master may have no data between two steps
+                stepped.data = torch.empty_like(held)
+            stepped.grad = torch.empty_like(stepped)
+            (plugin.update if stepped is p else step_one)(optimizer, group, stepped)
+            stepped.grad = None
+            if stepped is not p:
+                stepped.data = held
+
+    def _make_gradients(self, module: LightningModule) -> None:
+        for _, p in trainable(module):
+            for _ in range(2 if self.accumulates else 1):  # the second micro-batch widens the sum of masters
+                p.backward(torch.empty(p.shape, dtype=p.dtype))  # on a leaf: sets its gradient and calls its hooks
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, window: Window, _: int) -> None:
+        self.counts = trainer.global_step == self.before
+        self._begin("forward", last=len(window.micro_batches) == 1)
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, _: Tensor) -> None:
+        self._begin("backward", module.last_micro_batch)
+
+    def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        self._begin("step" if module.last_micro_batch else "forward", last=True)
+
+    def _begin(self, phase: str, last: bool) -> None:
+        if self.counts:
+            self.shapes.phase = phase if last or self.overlaps else EARLIER + phase
+
+    def on_train_batch_end(self, *_) -> None:
+        self.shapes.phase = None
+
+
+def another(first: object, second: object) -> object:
+    """Returns a third parameter's state, built from those of two of its kind: what both share, the third shares too."""
+    if isinstance(second, Tensor):
+        return second if storage_key(second) == storage_key(first) else torch.empty_like(second)
+    if isinstance(second, dict):
+        return {key: another(first[key], value) for key, value in second.items()}
+    if isinstance(second, list | tuple):
+        return type(second)(map(another, first, second))
+    return second
+
+
+class Windows:
+    """Yields the same window forever."""
+
+    def __init__(self, micro_batches: list[MicroBatch]) -> None:
+        self.window = Window(micro_batches, tokens := sum(one.labels.numel() for one in micro_batches), tokens, START)
+
+    def __iter__(self) -> Iterator[Window]:
+        return repeat(self.window)
+
+
+class Evaluation:
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self.micro_batch = micro_batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        yield self.micro_batch

@@ -1,0 +1,205 @@
+"""Makes the page's charts as figures of plotly: each run has a colour, and bytes have one unit on the page.
+
+Labels are not drawn beside marks, since fifty would cover each other: a mark shows its run when it is touched.
+"""
+
+import html
+import textwrap
+from collections.abc import Iterator, Sequence
+
+import plotly.graph_objects as go
+
+from lowmem.report.colours import INK, OF_CATEGORY, OF_RUNS
+from lowmem.report.compare.figures import Curve, Figures
+from lowmem.system.units import CATEGORIES
+
+LINE = 30  # characters of a label where it is touched: a phone has room for these
+Unit = tuple[int, str, int]  # (bytes, name, digits)
+
+
+def paint(every: Sequence[Figures], front: Sequence[Figures]) -> None:
+    """Returns a colour for each run. Few runs have distinct colours; among many only the Pareto front stands out."""
+    for i, one in enumerate(sorted(every, key=lambda one: one not in front)):
+        one.colour = OF_RUNS[i % len(OF_RUNS)]
+        one.stands_out = i < len(OF_RUNS) and (len(every) <= len(OF_RUNS) or one in front)
+
+
+def pareto(every: Sequence[Figures], front: Sequence[Figures], unit: Unit) -> go.Figure:
+    size, name, digits = unit
+    runs = {i: one for i, one in enumerate(every) if one.device is not None and one.tokens_per_second is not None}
+    line = go.Scatter(
+        x=[one.tokens_per_second for one in front],
+        y=[one.device / size for one in front],
+        mode="lines",
+        line={"dash": "dot", "color": INK, "width": 1},
+        hoverinfo="skip",
+    )
+    x = [one.tokens_per_second for one in runs.values()]
+    dots = _dots(
+        runs, x, [one.device / size for one in runs.values()], f"%{{x:,.0f}} tokens/s<br>%{{y:,.{digits}f}} {name}"
+    )
+    dots.marker.symbol = ["star" if one in front else "circle" for one in runs.values()]
+    dots.marker.size = [15 if one in front else 9 for one in runs.values()]
+    axes = {"xaxis": {"title": "tokens/s", "rangemode": "tozero"}, "yaxis": {"rangemode": "tozero"}}
+    return _figure([line, dots] if runs else [], f"peak on the device, {name}", **axes)
+
+
+def loss(every: Sequence[Figures]) -> go.Figure:
+    traces, by_seconds = [], []
+    for i, one in _front_last(every):
+        for curve, mode, what in ((one.loss, "lines", "loss"), (one.evaluations, "markers", "validation loss")):
+            if curve[2]:
+                said = f"{what} %{{y:.4f}}<br>at %{{x:,.0f}} %{{xaxis.title.text}}"
+                traces.append(_curve(i, one, curve[0], curve[2], said, mode))
+                by_seconds.append(curve[1])
+    figure = _figure(traces, "loss, nats per token", xaxis={"title": "tokens"})
+    titles = ("tokens", "seconds")
+    choices = zip(titles, ([trace.x for trace in traces], by_seconds), strict=True)
+    return _with_choice(figure, {title: [{"x": x}, {"xaxis.title.text": title}] for title, x in choices})
+
+
+def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
+    """Draws the highest bytes of each step over the run: on the device, or of the process."""
+    size, name, digits = unit
+    traces, on_host = [], []
+    for i, one in _front_last(every):
+        if one.device_bytes[0] or one.host_bytes[0]:
+            said = f"step %{{x}}<br>%{{y:,.{digits}f}} {name}"
+            traces.append(_curve(i, one, one.device_bytes[0], _in(size, one.device_bytes), said, "lines"))
+            on_host.append((one.host_bytes[0], _in(size, one.host_bytes)))
+    axes = {"xaxis": {"title": "optimizer step"}, "yaxis": {"rangemode": "tozero"}}
+    figure = _figure(traces, name, **axes)
+    sides = {"device": [(trace.x, trace.y) for trace in traces], "host": on_host}
+    choices = {side: [{"x": [x for x, _ in xy], "y": [y for _, y in xy]}] for side, xy in sides.items()}
+    return _with_choice(figure, choices)
+
+
+def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
+    """Draws predicted over measured bytes: a row per phase, with a dot per run."""
+    size, name, digits = unit
+    phases = [*dict.fromkeys(phase for one in every for phase in one.planned)]
+    runs = {i: one for i, one in enumerate(every) if one.planned}
+    at, x, y, compared = [], [], [], []
+    for place, (i, one) in enumerate(runs.items()):
+        for phase, (predicted, measured) in one.planned.items():
+            at.append(i)
+            x.append(100 * (predicted / measured - 1))
+            y.append(phases.index(phase) + 0.6 * ((place + 0.5) / len(runs) - 0.5))
+            compared.append(f"predicted {predicted / size:,.{digits}f}, measured {measured / size:,.{digits}f} {name}")
+    dots = _dots(every, x, y, "%{x:+.2f} %<br>%{hovertext}", at)
+    dots.hovertext = compared
+    rows = {"tickvals": [*range(len(phases))], "ticktext": phases, "range": [len(phases) - 0.4, -0.6]}
+    return _figure(
+        [dots] if at else [],
+        "",
+        xaxis={"title": "% above (+) or below (-)", "rangemode": "tozero", "zeroline": True},
+        yaxis=rows,
+    )
+
+
+def inside(unit: Unit) -> go.Figure:
+    """Returns an empty chart of one step: the page fills in the chosen run."""
+    said = f"%{{text}}<br>%{{fullData.name}} %{{y:,.{unit[2]}f}} {unit[1]}<extra></extra>"
+    traces = [
+        go.Scatter(
+            name=category,
+            mode="lines",
+            stackgroup="all",
+            line={"width": 0, "color": OF_CATEGORY[category]},
+            fillcolor=OF_CATEGORY[category],
+            marker={"color": OF_CATEGORY[category]},
+            hovertemplate=said,
+        )
+        for category in CATEGORIES
+    ]
+    return _figure(traces, unit[1], barmode="stack", xaxis={"title": ""}, yaxis={"rangemode": "tozero"})
+
+
+# --- what they share ---------------------------------------------------------------------------------------------
+
+
+def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
+    """Returns a figure. Args: above: the title of the y-axis, written above the chart, where a phone has room."""
+    at = {"xref": "paper", "yref": "paper", "showarrow": False}
+    notes = [at | {"text": above, "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "yshift": 6}]
+    if not traces:
+        notes = [at | {"text": "nothing was measured", "x": 0.5, "y": 0.5}]
+    axis = {"automargin": True, "ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}  # two zeros in a corner
+    axis |= {"gridcolor": "rgba(128,138,150,0.22)", "zerolinecolor": "rgba(128,138,150,0.5)"}
+    for name in ("xaxis", "yaxis"):
+        layout[name] = axis | {"zeroline": False, "title": {"standoff": 6}} | layout.get(name, {})
+    return go.Figure(
+        list(traces),
+        go.Layout(
+            template="none",
+            paper_bgcolor="rgba(0,0,0,0)",
+            plot_bgcolor="rgba(0,0,0,0)",
+            font={"size": 12, "family": "system-ui, sans-serif"},
+            margin={"l": 8, "r": 8, "t": 34 if above else 8, "b": 8},
+            showlegend=False,
+            hovermode="closest",
+            hoverlabel={"align": "left", "font": {"size": 12}, "namelength": -1},
+            annotations=notes,
+            **layout,
+        ),
+    )
+
+
+def _dots(runs, x: Sequence[float], y: Sequence[float], said: str, at: Sequence[int] | None = None) -> go.Scatter:
+    """Returns one trace of dots. Its customdata holds each dot's run, by which the page finds it."""
+    at = list(runs) if at is None else at
+    return go.Scatter(
+        x=x,
+        y=y,
+        mode="markers",
+        customdata=at,
+        text=[_touched(runs[i]) for i in at],
+        marker={"color": [_colour(runs[i]) for i in at], "opacity": [_opacity(runs[i]) for i in at], "size": 8},
+        hovertemplate=f"%{{text}}<br>{said}<extra></extra>",
+    )
+
+
+def _curve(i: int, one: Figures, x: Sequence[float], y: Sequence[float], said: str, mode: str) -> go.Scatter:
+    """Returns the trace of a run. Its `meta` holds the run, by which the page finds it."""
+    return go.Scatter(
+        x=x,
+        y=y,
+        mode=mode,
+        meta={"run": i, "label": _touched(one)},
+        line={"width": 1.8 if one.stands_out else 1, "color": _colour(one)},
+        marker={"color": _colour(one), "size": 6},
+        opacity=_opacity(one),
+        hovertemplate=f"%{{meta.label}}<br>{said}<extra></extra>",
+    )
+
+
+def _with_choice(figure: go.Figure, choices: dict[str, list]) -> go.Figure:
+    """Adds buttons above the chart's right end, each with its changes."""
+    buttons = [{"label": label, "method": "update", "args": change} for label, change in choices.items()]
+    place = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom", "pad": {"b": 4, "r": 0}}
+    look = {"bgcolor": "rgba(128,138,150,0.12)", "bordercolor": "rgba(128,138,150,0.3)", "font": {"size": 11}}
+    return figure.update_layout(
+        updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons} | place | look]
+    )
+
+
+def _front_last(every: Sequence[Figures]) -> Iterator[tuple[int, Figures]]:
+    """Returns the runs with the Pareto front last, so that it is drawn on top."""
+    return iter(sorted(enumerate(every), key=lambda pair: pair[1].stands_out))
+
+
+def _colour(one: Figures) -> str:
+    return one.colour if one.stands_out else INK
+
+
+def _opacity(one: Figures) -> float:
+    return 1.0 if one.stands_out else 0.4
+
+
+def _touched(one: Figures) -> str:
+    """Returns a run's label in short lines; plotly reads some HTML."""
+    return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(one.label, LINE)) or "a run"
+
+
+def _in(size: int, curve: Curve) -> list[float]:
+    return [value / size for value in curve[1]]

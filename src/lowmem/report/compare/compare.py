@@ -1,0 +1,69 @@
+"""Implements compare.py."""
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowmem.config.typed_lines import as_mapping
+from lowmem.report import folders
+from lowmem.report.compare.page import page
+from lowmem.system.errors import Refused
+from lowmem.system.terminal import folded
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="compare.py", description="Runs side by side: a table, a csv and a page.")
+    parser.add_argument("folders", nargs="+", type=Path, help="of a run, or with runs below it")
+    parser.add_argument("--to", type=Path, help="where comparison.csv and .html go (the folder, if there is but one)")
+    options = parser.parse_args(arguments)
+    try:
+        compare(options.folders, options.to)
+    except Refused as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}. Type --to <a folder that can be written>.")
+
+
+def compare(given: Sequence[Path], to: Path | None = None) -> list[Path]:
+    """Prints the table of runs and writes the page and a csv file.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        Refused: a folder has no run.
+    """
+    runs = list({run.folder.resolve(): run for folder in given for run in folders.runs_below(folder)}.values())
+    names = _names([run.folder for run in runs])
+    print(folded("\n".join([folders.table(runs, names), *folders.reasons(runs, names)])))
+    to = to or (given[0] if len(given) == 1 else Path())
+    to.mkdir(parents=True, exist_ok=True)
+    table, html = to / "comparison.csv", to / "comparison.html"
+    with table.open("w", newline="", encoding="utf-8") as out:
+        _write(out, runs, names)
+    html.write_text(page(runs, names), encoding="utf-8")
+    print(f"\nwrote {table}\nwrote {html}")
+    return [table, html]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Returns names for the folders, relative to the folder that contains all."""
+    if len(paths) == 1:
+        return [paths[0].resolve().name]
+    whole = [folder.resolve() for folder in paths]
+    above = Path(os.path.commonpath(whole))
+    return [str(folder.relative_to(above)) for folder in whole]
+
+
+def _write(out, runs: Sequence[folders.RunFolder], names: Sequence[str]) -> None:
+    """Writes all overrides and unrounded figures; bytes are in GiB."""
+    keys = dict.fromkeys(key for run in runs for key in as_mapping(run.overrides))
+    writer = csv.writer(out)
+    writer.writerow(["run", *keys, *folders.FIGURES, "status", "reason"])
+    for run, name in zip(runs, names, strict=True):
+        typed = as_mapping(run.overrides)
+        figures = [folders.figure(run, column) for column in folders.FIGURES]
+        writer.writerow([name, *(typed.get(key, "") for key in keys), *figures, run.status, run.reason])

@@ -1,0 +1,133 @@
+"""Reads a run's figures and curves from its files; what a file lacks is missing here too."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowmem.report import folders
+from lowmem.report.folders import RunFolder
+from lowmem.report.summary import predicted_and_measured
+from lowmem.system.units import CATEGORIES, GIB
+
+POINTS = 500  # of a curve: about what a chart has columns
+
+Curve = list[list[float]]  # a list per column
+Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
+
+
+@dataclass
+class Figures:
+    """A run's figures. Curves are empty and figures None if nothing was measured."""
+
+    run: RunFolder
+    name: str
+    label: str
+    val_loss: float | None
+    bits_per_byte: float | None
+    tokens_per_second: float | None
+    device: float | None
+    host: float | None
+    peak: dict[str, int]  # by category
+    loss: Curve  # tokens, seconds, loss
+    evaluations: Curve  # the same
+    device_bytes: Curve  # step, bytes
+    host_bytes: Curve
+    planned: dict[str, tuple[int, int]]  # phase -> (predicted, measured) on the device
+    inside: Stack  # of one step, at every allocation
+    steps: Stack
+    phases: Stack
+    on: str  # which device
+    colour: str = ""  # on the page
+    stands_out: bool = False  # in that colour, where most are not
+
+
+def read(run: RunFolder, name: str, label: str) -> Figures:
+    metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
+    steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
+    figure = {column: folders.figure(run, column) for column in folders.FIGURES}
+    gib = (figure["device GiB"], figure["host GiB"])
+    device, host = (None if size is None else size * GIB for size in gib)
+    summary = run.summary or {}
+    return Figures(
+        *(run, name, label, figure["validation loss"], figure["bits per byte"], figure["tokens/s"], device, host),
+        peak=summary.get("peak_bytes_by_category") or {},
+        loss=_curve(metrics, ("tokens", "seconds", "train_loss")),
+        evaluations=_curve(metrics, ("tokens", "seconds", "val_loss")),
+        device_bytes=_highest(steps, ("allocated_peak_bytes", "live_peak_bytes")),
+        host_bytes=_highest(steps, ("rss_peak_bytes",)),
+        planned=_planned(summary),
+        inside=_inside(run.rows("memory_step.csv")),
+        steps=_thinned([*_stacked(steps, "step").items()]),
+        phases=[*_stacked(memory, "phase").items()],
+        on=summary.get("device") or "",
+    )
+
+
+def front(every: Sequence[Figures]) -> list[Figures]:
+    """Returns the Pareto front, the smallest first: no other run is at least as fast with no more memory."""
+    measured = [one for one in every if one.device is not None and one.tokens_per_second is not None]
+
+    def beaten(one: Figures) -> bool:
+        mine = (one.tokens_per_second, -one.device)
+        theirs = ((other.tokens_per_second, -other.device) for other in measured)
+        return any(t[0] >= mine[0] and t[1] >= mine[1] and t != mine for t in theirs)
+
+    return sorted((one for one in measured if not beaten(one)), key=lambda one: (one.device, one.tokens_per_second))
+
+
+def _planned(summary: dict) -> dict[str, tuple[int, int]]:
+    try:
+        return {phase: sides["device"] for phase, sides in predicted_and_measured(summary).items() if "device" in sides}
+    except (KeyError, TypeError, AttributeError):  # of an earlier version
+        return {}
+
+
+def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
+    """Returns a curve of the rows that have all of the columns, always with the last one."""
+    whole = [[_number(row.get(column)) for column in columns] for row in rows]
+    whole = [row for row in whole if None not in row]
+    whole = whole[:: -math.ceil(len(whole) / POINTS)][::-1] if whole else []
+    return [list(column) for column in zip(*whole, strict=True)] or [[] for _ in columns]
+
+
+def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
+    """Returns (steps, bytes) of the first column that was measured."""
+    for column in columns:
+        by_step: dict[float, float] = {}
+        for row in rows:
+            step, size = _number(row.get("step")), _number(row.get(column))
+            if step is not None and size is not None:
+                by_step[step] = max(by_step.get(step, 0), size)
+        if by_step:
+            return _curve([{"x": str(x), "y": str(y)} for x, y in by_step.items()], ("x", "y"))
+    return [[], []]
+
+
+def _stacked(rows: Sequence[dict[str, str]], by: str) -> dict[str, list[float]]:
+    """Returns categories over the phases, from the last sample of each, or over the steps, from the highest phase."""
+    largest: dict[str, list[float]] = {}
+    for row in rows:
+        sizes = [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]
+        at = row.get(by)
+        if at and None not in sizes and (by == "phase" or sum(sizes) > sum(largest.get(at, [0]))):
+            largest[at] = sizes
+    return largest
+
+
+def _inside(rows: Sequence[dict[str, str]]) -> Stack:
+    every = [(row.get("phase", ""), [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]) for row in rows]
+    return _thinned([(phase, sizes) for phase, sizes in every if None not in sizes])
+
+
+def _thinned(stack: Stack) -> Stack:
+    """Returns the highest point of each stretch, so that no peak is lost."""
+    stretch = max(1, math.ceil(len(stack) / POINTS))
+    return [max(stack[i : i + stretch], key=lambda row: sum(row[1])) for i in range(0, len(stack), stretch)]
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,177 @@
+"""Reads the folders of earlier runs and sweeps, finished, failed or still running.
+
+The process that starts a sweep's jobs reads them too, so this module imports nothing heavy.
+"""
+
+import csv
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from lowmem.config.typed_lines import as_mapping, unquoted
+from lowmem.report.summary import highest
+from lowmem.system.errors import Refused
+from lowmem.system.units import GIB
+
+FAILED = "failed.txt"  # in a run's folder: why
+WIDTH = 80  # characters of a row
+LINE = 240  # characters of a reason on the terminal
+QUIET = 600  # seconds without a word after which a run without a summary is taken for dead
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder. Args: summary: the content of summary.json; None if it is missing or cannot be read."""
+
+    folder: Path
+    overrides: list[str]
+    summary: dict | None
+    status: str  # done, interrupted, failed, running or broken
+    reason: str = ""  # of all but done
+
+    def rows(self, file: str) -> list[dict[str, str]]:
+        """Returns the rows of metrics.csv or memory.csv, without a last line that was cut short."""
+        path = self.folder / file
+        if not path.is_file():
+            return []
+        with path.open(newline="", encoding="utf-8", errors="replace") as lines:
+            return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
+
+
+def load(folder: Path) -> RunFolder:
+    """Reads a folder in any state."""
+    overrides, file = typed_in(folder), folder / "summary.json"
+    if (folder / FAILED).is_file():
+        return RunFolder(
+            folder, overrides, None, "failed", (folder / FAILED).read_text(errors="replace", encoding="utf-8").strip()
+        )
+    if file.is_file():
+        try:
+            summary = json.loads(file.read_text(encoding="utf-8"))
+            done = not summary["interrupted"]
+            overrides = [str(line) for line in summary["overrides"]]
+        except (ValueError, KeyError, TypeError) as error:
+            return RunFolder(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
+        by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem knew Ctrl-C alone
+        return RunFolder(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
+    last = max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
+    if time.time() - last < QUIET:
+        return RunFolder(folder, overrides, None, "running", "no summary yet")
+    return RunFolder(folder, overrides, None, "broken", "it ended without a summary")
+
+
+def runs_below(folder: Path) -> list[RunFolder]:
+    """Returns the run of `folder`, or the runs below it in the order of their numbers.
+
+    Raises:
+        Refused: there are none.
+    """
+    if not folder.exists():
+        raise Refused(f"{folder}: there is no such folder. Runs are under outputs/ and multirun/.")
+    if not folder.is_dir():
+        raise Refused(f"{folder}: this is a file. Give the folder of a run, or one with runs in it.")
+    if _is_run(folder):
+        return [load(folder)]
+    below = sorted((path.parent for path in folder.rglob(".hydra") if path.is_dir()), key=_order)
+    below += sorted({path.parent for path in folder.rglob("summary.json")} - set(below), key=_order)
+    runs = [load(path) for path in below if _is_run(path)]
+    if not runs:
+        raise Refused(f"{folder}: no run of train.py is here or below. One has a summary.json or a folder .hydra.")
+    return runs
+
+
+def differing(runs: Sequence[RunFolder]) -> list[str]:
+    """Returns the keys whose values differ between the runs, in the order in which they were typed."""
+    every = [as_mapping(run.overrides) for run in runs]
+    keys = dict.fromkeys(key for one in every for key in one)
+    return [key for key in keys if len({one.get(key) for one in every}) > 1]
+
+
+# column -> how it is read from a summary, and written
+FIGURES = {
+    "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
+    "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
+    "tokens/s": (lambda s: s["tokens_per_second"], "{:,.0f}"),
+    "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
+    "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
+}
+
+
+def figure(run: RunFolder, column: str) -> float | None:
+    """Returns a figure of a run's summary; None if it was not measured."""
+    try:
+        return FIGURES[column][0](run.summary)
+    except (KeyError, TypeError):
+        return None
+
+
+def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
+    """Returns a table with a row per run: its differing overrides beside its figures, or below them if too wide."""
+    keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
+    rows = [[name, *_figures(run), run.status] for name, run in zip(names, runs, strict=True)]
+    beside = [[row[0], *(one.get(key, "-") for key in keys), *row[1:]] for row, one in zip(rows, typed, strict=True)]
+    lines = _aligned([["run", *keys, *FIGURES, "status"], *beside])
+    if max(map(len, lines)) <= WIDTH:
+        return "\n".join(lines)
+    head, units, *lines = _aligned([["run", *FIGURES, "status"], *rows])
+    below = (" ".join(f"{key}={one[key]}" for key in keys if key in one) for one in typed)
+    return "\n".join([head, units, *(f"{line}\n  {rest}".rstrip() for line, rest in zip(lines, below, strict=True))])
+
+
+def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
+    """Returns why runs are not done: a line per reason, with the runs that share it."""
+    shared: dict[str, list[str]] = {}
+    for run, name in zip(runs, names, strict=True):
+        if run.reason:
+            shared.setdefault(f"{run.status}: {line(run.reason)}", []).append(name)
+    return [f"{', '.join(alike)} {reason}" for reason, alike in shared.items()]
+
+
+def _figures(run: RunFolder) -> list[str]:
+    values = {column: figure(run, column) for column in FIGURES}
+    return ["-" if value is None else FIGURES[column][1].format(value) for column, value in values.items()]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligns columns. The first row's words are wider than the figures below, so they take two lines."""
+    heads = [cell.rpartition(" ") for cell in rows[0]]
+    rows = [[above for above, _, _ in heads], [word for _, _, word in heads], *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _is_run(folder: Path) -> bool:
+    hydra = folder / ".hydra" / "hydra.yaml"
+    if hydra.is_file():
+        job = {line.strip() for line in hydra.read_text(errors="replace", encoding="utf-8").splitlines()}
+        return "name: train" in job  # plan.py's folders have one too
+    return (folder / "summary.json").is_file()
+
+
+def typed_in(folder: Path) -> list[str]:
+    """Returns the overrides of this folder's command; none if they are not known."""
+    try:
+        return [
+            unquoted(str(line))
+            for line in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+        ]
+    except (OSError, yaml.YAMLError, TypeError):
+        return []
+
+
+def _order(folder: Path) -> tuple:
+    return folder.parent, int(folder.name) if folder.name.isdigit() else 0, folder.name
+
+
+def line(text: str) -> str:
+    """Returns the essential line of an error: the first of a sentence, the last of a traceback."""
+    lines = text.splitlines() or [""]
+    return lines[-1 if lines[0].startswith("Traceback") else 0][:LINE]
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

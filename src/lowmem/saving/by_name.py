@@ -1,0 +1,226 @@
+"""Converts between shards and the full tensors of a checkpoint, by parameter name.
+
+A checkpoint is the same for every strategy and number of processes. A process has a shard of each parameter, and the
+same shard of its optimizer state, as plain tensors (`local` of `techniques/strategy/contract.py`). When saving, each
+shard gets its place in the full tensor; when loading, each process reads its shard of a full tensor from a file or a
+folder. Nothing is sent, and there is no second model while one is read.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lowmem.model.trainable import checkpoint_state
+from lowmem.saving import checkpoint_folder
+from lowmem.system.errors import Refused
+from lowmem.techniques.arithmetic.fp32_halves import joined
+from lowmem.techniques.optim.build import parameter_groups
+from lowmem.techniques.strategy.contract import OneDevice
+
+log = logging.getLogger(__name__)
+
+WEIGHTS, STATE = "weights/", "optimizer/"
+
+
+def stepped(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
+    """Returns (name, parameter) in the order in which the optimizer numbers its state."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [(names[id(p)], p) for group in parameter_groups(module.model) for p in group["params"]]
+
+
+def held(tensor: Tensor, ranks: OneDevice) -> Tensor:
+    """Returns this process's shard of a parameter or of a buffer, in the same memory."""
+    if isinstance(tensor, DTensor):
+        return tensor.detach().to_local()
+    return (ranks.local(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
+
+
+# --- saved -----------------------------------------------------------------------------------------------------------
+
+
+def divided(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor], dict]:
+    """Splits a checkpoint, on all processes. Returns: its tensors, as `checkpoint_folder.save` takes them, and the
+    rest."""
+    tied, numbered, (optimizer,) = _tied(module), stepped(module), checkpoint["optimizer_states"]
+    tensors = dict(_weights(checkpoint["state_dict"], module, tied))
+    plain: dict[str, dict] = {}
+    for (name, p), state in ((numbered[number], state) for number, state in optimizer["state"].items()):
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{STATE}{name}/{key}"] = module.ranks.saved(p, value) if value.dim() else value
+            else:
+                plain.setdefault(name, {})[key] = value
+    everyone = {name: state for some in module.ranks.all_gather(plain) for name, state in some.items()}
+    content = checkpoint | {"state_dict": {}, "tied": tied}
+    return tensors, content | {"optimizer_states": [optimizer | {"state": everyone}]}
+
+
+def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: dict) -> Iterator[tuple[str, Tensor]]:
+    parameters = dict(module.named_parameters())
+    for name, tensor in state_dict.items():
+        if tensor.is_meta:  # another process has it
+            continue
+        if name in parameters:
+            p = parameters[name]
+            yield WEIGHTS + name, module.ranks.saved(p, held(p, module.ranks))
+        elif name not in tied:  # a buffer
+            yield WEIGHTS + name, tensor
+
+
+def _tied(module: LightningModule) -> dict[str, str]:
+    """Returns each further name of a tied parameter -> its first name."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if name != first[id(p)]}
+
+
+# --- read ------------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path) -> dict:
+    """Returns the checkpoint that `divided` got. Its tensors have no memory and are read when a shard needs them:
+    `state_dict` is a `checkpoint_folder.Stored`, and so is `stored` beside the optimizer's state."""
+    content, stored = checkpoint_folder.load(folder)
+    for name, first in content["tied"].items():
+        if WEIGHTS + first not in stored.tensors:  # frozen
+            continue
+        stored.tensors[WEIGHTS + name] = stored.tensors[WEIGHTS + first]
+        own = f"{STATE}{first}/"
+        of_first = [key.removeprefix(own) for key in stored.tensors if key.startswith(own)]
+        stored.tensors |= {f"{STATE}{name}/{key}": stored.tensors[own + key] for key in of_first}
+    (optimizer,) = content["optimizer_states"]
+    optimizer = optimizer | {"stored": stored.under(STATE)}
+    return content | {"state_dict": stored.under(WEIGHTS), "optimizer_states": [optimizer]}
+
+
+@torch.no_grad()
+def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
+    """Loads weights into this process's shards, one by one. Args: rests: the lower halves of split weights."""
+    parameters, tied = dict(module.named_parameters()), _tied(module)
+    for name, tensor in checkpoint_state(module).items():
+        if name not in tied and not tensor.is_meta:
+            p, rest = parameters.get(name, tensor), rests.get(name)
+            part = held(p, module.ranks)
+            _fill(part, p, name, state_dict, module.ranks, lambda full, rest=rest: _in_full(full, rest))
+
+
+def _in_full(upper: Tensor, rest: Tensor | None) -> Tensor:
+    return upper if rest is None else joined(upper, rest)
+
+
+def _fill(
+    part: Tensor,
+    p: Tensor,
+    name: str,
+    whole: Mapping[str, Tensor],
+    ranks: OneDevice,
+    in_full: Callable[[Tensor], Tensor] = lambda full: full,
+) -> None:
+    """Copies this process's shard of a saved tensor, which has the layout of the parameter `p`, into `part`."""
+    if not isinstance(whole, checkpoint_folder.Stored):
+        part.copy_(ranks.part(p, in_full(whole[name])))
+        return
+    placed = ranks.saved(p, part)
+    whole.read(name, placed)
+    read = placed.to_local() if isinstance(placed, DTensor) else ranks.part(p, placed)
+    if read.data_ptr() != part.data_ptr():  # it could not be placed where it lies
+        part.copy_(read)
+
+
+class Later(Mapping[str, object]):
+    """The optimizer's state of one parameter. Each tensor is read when it is accessed."""
+
+    def __init__(self, made: dict[str, Callable[[], object]]) -> None:
+        self.made = made
+
+    def __getitem__(self, key: str) -> object:
+        return self.made[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.made)
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+
+def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
+    """Returns the argument of the optimizer's `load_state_dict`: this process's shard of the saved state."""
+    (theirs,) = checkpoint["optimizer_states"]
+    names = checkpoint["lowmem"].get("stepped")  # None: older than this, and of one device
+    ours = stepped(module)
+    if "stored" not in theirs and not module.ranks.divides and names in (None, [name for name, _ in ours]):
+        return theirs
+    if "stored" not in theirs and names is None:
+        raise Refused(
+            "resume=: this checkpoint is older than strategies that divide a model, and does not name the state it "
+            "holds. Go on from it with strategy=auto until there is a newer one."
+        )
+    by_name = _in_folder(theirs) if "stored" in theirs else _in_file(theirs, names, checkpoint["state_dict"])
+    here = ((number, name, p) for number, (name, p) in enumerate(ours) if not p.is_meta)
+    state = {number: Later(by_name(name, p, module.ranks)) for number, name, p in here}
+    if hasattr(optimizer, "get_config"):  # bitsandbytes restores nothing but dicts
+        state = {number: dict(one) for number, one in state.items()}
+    groups = {group["role"]: group for group in theirs["param_groups"]}
+    own = optimizer.state_dict()["param_groups"]
+    _choose(checkpoint["lr_schedulers"], list(groups), [group["role"] for group in own])
+    return {
+        "state": {number: one for number, one in state.items() if one},
+        "param_groups": [groups[group["role"]] | {"params": group["params"]} for group in own],
+    }
+
+
+Made = Callable[[str, nn.Parameter, OneDevice], dict[str, Callable[[], object]]]
+
+
+def _in_folder(theirs: dict) -> Made:
+    stored, keys = theirs["stored"], {}
+    for name, _, key in (full.rpartition("/") for full in stored):
+        keys.setdefault(name, []).append(key)
+
+    def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
+        like = stored[full]
+        laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # scales of blocks, means of rows are not
+        whole = not (ranks.divides and like.dim() and laid_out_alike)
+        part = torch.empty_like(like, device="cpu") if whole else torch.empty_like(held(p, ranks), dtype=like.dtype)
+        _fill(part, p, full, stored, OneDevice() if whole else ranks)
+        return part
+
+    def made(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
+        plain = {key: partial(_itself, value) for key, value in theirs["state"].get(name, {}).items()}
+        return plain | {key: partial(read, f"{name}/{key}", p, ranks) for key in keys.get(name, ())}
+
+    return made
+
+
+def _in_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> Made:
+    first: dict[int, str] = {weights[name].data_ptr(): name for name in names}  # a tied weight has one memory
+    state = {name: theirs["state"].get(number, {}) for number, name in enumerate(names)}
+
+    def made(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
+        of = state[name if name in state else first[weights[name].data_ptr()]]
+        of_its_shape = {key for key, value in of.items() if isinstance(value, Tensor) and value.dim()}
+        return {
+            key: partial(ranks.part, p, value) if key in of_its_shape else partial(_itself, value)
+            for key, value in of.items()
+        }
+
+    return made
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+def _choose(schedules: list[dict], there: list[str], here: list[str]) -> None:
+    """Keeps, of a schedule's values per parameter group, those of the groups that this process has."""
+    for schedule in schedules if there != here else ():
+        for key, value in schedule.items():
+            if isinstance(value, list) and len(value) == len(there):
+                schedule[key] = [value[there.index(role)] for role in here]

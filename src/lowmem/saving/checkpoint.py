@@ -1,0 +1,406 @@
+"""Writes checkpoints atomically and always between windows, and verifies them before they are used.
+
+A checkpoint is a file, or a folder if several processes shard the model (`checkpoint_folder.py`); any number of
+processes can read either. A checkpoint under its final name was complete when it was written. Later damage shows in the
+CRC-32 that torch writes for every tensor into the zip archive, and never checks itself.
+"""
+
+import hashlib
+import logging
+import math
+import re
+import time
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.config.check import no_such_run
+from lowmem.config.typed_lines import in_shell
+from lowmem.data.loader import Position, WindowLoader
+from lowmem.model.trainable import checkpoint_state
+from lowmem.saving import by_name, checkpoint_folder
+from lowmem.system.atomic_files import atomic_write, delete, draft_of, put_back
+from lowmem.system.errors import NotFinite, Refused
+from lowmem.system.fail_together import fail_together
+from lowmem.system.process import page_out
+from lowmem.system.units import steps_or_seconds
+from lowmem.techniques.arithmetic.gradients import finite
+from lowmem.techniques.strategy.contract import OneDevice
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d+)\.ckpt")
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes a checkpoint atomically. Lightning's own class builds the file in memory first and does not sync it.
+
+    Args: module: whose checkpoints these are; None: there is one process.
+    """
+
+    def __init__(self, module: LightningModule | None = None) -> None:
+        self.module = module
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        """Writes it; all processes call this. Raises: OSError: on all of them, if one cannot write."""
+        ranks = self.module.ranks if self.module else OneDevice()
+        if ranks.divides:
+            checkpoint_folder.save(Path(path), *by_name.divided(checkpoint, self.module), ranks)
+            return
+        with fail_together(ranks):
+            if ranks.rank == 0:
+                with atomic_write(Path(path)) as draft, draft.open("wb") as stream:
+                    torch.save(checkpoint, stream)
+
+    def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
+        if Path(path).is_dir():
+            return by_name.load(Path(path))
+        # mmap: tensors are read when they are copied into the model, never all at once beside it.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+    def remove_checkpoint(self, path) -> None:
+        """Renames it before deleting it: a process that is killed meanwhile leaves a draft, and no broken
+        checkpoint."""
+        if Path(path).exists():
+            delete(Path(path).rename(draft_of(Path(path))))
+
+
+class Checkpoints(Callback):
+    """Saves every so many optimizer steps or minutes, and at the end, and deletes old checkpoints.
+
+    Args:
+        every: `save_every`: optimizer steps, or minutes as in 30min.
+        keep: last: the newest two, in case one is damaged; best: the one with the lowest validation loss, saved after
+            its evaluation, and the newest; or the number of the newest.
+        metered: the meter's context around a save.
+        paused: the clock's context around a save, which is not part of a step.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int | str,
+        keep: int | str = "last",
+        metered: Callable[[Trainer], AbstractContextManager] = lambda _: nullcontext(),
+        paused: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self.folder, self.keep, self.metered, self.paused = folder, keep, metered, paused
+        self.steps, self.seconds = steps_or_seconds(every)
+        self.best_step, self.best_loss = -1, math.inf
+        self.saved_step = -1
+        self.failures = 0  # in a row
+        self.ended_by: str | None = None  # why training ended without its last checkpoint
+        self._since = 0.0  # when the last one was saved or tried
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._since = time.monotonic()
+        drafts = self.folder.glob(".step-*.ckpt.writing")  # of a life of this run that was killed in a save
+        for draft in drafts if module.ranks.rank == 0 else ():
+            delete(draft)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
+        due = outputs["stepped"] and (trainer.global_step % self.steps == 0 or self._late(module.ranks))
+        if due or trainer.should_stop:  # at the end, and after a signal, before the last evaluation
+            self.save(trainer)
+
+    def _late(self, ranks: OneDevice) -> bool:
+        """Returns whether a save is due by the clock of rank 0; the clocks of other ranks differ."""
+        return self.seconds < math.inf and ranks.broadcast(time.monotonic() - self._since >= self.seconds)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        training = (
+            trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        )  # not evaluate=, which saves nothing
+        if self.keep != "best" or not training or module.val_loss is None or module.val_loss >= self.best_loss:
+            return
+        before = self.best_step, self.best_loss
+        self.best_step, self.best_loss = trainer.global_step, module.val_loss
+        self.save(trainer)
+        if self.failures:  # the best that there is stays it
+            self.best_step, self.best_loss = before
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.saved_step != trainer.global_step:  # something else ended training, or it could not be written
+            self.save(trainer, last=True)
+
+    def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
+        for held in (checkpoint["state_dict"], checkpoint.get("rests", {})):
+            page_out(one for one in held.values() if not one.is_meta)  # the model has its copies by now
+        self.saved_step = checkpoint["global_step"]
+
+    def state_dict(self) -> dict:
+        return {"best_step": self.best_step, "best_loss": self.best_loss}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        if self._path(state_dict["best_step"]).exists():  # a resume may go on in another folder
+            self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
+
+    def save(self, trainer: Trainer, last: bool = False) -> None:
+        """Saves. The first checkpoint that cannot be written is logged; the second one in a row ends training.
+
+        Args: last: training has ended, and there is no further try.
+
+        Raises:
+            NotFinite: a weight is inf or nan.
+        """
+        if self.ended_by:
+            return
+        trainer.precision_plugin.arrived()
+        ranks = trainer.lightning_module.ranks
+        if ranks.any(not _all_finite(trainer)):
+            raise NotFinite(f"A weight is no longer finite at step {trainer.global_step}; nothing was saved.")
+        self._since = time.monotonic()
+        try:
+            with self.paused(), self.metered(trainer):
+                trainer.save_checkpoint(self._path(trainer.global_step))
+        except OSError as error:
+            return self._could_not(trainer, error, last)
+        self.saved_step, self.failures = trainer.global_step, 0
+        if ranks.rank == 0:
+            self._prune()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.ckpt"
+
+    def _could_not(self, trainer: Trainer, error: OSError, last: bool) -> None:
+        self.failures += 1
+        failed = f"{self._path(trainer.global_step)} cannot be written: {error.strerror}."
+        if last:
+            self.ended_by = failed
+        elif trainer.should_stop:
+            log.warning(f"{failed} It is tried once more after the last evaluation. Make room until then.")
+        elif self.failures > 1:
+            self.ended_by = f"{failed} Nor could the one before it be, so training ended at step {trainer.global_step}."
+            trainer.should_stop = True
+        else:
+            log.warning(f"{failed} Training goes on, and ends if the next one cannot be written either. Make room.")
+
+    def _prune(self) -> None:
+        newest = {"last": 2, "best": 1}.get(self.keep, self.keep)
+        # Later ones than this are another life's, which went on from an older one than its newest.
+        until_now = [path for path in complete(self.folder) if _step(path) <= self.saved_step]
+        for old in until_now[:-newest]:
+            if self.keep != "best" or _step(old) != self.best_step:
+                AtomicCheckpointIO().remove_checkpoint(old)
+
+
+def _all_finite(trainer: Trainer) -> bool:
+    """Returns whether all numbers of this process's weights are finite."""
+    stored, local = trainer.precision_plugin.stored, trainer.lightning_module.ranks.local
+    held = (stored(local(p)) for p in trainer.lightning_module.parameters())
+    return all(finite(part) for part in held if not part.is_meta)
+
+
+def going_on(folder: Path) -> str:
+    """Returns the words to type to go on from the last checkpoint of a folder; empty if it has none."""
+    found = complete(folder)
+    if not found:
+        return "There is no checkpoint to go on from."
+    return f"{in_shell('resume', found[-1])} goes on from the last checkpoint."
+
+
+def complete(folder: Path) -> list[Path]:
+    """Returns the checkpoints of a folder that were not cut short, oldest first."""
+    return [path for path in _named(folder) if _has_its_end(path)]
+
+
+def _has_its_end(path: Path) -> bool:
+    if path.is_dir():
+        return checkpoint_folder.has_its_end(path)
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of what stands there it can make no sense
+        return False
+
+
+def _named(folder: Path) -> list[Path]:
+    for old in folder.glob(".step-*.ckpt.old"):  # of one who was killed while he replaced it
+        with suppress(OSError):  # another one's folder
+            put_back(folder / old.stem.removeprefix("."))
+    return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(_NAME.fullmatch(path.name)[1])
+
+
+def intact(path: Path) -> bool:
+    """Returns whether all content of the file or folder is as it was written.
+
+    A CRC-32 finds any flipped bit and any changed run of up to four bytes, and of every other damage, such as a page
+    of zeros, all but one in 4 billion. It reads 1 GB in 0.3 s, where a cryptographic digest takes a second.
+    """
+    if path.is_dir():
+        return checkpoint_folder.intact(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except PermissionError:
+        raise
+    except Exception:  # zipfile has half a dozen names for tables that make no sense
+        return False
+
+
+def newest(folder: Path) -> Path | None:
+    """Returns the newest intact checkpoint of the run's folder, from which `resume=auto` goes on, or None."""
+    for path in reversed(_named(folder / "checkpoints")):
+        if intact(path):
+            return path
+        log.warning(f"{path} is damaged, and passed over.")
+    log.info(f"resume=auto: {folder} has no checkpoint to go on from; the run starts.")
+    return None
+
+
+def find(named: str, key: str = "resume") -> Path:
+    """Returns the checkpoint that was typed for `key=`, or the newest one of a typed run folder.
+
+    Raises:
+        Refused: there is none, or it is cut short or damaged.
+    """
+    path, asked = Path(named).expanduser(), f"{key}={named}"
+    if path.is_dir() and not _is_one(path):
+        whole = complete(path / "checkpoints") or complete(path)
+        if not whole:
+            raise Refused(f"{asked}: this folder has no complete checkpoint. {_instead(key)}")
+        path = whole[-1]
+    if not path.exists():
+        raise no_such_run(key, named)
+    if not _has_its_end(path):
+        missing = "one of its files is missing or cut short" if path.is_dir() else "its end is missing"
+        raise Refused(f"{asked}: this checkpoint is incomplete; {missing}. {_instead(key, path)}")
+    if not intact(path):
+        raise Refused(f"{asked}: {path.name} is damaged: it is not what was written. {_instead(key, path)}")
+    return path
+
+
+def _is_one(folder: Path) -> bool:
+    """Returns whether a folder is a checkpoint, and no run folder."""
+    return (folder / checkpoint_folder.INDEX).exists() or _NAME.fullmatch(folder.name) is not None
+
+
+def _instead(key: str, broken: Path | None = None) -> str:
+    """Returns the words to type instead of a checkpoint that cannot be used."""
+    others = [path for path in complete(broken.parent) if path != broken] if broken else []
+    if good := next(filter(intact, reversed(others)), None):
+        return f"Type {in_shell(key, good)}."
+    return "Start without resume=." if key == "resume" else "Give another one."
+
+
+class Saved:
+    """The content of a checkpoint, read from the mapped file or the folder's index before the model is built.
+
+    Args:
+        key: the setting that named it, for messages.
+
+    Raises:
+        Refused: the file is no checkpoint, or of another model, optimizer, tokenizer or order of the data.
+    """
+
+    def __init__(self, path: Path, key: str = "resume") -> None:
+        self.path, self.key, self.asked = path, key, f"{key}={path}"
+        self.run = path.absolute().parents[1]  # its folder, where it lies as a run leaves it
+        try:
+            content = AtomicCheckpointIO().load_checkpoint(path)
+            ours = content["lowmem"]
+            self.steps, self.progress = content["global_step"], content["loops"]["fit_loop"]
+            self.position, self.order = Position(**ours["position"]), ours["order"]
+            self.optimizer = ours["optimizer"]
+            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # of before there were any: None
+            self.template = ours.get("template")  # of conversations; None: it was trained on none
+            self.base = ours.get("base")  # digest of what is not in it; None: nothing
+            self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
+        except Exception as error:  # torch names a dozen ways in which a file can be another file
+            raise Refused(f"{self.asked}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
+
+    def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Checks that the weights are those of this model, and that it was trained with this tokenizer."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_state(module).items()}
+        for name in [*shapes, *self.shapes]:
+            if self.shapes.get(name) != shapes.get(name):
+                raise Refused(
+                    f"{self.asked}: {name} is {self.shapes.get(name, 'missing')} there and "
+                    f"{shapes.get(name, 'missing')} in {self._trains(module)}. Type the model= and "
+                    f"model.architecture{', adapter= and freeze=' * self._partial(module)} of that run."
+                )
+        if self.base != module.identity.get("base"):
+            raise Refused(
+                f"{self.asked}: what that run did not train is not in its checkpoint, and the weights that this one "
+                "would put in its place are others. Type the model=, precision= and, of a random start, seed= of that "
+                "run."
+            )
+        if self.tokenizer not in (None, fingerprint(tokenizer)):
+            raise Refused(
+                f"{self.asked}: its tokens are not those that this data= and model= make. Type those of that run, or "
+                f"give its exported model, which has its tokenizer: {in_shell('evaluate', self.run / 'model')}."
+            )
+
+        template = module.identity.get("template")
+        if None not in (self.template, template) and self.template != template:
+            raise Refused(
+                f"{self.asked}: another chat template made its tokens of conversations, so these say something else. "
+                "Type the data.template= of that run."
+            )
+
+    def _partial(self, module: LightningModule) -> bool:
+        return not (self.base is None and module.strict_loading)
+
+    def _trains(self, module: LightningModule) -> str:
+        return "what this run trains" if self._partial(module) else "this model"
+
+    def check_training(self, module: LightningModule, train: WindowLoader) -> None:
+        """Checks that optimizer and data are the same, so that training goes on where it stopped."""
+        if self.order != (order := _as_told(self.order, train.order)):
+            differ, keys = _differences(self.order, order)
+            raise Refused(
+                f"{self.asked}: that run read its data in another order, so its place cannot be found: {differ}. "
+                f"Type the {keys} of that run."
+            )
+        if self.optimizer != module.update.optimizer.name:
+            raise Refused(
+                f"{self.asked}: {module.update.optimizer.name} cannot read the state of {self.optimizer}. Type the "
+                "optim= of that run, or start from its exported model: model=hf model.name=<run folder>/model."
+            )
+
+
+# What an order depends on, by the key that is typed for it; everything else is data=.
+_TYPED = {
+    "seq_len": "seq_len",
+    "seed": "seed",
+    "packing": "data.packing",
+    "too_long": "data.too_long",
+    "together": "batch_size",  # on all devices
+    "block": "data.block",
+    "val_rows": "data.val_rows",
+}
+
+
+def _as_told(there: object, here: object) -> object:
+    """Returns `here` without digests of texts, which older checkpoints lack."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return {key: _as_told(there.get(key), one) for key, one in here.items() if key in there or key != "text"}
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        return [_as_told(*both) for both in zip(there, here, strict=True)]
+    return here
+
+
+def _differences(there: dict, here: dict) -> tuple[str, str]:
+    """Returns the differences of two orders of data, as a sentence and as keys to type."""
+    there, here = ({"packing": "joined"} | order for order in (there, here))
+    shared = [key for key in _TYPED if key in there and key in here and there[key] != here[key]]
+    differ = [f"{_TYPED[key]} is {there[key]} there and {here[key]} here" for key in shared]
+    keys = [f"{_TYPED[key]}=" for key in shared]
+    if not keys or any(there.get(key) != here.get(key) for key in {"text", "documents"} & there.keys() & here.keys()):
+        differ, keys = [*differ, "the text is another"], [*keys, "data="]
+    return ", ".join(differ), " and ".join(keys)
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns a digest that is the same for tokenizers with the same ids for the same tokens."""
+    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

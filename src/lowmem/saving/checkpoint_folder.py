@@ -1,0 +1,256 @@
+"""Writes and reads a checkpoint as a folder: each process writes its shards of the model, and reads the ones it needs.
+
+torch's distributed checkpoint plans which process writes which piece of a tensor, and from which pieces a reader with
+other shards takes them. This module does the input and output, and no process holds more than its own shards:
+
+    part-00000.bin ...   numbers as they lie in memory, one file per process; a reader maps it and copies what it needs
+    index.pt             everything else, and each piece's place in its tensor, its file and its CRC-32
+
+torch's own storage holds a copy of everything it writes until the file is closed, reads full pieces, unpickles its
+index with any code in it, and has no digests. Source: torch.distributed.checkpoint's `StorageWriter` and planners.
+"""
+
+import os
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Self
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lowmem.system.atomic_files import atomic_write, draft_of, naming_file
+from lowmem.system.fail_together import Ranks, fail_together
+from lowmem.system.process import page_out
+
+INDEX = "index.pt"
+ALIGNED = 64  # bytes: at such a place numbers of any dtype may begin
+AT_ONCE = 1 << 22  # bytes that are read for a digest
+
+
+class Piece(NamedTuple):
+    """The place of a tensor's piece in a file."""
+
+    file: str
+    start: int  # bytes
+    bytes: int
+    crc: int
+
+
+# --- written ---------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks) -> None:
+    """Writes a checkpoint atomically; all processes call this. When it returns, `path` is complete and synced.
+
+    Args:
+        tensors: by name: DTensors, of which each process writes its shard, once if several have the same one; and plain
+            tensors, which are the same everywhere.
+        content: tensors and plain values besides; rank 0's is written.
+
+    Raises:
+        OSError: on every process, if one cannot write. The draft is deleted, and `path` is unchanged.
+    """
+    with fail_together(ranks), ExitStack() as stack:
+        with fail_together(ranks):
+            draft = stack.enter_context(atomic_write(path)) if ranks.rank == 0 else draft_of(path)
+            if ranks.rank == 0:
+                draft.mkdir()
+        with fail_together(ranks), _one_error(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process that is alone
+            planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.save(dict(tensors), storage_writer=_Writer(draft, ranks.rank, content), planner=planner)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Raises one of the errors of all processes, which torch collects in an error that is no `Exception`."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
+class _Writer(dcp.StorageWriter):
+    """Writes a process's file. Args: rank: of this process; content: of the index, besides the places of tensors."""
+
+    def __init__(self, folder: Path, rank: int, content: dict) -> None:
+        self.folder, self.rank, self.content = folder, rank, content
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return False  # it is told its folder when it is made
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Does nothing: a writer is made for each checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: object, **__: object) -> None:
+        """Does nothing: the folder exists."""
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        return plans
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        name, results = f"part-{self.rank:05d}.bin", []
+        with (self.folder / name).open("wb") as stream:
+            for item in plan.items:
+                piece = _written(planner.resolve_data(item), name, stream)
+                results.append(WriteResult(item.index, piece.bytes, piece))
+            stream.flush()
+            os.fsync(stream.fileno())
+        done = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index; rank 0 calls this once all have written."""
+        pieces = {result.index: tuple(result.storage_data) for some in results for result in some}
+        tensors = {name: _entry(name, tensor, pieces) for name, tensor in metadata.state_dict_metadata.items()}
+        index = self.folder / INDEX
+        with (
+            naming_file(index),
+            index.open("wb") as stream,
+        ):  # torch's error has no number when it comes to other processes
+            torch.save({"content": self.content, "tensors": tensors}, stream)
+
+
+def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
+    """Writes a tensor and returns its place. One tensor is on the host at a time."""
+    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    stream.write(bytes(-stream.tell() % ALIGNED))
+    start = stream.tell()
+    stream.write(numbers)
+    return Piece(name, start, numbers.nbytes, zlib.crc32(numbers))
+
+
+def _entry(name: str, tensor: TensorStorageMetadata, pieces: dict[MetadataIndex, tuple]) -> dict:
+    """Returns a tensor's entry of the index, whose pieces are (place in the tensor, shape, `Piece`)."""
+    shapes = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks)
+    held = [(offsets, sizes, pieces[MetadataIndex(name, torch.Size(offsets))]) for offsets, sizes in shapes]
+    return {"shape": tuple(tensor.size), "dtype": tensor.properties.dtype, "pieces": held}
+
+
+# --- read ------------------------------------------------------------------------------------------------------------
+
+
+class Stored(Mapping[str, Tensor]):
+    """The tensors of a folder by name, with shape and dtype but without memory. `read` copies from them."""
+
+    def __init__(self, folder: Path, tensors: dict[str, dict], prefix: str = "") -> None:
+        self.folder, self.tensors, self.prefix = folder, tensors, prefix
+        self._mapped: dict[str, Tensor] = {}
+
+    def under(self, prefix: str) -> Self:
+        """Returns the tensors whose names begin with a prefix, by the rest of their names."""
+        own = {name: one for name, one in self.tensors.items() if name.startswith(f"{self.prefix}{prefix}")}
+        return type(self)(self.folder, own, f"{self.prefix}{prefix}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        one = self.tensors[self.prefix + name]
+        return torch.empty(one["shape"], dtype=one["dtype"], device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self.prefix) for name in self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fills a tensor from the files. Nothing is sent, and only the bytes that `into` needs are read.
+
+        Args:
+            into: has the full shape: a DTensor, whose local shard is filled, or a plain tensor.
+        """
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({name: into}, Metadata({name: self._metadata(name)}), is_coordinator=True)
+        for item in planner.finish_plan(planner.create_local_plan()).items:
+            if 0 in item.lengths:  # of a file without a number there is nothing to map
+                continue
+            piece, mapped = self._piece(name, item.storage_index.offset)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                piece = piece.narrow(dim, start, length)
+            planner.resolve_tensor(item).detach().copy_(piece)
+            page_out([mapped])
+
+    def _metadata(self, name: str) -> TensorStorageMetadata:
+        one = self.tensors[self.prefix + name]
+        places = (map(torch.Size, place[:2]) for place in one["pieces"])
+        chunks = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in places]
+        return TensorStorageMetadata(TensorProperties(one["dtype"]), torch.Size(one["shape"]), chunks)
+
+    def _piece(self, name: str, offsets: torch.Size) -> tuple[Tensor, Tensor]:
+        """Returns the piece that begins there, and its full file, both as mapped memory."""
+        one = self.tensors[self.prefix + name]
+        sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in one["pieces"] if at == tuple(offsets))
+        if piece.file not in self._mapped:
+            path = self.folder / piece.file
+            self._mapped[piece.file] = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
+        mapped = self._mapped[piece.file]
+        return mapped[piece.start : piece.start + piece.bytes].view(one["dtype"]).view(sizes), mapped
+
+
+def load(folder: Path) -> tuple[dict, Stored]:
+    """Returns the content that `save` got, and the tensors."""
+    index = torch.load(folder / INDEX, map_location="cpu", weights_only=True, mmap=True)
+    return index["content"], Stored(folder, index["tensors"])
+
+
+def has_its_end(folder: Path) -> bool:
+    """Returns whether every file has its full length; no number is read for it."""
+    try:
+        if not zipfile.is_zipfile(folder / INDEX):
+            return False
+        return all((folder / file).stat().st_size >= end for file, end in _ends(load(folder)[1]).items())
+    except PermissionError:
+        raise
+    except Exception:  # an index that makes no sense does so in a dozen ways
+        return False
+
+
+def _ends(stored: Stored) -> dict[str, int]:
+    ends: dict[str, int] = {}
+    for piece in _pieces(stored):
+        ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.bytes)
+    return ends
+
+
+def _pieces(stored: Stored) -> Iterator[Piece]:
+    return (Piece(*piece) for one in stored.tensors.values() for *_, piece in one["pieces"])
+
+
+def intact(folder: Path) -> bool:
+    """Returns whether all content is as it was written, by CRC-32, as in a file of torch's."""
+    try:
+        with zipfile.ZipFile(folder / INDEX) as archive:
+            if archive.testzip() is not None:
+                return False
+        return all(_is_what_was_written(folder / piece.file, piece) for piece in _pieces(load(folder)[1]))
+    except PermissionError:
+        raise
+    except Exception:
+        return False
+
+
+def _is_what_was_written(file: Path, piece: Piece) -> bool:
+    crc, left = 0, piece.bytes
+    with file.open("rb") as stream:
+        stream.seek(piece.start)
+        while left and (numbers := stream.read(min(left, AT_ONCE))):
+            crc, left = zlib.crc32(numbers, crc), left - len(numbers)
+    return left == 0 and crc == piece.crc

@@ -1,0 +1,157 @@
+"""Writes a trained model as a folder in Hugging Face's format, file by file: there is never a second model in memory.
+
+transformers writes it, from tensors that are made when their file is written. Each knows its shape and dtype before. If
+transformers computes with one, as with the experts of a mixture, which files hold separately, it is made at once. So
+the peak over the model is one file, and for a mixture its experts.
+
+If the model is sharded, the first process writes, and gathers one weight after the other from the others (`Weights`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem.model.stable_embedding import folded
+from lowmem.model.trainable import full_shape
+from lowmem.system.atomic_files import atomic_write
+from lowmem.system.fail_together import fail_together
+from lowmem.system.torch_private import tree_map_only
+from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
+
+CARD = "README.md"  # what the hub shows of a model
+SHARD = "2GB"  # or one tensor, where that is larger
+_SAYS = {  # what is asked of a tensor that need not be there
+    *(Tensor.device.__get__, Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement),
+    *(Tensor.element_size, Tensor.untyped_storage, Tensor.is_floating_point),
+}
+
+
+class Later(Tensor):
+    """A tensor that is made when somebody computes with it."""
+
+    made: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, made: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype) -> "Later":
+        later = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        later.made = made
+        return later
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func in _SAYS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        args, kwargs = tree_map_only(cls, lambda later: later.made(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Weights:
+    """Reads a model's weights at full precision. If the model is sharded, the first process gathers full weights into
+    host memory, and the others answer it within `fail_together`.
+
+    Args:
+        part: returns this process's shard of a parameter at full precision; anything, if it has none of it.
+        ranks: the strategy that shards the model.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        part: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
+        ranks: OneDevice = ONE_DEVICE,
+    ) -> None:
+        self.part, self.ranks = part, ranks
+        network.state_dict()  # what an engine has put together for a forward pass, it takes apart for this
+        self._named = dict(network.named_parameters())
+        self._names = {p: name for name, p in self._named.items()}
+        self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # of parameters that replace some of the model's
+
+    def whole(self, p: nn.Parameter) -> Tensor:
+        """Returns a full weight; the first process calls this. A parameter that is not the model's was made here, and
+        is complete."""
+        if p not in self._names:
+            return self.computed[p]() if p in self.computed else p.data
+        return self._gathered(self._said(self._names[p]))
+
+    def dtype_of(self, p: nn.Parameter) -> torch.dtype:
+        return self.part(p).dtype if p in self._names else p.dtype
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Yields whether this process writes, in the body of the `with`. The others answer until it has finished, or
+        has failed, and then fail with the same error."""
+        with fail_together(self.ranks):
+            if self.ranks.rank == 0:
+                try:
+                    yield True
+                finally:
+                    self._said(None)
+            else:
+                while (name := self._said(None)) is not None:
+                    self._gathered(name)
+                yield False
+
+    def _said(self, name: str | None) -> str | None:
+        """Returns the next parameter's name; the first process sends it, which may take a while."""
+        with self.ranks.leave_after_rank_0("write the model"):
+            pass
+        return self.ranks.broadcast(name)
+
+    def _gathered(self, name: str) -> Tensor | None:
+        p = self._named[name]
+        return self.ranks.whole(p, self.part(p))
+
+
+class ModelFolder(NamedTuple):
+    """A folder to write, with its content besides the weights."""
+
+    path: Path
+    tokenizer: PreTrainedTokenizerBase
+    dtype: str | None = None  # of the written weights, such as bfloat16; None: as they are
+    card: str = ""  # README.md
+
+    @contextmanager
+    def draft(self) -> Iterator[Path]:
+        """Yields a folder for the weights; it is renamed to `path` once everything is in it."""
+        with atomic_write(self.path) as draft:
+            draft.mkdir(exist_ok=True)
+            yield draft
+            self.tokenizer.save_pretrained(draft)
+            (draft / CARD).write_text(self.card, encoding="utf-8")
+
+
+def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | None = None) -> None:
+    """Writes weights (safetensors), configuration and tokenizer, atomically.
+
+    Args: weights: the model's own reader; None: its parameters are at full precision.
+    """
+    weights, dtype = weights or Weights(network), folder.dtype
+    with folder.draft() as draft, folded(network, weights.whole):
+        held = network.state_dict() | _laters(network, dtype, weights)
+        network.save_pretrained(draft, state_dict=_once(network, held), max_shard_size=SHARD)
+        # transformers says the dtype of the parameters as they are
+        network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
+        network.config.save_pretrained(draft)
+
+
+def _laters(network: nn.Module, dtype: str | None, weights: Weights) -> dict[str, Later]:
+    """Maps each name of every parameter to a tensor that is read when its shard is written."""
+
+    def later(p: nn.Parameter) -> Later:
+        kind = getattr(torch, dtype) if dtype else weights.dtype_of(p)
+        return Later.of(lambda: weights.whole(p).to("cpu", kind), full_shape(p), kind)
+
+    return {name: later(p) for name, p in network.named_parameters(remove_duplicate=False)}
+
+
+def _once(network: PreTrainedModel, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors without the names that loading ties to another one: transformers would compare them."""
+    named = dict(network.named_parameters(remove_duplicate=False))
+    tied = network.all_tied_weights_keys.items()
+    again = {name for name, first in tied if name in named and named[name] is named.get(first)}
+    return {name: tensor for name, tensor in held.items() if name not in again}

@@ -1,0 +1,190 @@
+"""Writes model/ of a run with an adapter: the adapter alone, or with merge=true a plain model with it inside.
+
+peft reads an adapter folder: adapter_model.safetensors, and adapter_config.json, which names the base. A base in 4 bits
+differs from the published one, and the adapter has learnt to correct the difference. So the adapter is merged into the
+4-bit weights, layer by layer, in fp32, and rounded once.
+"""
+
+import json
+import logging
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lowmem.config.typed_lines import CONF
+from lowmem.model.trainable import Packed, full_shape, trainable
+from lowmem.saving import export as plain
+from lowmem.saving.export import ModelFolder, Weights
+from lowmem.techniques.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
+
+log = logging.getLogger(__name__)
+
+
+def export(
+    network: PreTrainedModel, folder: ModelFolder, merged: bool, base: str | None, weights: Weights | None = None
+) -> None:
+    """Writes the adapter alone or the model with it inside, atomically. A merged network is a plain model afterwards.
+
+    Args:
+        folder: without a dtype, a merged model is written in fp32, the adapter's dtype: rounded to a base's 16 bits it
+            would compute something else than was trained.
+        base: the published model or the folder that the network was loaded from; None: it started at random.
+        weights: the model's own reader; None: its parameters are at full precision.
+    """
+    weights = weights or Weights(network)
+    if not is_adapted(network):
+        if merged:
+            log.info("merge=true: no adapter is here, so there is nothing to merge: this is the model itself.")
+        plain.export(network, folder, weights)
+        return
+    if merged or base is None:
+        if not merged:
+            log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
+        if weights.ranks.divides:
+            _merge_later(network, weights)
+            plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)
+            return
+        for _, p in trainable(network):
+            p.data = weights.whole(p)
+        merge(network, getattr(torch, folder.dtype or "float32"))
+        plain.export(network, folder._replace(dtype=None))
+    else:
+        with folder.draft() as draft:
+            _write(network, draft, folder.dtype, base, weights)
+
+
+def is_adapted(network: nn.Module) -> bool:
+    return hasattr(network, "peft_config")
+
+
+# --- merged ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Merges the adapter in place, layer by layer, in fp32; no 4-bit weight stays. Args: dtype: of the new
+    parameters."""
+    for name in _names(network):
+        network.set_submodule(name, _merged(network.get_submodule(name), dtype))
+    for p in network.parameters():
+        p.data = p.data.to(dtype)
+    del network.peft_config
+
+
+def _names(network: nn.Module) -> list[str]:
+    """Returns the names of the layers that are replaced."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
+
+    names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
+    return [name for name in names if not name.endswith(".base_layer")]  # which goes with the layer around it
+
+
+def _merged(part: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
+    held = part if _in_4_bits(part) else part.get_base_layer()
+    layer = held.linear(torch.float32) if _in_4_bits(held) else held
+    layer.weight.data = layer.weight.data.float()
+    if part is not held:
+        part.base_layer = layer
+        part.merge()
+    layer.weight.data = layer.weight.data.to(dtype)
+    return held.as_found(layer) if _in_4_bits(held) else layer
+
+
+@torch.no_grad()
+def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
+    """Replaces the layers of a sharded model by plain ones, whose weights are gathered and merged when they are
+    read."""
+
+    def gathered(part: nn.Module) -> Tensor:
+        held = {id(p): nn.Parameter(weights.whole(p).clone(), False) for p in part.parameters()}
+        return _merged(deepcopy(part, held).cpu(), torch.float32).weight.data  # where what is gathered is
+
+    for name in _names(network):
+        part = network.get_submodule(name)
+        layer = _without_numbers(part)
+        weights.computed[layer.weight] = partial(gathered, part)
+        network.set_submodule(name, layer)
+    del network.peft_config
+
+
+def _without_numbers(part: nn.Module) -> nn.Linear | Conv1D:
+    """Returns the plain layer that replaces one, with its bias, and with a weight that has no memory yet."""
+    held = part if _in_4_bits(part) else part.get_base_layer()
+    if _in_4_bits(held):
+        with torch.device("meta"):
+            layer = held.as_found(nn.Linear(held.in_features, held.out_features, bias=False))
+        layer.bias = held.bias
+        return layer
+    layer = deepcopy(held, {id(p): p for p in part.parameters()})
+    layer.weight = nn.Parameter(torch.empty(full_shape(held.weight), device="meta"), False)
+    return layer
+
+
+def _in_4_bits(part: nn.Module) -> bool:
+    from lowmem.techniques.adapter.nf4 import NF4Linear  # so do its operators
+
+    return isinstance(part, NF4Linear)
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
+
+
+def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
+    from peft import get_peft_model_state_dict
+
+    state = network.state_dict() | {name: weights.whole(p) for name, p in trainable(network)}
+    # "auto" would ask the hub for the base's configuration
+    held = get_peft_model_state_dict(network, state, save_embedding_layers=False)
+    kind = {"dtype": getattr(torch, dtype)} if dtype else {}
+    tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
+    dtypes = {str(part.dtype).removeprefix("torch.") for part in network.modules() if _in_4_bits(part)}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
+    (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _said(network: PreTrainedModel, base: str) -> dict:
+    """Returns peft's configuration with sorted sets: unsorted, the same adapter would have other bytes each time."""
+    (config,) = network.peft_config.values()
+    said = config.to_dict() | {
+        "base_model_name_or_path": str(Path(base).expanduser().absolute())
+        if Path(base).expanduser().is_dir()
+        else base,
+        "inference_mode": True,
+        "task_type": "CAUSAL_LM",
+        "fan_in_fan_out": _has_conv1d(network),
+    }
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in said.items()}
+
+
+def _has_conv1d(network: PreTrainedModel) -> bool:
+    """Returns whether the base's matrices are transposed, as GPT-2's."""
+    return any(isinstance(part, Conv1D) or (isinstance(part, Packed) and part.transposed) for part in network.modules())
+
+
+# --- opened again ----------------------------------------------------------------------------------------------------
+
+
+def holds_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def base_of(folder: Path) -> str | None:
+    """Returns the model that an adapter belongs to, if its folder names it."""
+    return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+
+
+def adapter_config_of(folder: Path) -> dict:
+    """Returns the settings of `adapter=` with which a run goes on training the adapter of a folder."""
+    kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("use_dora") else "lora.LoRA"
+    kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
+    nodes = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((CONF / "adapter").glob("*.yaml")))
+    return next(node for node in nodes if node["_target_"] == f"lowmem.techniques.adapter.{kind}") | {
+        "path": str(folder)
+    }

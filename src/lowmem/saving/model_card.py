@@ -1,0 +1,100 @@
+"""Writes README.md of model/: what the model is, its data and recipe, and its measurements.
+
+It is a function of summary.json alone. It names the device and nothing else of the machine; a path becomes its last
+name.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+
+import yaml
+
+from lowmem.config.typed_lines import EITHER, FOLDERS, key
+from lowmem.report.summary import predicted_and_measured
+from lowmem.system.units import GIB
+
+NOT_SHOWN = (*FOLDERS, "output_dir", "resume", "evaluate", "export", "push", "hydra.")
+PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")  # of a machine; a hub id begins with a name
+
+
+def card(summary: Mapping) -> str:
+    """Returns the front matter that the hub reads, and Markdown after it."""
+    head = {"base_model": summary["base_model"], "library_name": "peft" if summary["adapter_alone"] else "transformers"}
+    head |= {"pipeline_tag": "text-generation", "tags": ["lowmem", *_tags(summary)]}
+    known = {name: value for name, value in head.items() if value is not None}
+    parts = [f"---\n{yaml.safe_dump(known, sort_keys=False)}---", *_said(summary)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _tags(summary: Mapping) -> list[str]:
+    """Returns the tags, without those of choices that do nothing."""
+    return [summary["recipe"]["adapter"]] if "adapter" in summary["recipe"] else []
+
+
+def _said(summary: Mapping) -> Iterator[str]:
+    base, data = summary["base_model"], ", ".join(summary["data"]) or "a data set of its own"
+    start = f"[{base}](https://huggingface.co/{base})" if base else "a random start"
+    if summary["pretrained"] and not base:
+        start = "a model in a local folder"
+    yield f"# {(base or summary['architecture']).rpartition('/')[2]}, trained on {data}"
+    yield f"Trained from {start} on {data} with lowmem."
+    yield "## Measured"
+    yield _table(("set", "loss (nats per token)", "perplexity", "bits per byte"), _evaluated(summary))
+    yield _table(("", ""), _figures(summary))
+    yield "## How"
+    typed = command(summary["overrides"])
+    if "<" in typed:
+        yield "Put files and folders of your own in the place of what stands in <>."
+    yield f"```\n{typed}\n```"
+    if summary["recipe"]:
+        yield _table(("group", "choice"), summary["recipe"].items())
+    yield "## With"
+    yield ", ".join(f"{name} {version}" for name, version in summary["versions"].items()) + f"; on {summary['device']}."
+
+
+def _evaluated(summary: Mapping) -> Iterator[tuple[str, ...]]:
+    for one in summary["validation"]:
+        yield one["name"] or "validation", *(_number(one[of]) for of in ("loss", "perplexity", "bits_per_byte"))
+
+
+def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
+    yield "optimizer steps", f"{summary['steps']:,}"
+    yield "tokens", f"{summary['tokens']:,}"
+    yield "parameters", f"{summary['parameters']:,}, of which {summary['trained_parameters']:,} were trained"
+    yield "training loss", _number(summary["train_loss"])
+    yield from ((name, _number(value)) for name, value in summary["metric"].items())
+    for side, name in (("device", "peak memory of the device"), ("host_rss", "peak memory of the host")):
+        if size := summary["peak_bytes"][side]:
+            yield name, f"{size / GIB:.3f} GiB"
+    pairs = [sides["device"] for sides in predicted_and_measured(summary).values() if "device" in sides]
+    if pairs:
+        yield "predicted for the device", f"{max(predicted for predicted, _ in pairs) / GIB:.3f} GiB"
+    yield "tokens per second", _number(summary["tokens_per_second"])
+
+
+def command(overrides: list[str]) -> str:
+    """Returns the command to type for such a run, without local folders. A file or folder becomes its name in <>, to be
+    replaced by whoever copies the command."""
+    typed = set(map(key, overrides))
+    implied = {f"{one}=null" for pair in EITHER if typed >= {*pair} for one in pair}  # by typing the other one
+    lines = [line for line in overrides if not key(line).startswith(NOT_SHOWN) and line not in implied]
+    return shlex.join(["python", "train.py", *(without_place(line, "data=hub" in lines) for line in lines)])
+
+
+def without_place(line: str, data_of_hub: bool) -> str:
+    """Returns a line without local folders; a hub id stays."""
+    name, equals, value = line.partition("=")
+    if key(line) in ("data.path", "data.val_path") and not value.startswith("{") and not data_of_hub:
+        return f"{name}{equals}<{PurePath(value).name}>"
+    return name + equals + PLACE.sub(lambda place: f"<{PurePath(place[0]).name}>", value)
+
+
+def _table(head: tuple[str, ...], rows: object) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.4g}"

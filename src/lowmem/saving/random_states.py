@@ -1,0 +1,47 @@
+"""Saves and restores the random states of dropout, so that a resumed run draws what the unbroken one would have drawn.
+
+With another number of processes, or other shards, the old states do not fit. Then each process seeds anew with the
+seed, the step and the index of its data. Dropout's masks differ from the unbroken run's then; everything else is the
+same to the bit.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lowmem.techniques.strategy.contract import OneDevice
+
+log = logging.getLogger(__name__)
+
+
+def capture(ranks: OneDevice, device: torch.device) -> dict:
+    """Returns the states of all processes with their roles, the same on every process, for a checkpoint."""
+    own = {"cpu": torch.get_rng_state(), "data_rank": ranks.data_rank}
+    if device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(device)
+    return {"random_states": ranks.all_gather(own), "strategy": type(ranks).__name__}
+
+
+def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
+    """Restores the states. Args: saved: the result of `capture`, with other keys; window: the number of windows
+    done."""
+    every = saved["random_states"]
+    every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # of before there were several
+    if not _same(every, saved.get("strategy"), ranks):
+        log.info(f"resume=: dropout is drawn anew: that run had {len(every)} processes of {saved.get('strategy')}.")
+        if not ranks.several:  # several have seeded themselves, each its own
+            torch.manual_seed(torch.initial_seed() + window)
+        return
+    own: dict[str, Tensor] = every[ranks.rank]
+    torch.set_rng_state(own["cpu"])
+    if device.type == "cuda" and "cuda" in own:
+        torch.cuda.set_rng_state(own["cuda"], device)
+
+
+def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
+    """Returns whether each process has a saved state of the same data and the same shard of the model. The strategy
+    names the shard, unless processes differ by their data alone."""
+    here, there = ranks.all_gather(ranks.data_rank), [one["data_rank"] for one in every]
+    return there == here and (strategy == type(ranks).__name__ or len({*here}) == len(here))

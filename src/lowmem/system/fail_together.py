@@ -1,0 +1,56 @@
+"""Lets all processes fail at the same place when one of them does, so that the others do not wait for it for ever."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from lowmem.system.errors import NotFinite, Refused
+
+KINDS = {kind.__name__: kind for kind in (Refused, NotFinite)}
+
+
+class Ranks(Protocol):
+    """The methods of a strategy (`techniques/strategy/contract.py`) that are called here."""
+
+    def all_gather(self, said: object) -> list: ...
+
+    def leave_after_rank_0(self, what: str) -> AbstractContextManager: ...
+
+
+@contextmanager
+def fail_together(ranks: Ranks) -> Iterator[None]:
+    """Wraps work that every process does, or rank 0 for all of them, however long it takes. At the end each rank tells
+    the others how it went.
+
+    Raises:
+        RankLost: of rank 0, which was stopped meanwhile, or is gone.
+        Exception: the process's own; where its own work went well, that of the first rank that failed: an OSError with
+            its number and file, a sentence for the user, or a RuntimeError that names the rank.
+    """
+    failure = None
+    with ranks.leave_after_rank_0("do its part"):
+        try:
+            yield
+        except Exception as error:
+            failure = error
+    said = ranks.all_gather(_packed(failure))
+    if failure is not None:
+        raise failure
+    for rank, one in enumerate(said):
+        if one is not None:
+            raise _unpacked(rank, *one)
+
+
+def _packed(failure: Exception | None) -> tuple[str, tuple] | None:
+    """Returns the name of its class and arguments that every rank can rebuild it from; None where nothing failed."""
+    if failure is None:
+        return None
+    if isinstance(failure, OSError):
+        return "OSError", (failure.errno, failure.strerror, failure.filename and str(failure.filename))
+    return type(failure).__name__, (str(failure),)
+
+
+def _unpacked(rank: int, kind: str, what: tuple) -> Exception:
+    if kind == "OSError":
+        return OSError(*what)
+    return KINDS[kind](*what) if kind in KINDS else RuntimeError(f"Rank {rank}: {kind}: {what[0]}")

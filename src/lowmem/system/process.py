@@ -1,0 +1,95 @@
+"""Asks the operating system about this process: resident memory now and at its peak, and free memory of the machine."""
+
+import ctypes
+import functools
+import mmap
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+from torch import Tensor
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CPUINFO = Path("/proc/cpuinfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_KIB = 1024
+
+
+@functools.cache
+def _this() -> psutil.Process:
+    return psutil.Process()
+
+
+def rss_bytes() -> int:
+    return _this().memory_info().rss
+
+
+def peak_rss_bytes() -> int:
+    """Returns the peak resident size since the last `reset_peak_rss`, or of the process where it cannot be reset."""
+    try:
+        line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * _KIB
+    except (OSError, StopIteration):
+        unit = 1 if sys.platform == "darwin" else _KIB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_rss() -> None:
+    """Starts a new peak (Linux; a no-op elsewhere). Only the memory meter may call this."""
+    try:
+        _CLEAR_REFS.write_text("5", encoding="utf-8")
+    except OSError:
+        return
+
+
+def trim() -> None:
+    """Returns freed heap memory to the system (glibc; a no-op elsewhere), so that the next allocations show."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
+_MADV_PAGEOUT = 21  # Linux 5.4; what has been written to is kept, so a wrong address costs time and nothing else
+
+
+def page_out(tensors: Iterable[Tensor]) -> None:
+    """Drops the pages of a mapped file whose tensors have been copied: they would count as resident until the map is
+    closed (Linux; a no-op elsewhere)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    for first, size in storages.items():
+        last = first + size
+        start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start:
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_PAGEOUT)
+
+
+def seconds_since_start() -> float:
+    """Returns the seconds since the operating system started this process, imports included."""
+    return time.time() - _this().create_time()
+
+
+def processor() -> str:
+    """Returns the processor's model, as far as the system knows it."""
+    lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def available_bytes() -> int:
+    """Returns the free memory of the machine, or of the container if that is less."""
+    free = psutil.virtual_memory().available
+    limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return None

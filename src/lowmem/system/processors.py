@@ -1,0 +1,16 @@
+"""Counts the processors that this process may compute with."""
+
+import os
+from pathlib import Path
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable() -> int:
+    """Returns the processors of the container, which are often fewer than those that torch counts."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text(encoding="utf-8").split()
+        return min(own, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return own

@@ -1,0 +1,210 @@
+"""Reads from the environment which rank this process is, as torchrun's protocol describes it.
+
+Ranks are started by lowmem's own command (`lowmem.command.launch`), which reads their reports, or by torchrun. There
+they agree through torchrun's store on one output folder, and on the rank that prints an error that all have. This
+module imports torch only if there is a store to ask.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from lowmem.system.errors import Refused
+
+OF_RUN = "LOWMEM_RANK_OF"  # environment variable: the folder that lowmem's own command has claimed for its ranks
+REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor at which it listens
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: where ranks meet
+LOG = "output.log"  # in a rank's folder, or in a job's: what it printed
+MOST = 4000  # characters of a report: a pipe holds it until the rank has ended
+ORPHANED = 30.0  # seconds for a checkpoint, when who has started the ranks is gone
+LOOK = 0.1  # seconds between two looks into the store: a signal comes in between
+
+
+def is_rank() -> bool:
+    """Returns whether this process was started as a rank, even as the only one."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not _no_numbers()
+
+
+def _no_numbers() -> list[str]:
+    return [key for key in NUMBERS if not os.environ.get(key, "0").isdecimal()]
+
+
+def number() -> int:
+    return int(os.environ["RANK"]) if is_rank() else 0
+
+
+def size() -> int:
+    return int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+
+
+def on_this_machine() -> int:
+    """Returns how many ranks run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size())) if is_rank() else 1
+
+
+def of_run() -> Path | None:
+    """Returns the run's folder if lowmem's own command has started this rank; else None."""
+    return Path(os.environ[OF_RUN]) if OF_RUN in os.environ else None
+
+
+def folder(run: Path, rank: int) -> Path:
+    """Returns the folder for a rank's own files; the first rank's is the run's folder."""
+    return run / f"rank-{rank}" if rank else run
+
+
+def check(devices: int) -> None:
+    """Raises Refused if the number of started processes is not devices=, or not known."""
+    if wrong := _no_numbers():
+        raise Refused(
+            f"{wrong[0]}={os.environ[wrong[0]]}: this is no number of a rank. Start them with torchrun; where nobody "
+            "has started them, unset RANK and WORLD_SIZE."
+        )
+    if is_rank():
+        if size() != devices:
+            raise Refused(
+                f"devices={devices}: {size()} processes were started (WORLD_SIZE={size()}). Type devices={size()}, or "
+                f"torchrun --nproc-per-node {devices}; where nobody has started them, unset RANK and WORLD_SIZE."
+            )
+        return
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # of this srun; of the whole job there may be more
+    if devices > 1 and tasks.isdigit() and int(tasks) > 1:
+        raise Refused(
+            f"devices={devices}: SLURM runs {tasks} tasks (SLURM_STEP_NUM_TASKS), and each would start all ranks. Type "
+            f"srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices={devices} in a job "
+            "with --ntasks-per-node=1."
+        )
+
+
+def check_sweep() -> None:
+    """Raises Refused for a sweep that was started in each of several processes."""
+    if size() > 1:
+        raise Refused(
+            f"-m: {size()} processes were started, and each would run the whole sweep. Type python train.py -m ... "
+            f"devices={size()}, which starts them for each job."
+        )
+
+
+# --- a rank that lowmem's own command has started ------------------------------------------------------------------
+
+
+def leashed() -> None:
+    """Ends this process when the command that started it is gone, however that ended: stdin closes with it."""
+    if of_run() is not None:
+        threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
+    with suppress(OSError):
+        os.read(0, 1)  # nothing ever comes but the end
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHANED)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report(how: str, said: str = "") -> None:
+    """Reports to the command that started this rank how it ends. Only the first report counts.
+
+    Args:
+        how: done, even if threads of libraries fail while the process ends; interrupted, by a signal, with a
+        checkpoint;
+            ended, by a signal, at once; lost, because another rank is gone; failed.
+        said: the signal, or the error.
+    """
+    if REPORTS in os.environ:
+        with suppress(OSError):  # it is gone itself
+            os.write(int(os.environ[REPORTS]), json.dumps({"how": how, "said": _shortened(said)}).encode() + b"\n")
+
+
+def _shortened(said: str) -> str:
+    """Returns a traceback without its middle."""
+    if len(said) <= MOST:
+        return said
+    return "\n".join((said.splitlines()[0][:MOST], "  ...", *said[-MOST:].splitlines()[1:]))
+
+
+# --- what all would say is said once -------------------------------------------------------------------------------
+
+
+def says(message: str) -> bool:
+    """Returns whether this rank prints an error on stderr.
+
+    With lowmem's own command that is the first rank; with torchrun the first rank that has this error.
+    """
+    if of_run() is not None:
+        return number() > 0
+    first = not _said_before(message)
+    if _terminal and first:
+        os.write(_terminal[0], f"rank {number()}: {message}\n".encode())
+    return first or bool(_terminal)
+
+
+def _said_before(message: str) -> bool:
+    if size() == 1 or not _of_agent():
+        return False
+    with suppress(Exception):  # who hosts the store is gone
+        return _store().add(sha256(message.encode()).hexdigest(), 1) > 1
+    return False
+
+
+# --- a rank of torchrun's ------------------------------------------------------------------------------------------
+
+_terminal: list[int] = []  # stderr as it was, of a rank that prints into its own log
+
+
+def redirected(run: Path) -> None:
+    """Redirects the output of a rank of torchrun's to its own log, as lowmem's own command does."""
+    log = folder(run, number()) / LOG
+    log.parent.mkdir(exist_ok=True)
+    _terminal.append(os.dup(sys.stderr.fileno()))
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # the log holds what was said before a rank was killed
+
+
+def agreed(claimed: Path | None) -> Path:
+    """Returns the run's folder: rank 0 tells the others which one it has claimed.
+
+    Args:
+        claimed: the folder that this process has claimed; None: it waits for rank 0. If rank 0 is refused, torchrun
+        ends
+            this process.
+    """
+    store = _store()
+    if claimed is not None:
+        store.set("folder", str(claimed))
+        return claimed
+    while not store.check(["folder"]):
+        time.sleep(LOOK)
+    return Path(store.get("folder").decode())
+
+
+@cache  # a store ends with who holds it
+def _store():
+    """Returns torchrun's store, or if somebody else has set the environment, rank 0's, which torch's group uses too."""
+    from datetime import timedelta
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of who does not answer it tells in frames of C++, twice
+    from torch.distributed import PrefixStore, TCPStore
+
+    if unset := [key for key in MEETING if key not in os.environ]:
+        raise Refused(f"{unset[0]} is not set")
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = number() == 0 and not _of_agent()
+    how = {"wait_for_workers": False, "multi_tenant": True, "timeout": timedelta(seconds=60)}
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives it, and what was said in it
+    return PrefixStore(f"launched/{life}", TCPStore(*where, is_master=hosts, **how))
+
+
+def _of_agent() -> bool:
+    """Returns whether torchrun's agent has a store, which outlives a rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

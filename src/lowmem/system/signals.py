@@ -1,0 +1,70 @@
+"""Handles signals that end a program: Ctrl-C, a closed terminal, and the SIGTERM of a cluster or a spot machine.
+
+They are handled from the first line of a command on, so this module imports nothing heavy.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ECHO_SECONDS = 0.2  # `timeout`, a process group and the sweep of a job deliver one signal twice, at once
+
+
+class Ended(SystemExit):
+    """A signal ends the program where it stands. It is no `Exception`, so that `except Exception` does not stop it.
+
+    The exit code is the one that shells use: 128 plus the number of the signal.
+    """
+
+    def __init__(self, sent: signal.Signals, why: str = "") -> None:
+        self.signal, self.said = sent, f"{sent.name}{why}: ended at once."
+        super().__init__(128 + sent)
+
+
+def at_once(sent: signal.Signals) -> None:
+    raise Ended(sent)
+
+
+@contextmanager
+def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
+    """Hands these signals to `handler` inside the `with`. An ignored signal (nohup, `&`) stays ignored.
+
+    Yields:
+        a function that installs the handlers again if other code has replaced them.
+    """
+    previous = {sent: signal.getsignal(sent) for sent in ENDING}
+    # Python handles signals in its main thread alone; None: a handler of C's, which could not be put back
+    ours = [sent for sent, before in previous.items() if before not in (signal.SIG_IGN, None)]
+    ours = ours if threading.current_thread() is threading.main_thread() else []
+    last = -ECHO_SECONDS
+
+    def handle(number: int, _) -> None:
+        nonlocal last
+        if time.monotonic() - last > ECHO_SECONDS:
+            last = time.monotonic()
+            handler(signal.Signals(number))
+
+    def take() -> None:
+        for sent in ours:
+            signal.signal(sent, handle)
+
+    try:
+        take()
+        yield take
+    finally:
+        for sent in ours:
+            signal.signal(sent, previous[sent])
+
+
+def ending(error: BaseException | None) -> Ended | None:
+    """Returns the signal that caused an error: C++ code and cleanup code may turn it into another error."""
+    seen: set[int] = set()  # errors may be the context of each other
+    while error is not None and id(error) not in seen:
+        if isinstance(error, Ended):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,89 @@
+"""Ends training at `max_steps`, or after the current window if a signal came."""
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lowmem.system import signals
+
+log = logging.getLogger(__name__)
+
+
+class Stop(Callback):
+    """Ends training between windows and an evaluation between micro-batches. A second signal ends the program at once.
+
+    It is the first callback: no other one sees the beginning of an evaluation that this one stops.
+
+    Args:
+        keeps: the run writes checkpoints; without them a signal has nothing to wait for.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self.signal: signal.Signals | None = None  # of any process, once all know of it
+        self._sent: signal.Signals | None = None  # to this one
+        self._keeps, self._trainer, self._alone = keeps, None, True
+        self._take: Callable[[], None] = lambda: None
+
+    @property
+    def interrupted(self) -> bool:
+        return self.signal is not None
+
+    def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._take()  # Lightning has put a handler of its own before ours, which calls a collective
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._take()  # of one that is all there is to do
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._take()
+        self._trainer = trainer if self._keeps else None
+        self._alone = not module.ranks.several
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
+        self._agree(module)
+        if self.interrupted or trainer.global_step >= trainer.max_steps:
+            trainer.should_stop = True
+
+    def _agree(self, module: LightningModule) -> None:
+        """Lets all ranks end after the same window, whichever of them got the signal."""
+        if number := module.ranks.all_max(self._sent or 0):
+            self.signal = signal.Signals(number)
+
+    def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
+        self._agree(module)
+        if self.interrupted:
+            raise StopIteration  # ends the loop over micro-batches, as a loader does that has no more
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handles signals inside the `with`: during `Trainer.fit`, which restores the handlers that it found, and while
+        the summary is written.
+
+        A handler that stays would swallow the next signal and keep this callback and its model alive.
+        """
+        with signals.handled(self._stop) as self._take:
+            try:
+                yield
+            finally:
+                self._trainer = None
+
+    def waits_no_longer(self, known: bool) -> None:
+        """Lets signals end the program at once from now on: the rest can be repeated. Args: known: the summary says
+        `interrupted`."""
+        self._trainer = None
+        if self.interrupted and not known:
+            raise signals.Ended(self.signal)
+
+    def _stop(self, sent: signal.Signals) -> None:
+        if self._sent:
+            raise signals.Ended(self._sent, " and a second signal")
+        if self._trainer is None:
+            raise signals.Ended(sent)
+        self._sent = sent
+        if self._alone:
+            self.signal = sent
+            self._trainer.should_stop = True  # here, so that no moment is too late for this window
+        log.info(f"{sent.name}: stopping after this step, with a checkpoint. Once more stops at once, without one.")

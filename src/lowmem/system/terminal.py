@@ -1,0 +1,41 @@
+"""Folds printed text at the width of the terminal, between words.
+
+Files and pipes get every sentence in one line, so that it can be searched for, unless COLUMNS is set.
+"""
+
+import logging
+import os
+import sys
+import textwrap
+from typing import TextIO
+
+
+def width(stream: TextIO) -> int | None:
+    """Returns the characters of a line; None if the stream is no terminal."""
+    if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):  # no terminal
+        return None
+
+
+def folded(text: str, stream: TextIO | None = None) -> str:
+    """Breaks long lines between words, and indents the rest of a line as its beginning."""
+    room = width(stream or sys.stdout)
+    return text if room is None else "\n".join(part for line in text.split("\n") for part in _parts(line, room))
+
+
+def _parts(line: str, room: int) -> list[str]:
+    if len(line) <= room:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    whole_words = {"break_long_words": False, "break_on_hyphens": False}  # a path is there to be copied
+    return textwrap.wrap(line, room, subsequent_indent=indent, **whole_words)
+
+
+class Folding(logging.Formatter):
+    """Folds log messages that go to the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return folded(super().format(record))

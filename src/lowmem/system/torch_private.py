@@ -1,0 +1,262 @@
+"""Wraps every private part of torch, Lightning and transformers that this package uses; no other file touches one.
+
+Each wrapper says what it is for and, after "Instead", what would replace it. `test_torch_private.py` names the ones
+that a new version has removed or changed. A test refuses private names of other packages anywhere else.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import cached_property, partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+# An operator with its types, what dispatch modes are handed. Instead: `torch.ops.aten.mm.default`'s own type.
+from torch._ops import OpOverload
+
+# Tensors with shape, dtype and storage and no memory: the planner's runs. Instead: the meta device, and a stand-in for
+# what asks on which device a tensor is.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+# A group of processes that are not there: the planner's runs on several devices. Instead: those processes.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Sees each operator: the meter, the planner and selective checkpointing. torch's notes on extending it name this one;
+# there is no other.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+# Tensors in nested arguments and results. Instead: twenty lines of our own, or the package optree.
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = (
+    "ADDS_IN_PARTS",
+    "ASKS_FOR_DEVICE",
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
+    "ATTENTION_BACKWARD_ON_CPU",
+    "ATTENTION_CUDNN",
+    "ATTENTION_EFFICIENT",
+    "ATTENTION_FLASH",
+    "ATTENTION_MATH",
+    "ATTENTION_ON_CPU",
+    "COMPARES",
+    "GROUPED_PRODUCTS",
+    "MAKES_OF_NUMBERS",
+    "NONZERO",
+    "READ_A_NUMBER",
+    "SPLIT",
+    "WAITS",
+    "FakeStore",
+    "FakeTensor",
+    "LeanFakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "attention_taken",
+    "boundaries_count_as_real",
+    "check_reduced",
+    "compiled_itself",
+    "cpu_multiplies_in",
+    "deepspeed_fragment",
+    "group_of",
+    "has_kernel",
+    "in_backward",
+    "is_traceable_wrapper_subclass",
+    "open_checkpoint",
+    "rebuild_buckets",
+    "replaced_kernels",
+    "schema",
+    "set_timeout",
+    "storage_key",
+    "tensors_count_as_real",
+    "tree_leaves",
+    "tree_map_only",
+    "unset_fake_temporarily",
+    "within_budget",
+)
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+# torch's operators of attention, by kernel: `F.scaled_dot_product_attention` is what the public calls, and it ends in
+# one of these, the only ones that a dispatch mode sees.
+ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+ATTENTION_FLASH = aten._scaled_dot_product_flash_attention.default
+ATTENTION_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+ATTENTION_CUDNN = aten._scaled_dot_product_cudnn_attention.default
+ATTENTION = (ATTENTION_ON_CPU, ATTENTION_FLASH, ATTENTION_EFFICIENT, ATTENTION_CUDNN)
+ATTENTION_BACKWARD = (
+    ATTENTION_BACKWARD_ON_CPU,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+# Products and a softmax, where no kernel will do: a dispatch mode sees those, but for an inference, where it sees this.
+ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
+READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
+NONZERO = aten.nonzero.default  # what a mixture calls whose experts take turns: which are used, and by which tokens
+COMPARES = (aten.equal.default, aten.allclose.default)  # what `torch.equal` and `torch.allclose` call
+MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # what `torch.tensor` calls
+ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # what fully_shard divides gradients with
+WAITS = torch.ops._c10d_functional.wait_tensor.default  # what yields a tensor that others send, when it has come
+SPLIT = aten.split_with_sizes.default  # what another one calls, with the tokens of each expert
+ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where a tensor without memory would lie
+GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
+
+
+class LeanFakeTensorMode(FakeTensorMode):
+    """A mode of tensors without memory on a CPU, for callers that know the outputs of an operator. Instead: the public
+    mode, with which a trace takes three times as long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled within, and to make sure of it takes as long as an operator
+
+    @cached_property
+    def same_of_all(self) -> dict:
+        return dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
+
+    def holding(self, tensor: Tensor) -> FakeTensor:
+        """Returns a fake tensor with the storage of a meta tensor. The class's own constructor takes as long as the
+        rest of an operator, to set attributes that are the same for each tensor of a mode."""
+        fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self.same_of_all)
+        return fake
+
+
+def storage_key(tensor: Tensor | UntypedStorage) -> int:
+    """Returns a key that all tensors of one storage share, as long as it lives. Instead: nothing; `data_ptr` is 0 for
+    every tensor without memory."""
+    return (tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata
+
+
+def schema(func: OpOverload) -> torch.FunctionSchema:
+    """Returns what an operator takes, returns and changes in place. Instead: `str(func)`, parsed by hand."""
+    return func._schema
+
+
+def group_of(asked: object) -> torch.distributed.ProcessGroup:
+    """Returns the process group that an operator got, boxed or by its name. Instead: nothing public opens the box."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    if isinstance(asked, str):
+        return _resolve_process_group(asked)
+    group = torch.distributed.ProcessGroup
+    return asked if isinstance(asked, group) else group.unbox(asked)
+
+
+def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
+    """Sets the time limit of a group's later collectives. Instead: a mesh makes groups with torch's limit alone."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Set timeout is now only supported")  # one that sends nothing has none
+        _set_pg_timeout(timeout, group)
+
+
+def compiled_itself(module: nn.Module) -> bool:
+    """Returns whether `module.compile()` was called. Instead: nothing public shows it."""
+    return module._compiled_call_impl is not None
+
+
+def within_budget(fraction: float, backend: str) -> Callable:
+    """Returns a backend of torch.compile that stores a fraction of the activations' bytes. Instead: an option of
+    torch.compile, which only inductor has."""
+    from torch._dynamo.backends.registry import lookup_backend  # takes over a second
+    from torch._functorch import config
+
+    def compiled(graph, inputs):
+        with config.patch(activation_memory_budget=fraction):
+            return lookup_backend(backend)(graph, inputs)
+
+    return compiled
+
+
+def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
+    """Checkpoints code that somebody else calls, such as a model's blocks: the first `next` opens the segment and the
+    second one closes it; `again` recomputes it. Instead: the public checkpoint, which calls a function itself. It
+    serves segments of one block; every_k and sqrt would have to go."""
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
+
+    # Random states are kept by block: some models draw numbers between two blocks.
+    return checkpointed(again, preserve_rng_state=False)
+
+
+def in_backward() -> bool:
+    """Returns whether this thread runs a backward pass, recomputation included. Instead: a flag that everything that
+    recomputes would have to set."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def replaced_kernels(key: str = "") -> Iterator[torch.library.Library]:
+    """Yields a library whose kernels replace torch's inside the `with`. Args: key: the dispatch key that they are
+    registered for. Instead: dropping the last reference to the library, hoping that nothing else holds one."""
+    ours = torch.library.Library("aten", "IMPL", key)
+    try:
+        yield ours
+    finally:
+        ours._destroy()
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Returns whether an operator has a kernel for a dispatch key. Instead: a list by torch's version."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
+
+
+def cpu_multiplies_in(name: str) -> bool:
+    """Returns whether this CPU has units for products in fp16 or bf16; True if torch cannot say (built without oneDNN).
+    Instead: the flags in /proc/cpuinfo, by processor."""
+    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return ask is None or ask()
+
+
+def attention_taken(model: nn.Module) -> str:
+    """Returns the name of the attention that transformers uses for a model. Instead: nothing public shows it."""
+    return model.config._attn_implementation
+
+
+def boundaries_count_as_real() -> AbstractContextManager:
+    """Answers yes inside the `with` if transformers asks position ids whether a second document begins: tensors without
+    memory have no answer, and it would mask nothing. Instead: an argument for it."""
+
+    def documents(position_ids: Tensor) -> Tensor:  # as it tells them apart itself
+        first = position_ids[:, :1] - 1
+        return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+
+    return patch("transformers.masking_utils.find_packed_sequence_indices", documents)
+
+
+def tensors_count_as_real() -> AbstractContextManager:
+    """Keeps transformers from taking tensors without memory for a recorded graph, for which it writes out every mask.
+    Instead: an argument for it. A mock would hold all tensors that it is asked about."""
+    return patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False)
+
+
+def deepspeed_fragment(p: nn.Parameter) -> tuple[Tensor, int, Callable[[], Tensor]] | None:
+    """Returns this process's fragment of a parameter that ZeRO-2 shards: (elements, index of the first, gradient); None
+    if it has none. Instead: the readers of `deepspeed.utils`, which gather the full parameter."""
+    place = p._hp_mapping
+    if place is None:
+        return None
+    gradient = partial(place.get_lp_grad_fragment, p._index_in_param_group)
+    return place.hp_fragment, place.lp_fragment_address.start, gradient
+
+
+def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Rebuilds DDP's buckets in the order in which gradients came. DDP itself does it once, before the second window.
+    Instead: leaving it to DDP."""
+    ddp.reducer._rebuild_buckets()
+
+
+def check_reduced(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Checks that the last backward pass has averaged all gradients. DDP itself checks it only before the next one,
+    after the step. Instead: leaving it to DDP.
+
+    Raises:
+        RuntimeError: some gradients were not averaged.
+    """
+    ddp._check_reducer_finalized()

@@ -1,0 +1,34 @@
+"""Defines units and categories of memory, without importing torch."""
+
+import math
+import re
+
+MIB, GIB = 2**20, 2**30
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
+
+
+def unit(largest: float) -> tuple[int, str, int]:
+    """Returns (bytes, name, decimals) of the unit for a table or a chart with this largest size."""
+    return (GIB, "GiB", 3) if largest >= GIB else (MIB, "MiB", 1)
+
+
+def duration(seconds: float) -> str:
+    """Returns 45.2 as "45 s", 754 as "13 min", 12000 as "3 h 20 min"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def steps_or_seconds(every: object) -> tuple[float, float]:
+    """Returns 500 as (500, inf) and "30min" as (inf, 1800.0).
+
+    Raises:
+        ValueError: another form.
+    """
+    minutes = re.fullmatch(r"(\d+(?:\.\d+)?) ?min", str(every))
+    if minutes and float(minutes[1]):
+        return math.inf, 60 * float(minutes[1])
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(every)
+    return every, math.inf

@@ -1,0 +1,46 @@
+"""Which of the model's own weights are trained: all of them, or not those that `freeze=` names.
+
+A frozen weight has no gradient, no optimizer state, no master and no decay, and is in no checkpoint. What it costs:
+the model can only become what the others can make of it.
+"""
+
+import logging
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lowmem.model.trainable import trainable
+from lowmem.system.errors import Refused
+
+log = logging.getLogger(__name__)
+
+
+def none(model: nn.Module) -> None:
+    """No adapter: the model's own weights are trained."""
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Args: patterns: of names, as in `transformer.wte.*`. A tied tensor has all of its names.
+
+    Raises:
+        Refused: a pattern of no parameter; nothing left to train.
+    """
+    every = list(model.named_parameters(remove_duplicate=False))
+    before = {p for p in model.parameters() if not p.requires_grad}
+    for pattern in patterns:
+        named = [p for name, p in every if fnmatchcase(name, pattern)]
+        if not named:
+            raise Refused(
+                f"freeze: no parameter of {type(model).__name__} has a name like {pattern}. They are called "
+                f"{every[0][0]}, ..., {every[-1][0]}; type a pattern such as '{every[0][0].rpartition('.')[0]}.*'."
+            )
+        if before.issuperset(named):
+            log.warning(f"freeze: {pattern} changes nothing: what it names is frozen by adapter= already.")
+        for p in named:
+            p.requires_grad_(False)
+    left, whole = sum(p.numel() for _, p in trainable(model)), sum(p.numel() for p in model.parameters())
+    if not left:
+        raise Refused(f"freeze={list(patterns)}: nothing is left to train. Leave one of these patterns out.")
+    if patterns:
+        log.info(f"freeze: {left:,} of {whole:,} parameters are trained.")

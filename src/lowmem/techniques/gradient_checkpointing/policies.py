@@ -1,0 +1,242 @@
+"""Gradient checkpointing: keep what enters a segment of blocks instead of its interior, and compute the interior again.
+
+One boundary of (batch, tokens, width) per segment stays, and in backward the interior of one segment at a time; it
+costs one more forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
+
+A single block is torch's own non-reentrant checkpoint around its forward. A Hugging Face model calls its blocks one by
+one, each with arguments of its own, so a segment of several is opened by a hook of its first block and closed by one of
+its last; in between that checkpoint drops what autograd saves.
+Blocks are torch modules of any kind: the outermost `ModuleList` of a model, or an `nn.Sequential`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache, PreTrainedModel
+
+from lowmem.system.errors import Refused
+from lowmem.system.torch_private import open_checkpoint, within_budget
+from lowmem.techniques.gradient_checkpointing import selective as kept_results
+from lowmem.techniques.gradient_checkpointing.boundary import Boundary, OnDevice, OnHost
+
+
+def none(model: nn.Module) -> None:
+    """Keep every activation, as models do unless told otherwise."""
+
+
+def every_layer(model: nn.Module) -> None:
+    """Each block keeps its input alone: n boundaries and the interior of one block."""
+    every_k(model, 1)
+
+
+def every_k(model: nn.Module, k: int) -> None:
+    """Every k-th block keeps its input alone: n / k boundaries and the interior of k blocks."""
+    if not isinstance(k, int) or k < 1:
+        raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
+    stack = blocks(model)
+    for first in range(0, len(stack), k):
+        _segment(stack[first : first + k])
+
+
+def sqrt(model: nn.Module) -> None:
+    """About sqrt(n) segments of n blocks: sqrt(n) boundaries and the interior of sqrt(n) blocks."""
+    stack = blocks(model)
+    segments = max(1, round(math.sqrt(len(stack))))
+    cuts = [len(stack) * i // segments for i in range(segments + 1)]
+    for first, end in pairwise(cuts):
+        _segment(stack[first:end])
+
+
+def selective(model: nn.Module) -> None:
+    """Each block keeps its matrix products and its attention, as far as the model leaves them as they are, and computes
+    the cheap rest again."""
+    for block in blocks(model):
+        Alone(block, contexts=kept_results.contexts)
+
+
+def offload(model: nn.Module) -> None:
+    """`every_layer` with the boundaries in host memory: they come back one block ahead of the backward pass."""
+    boundary = OnHost.chain()
+    for block in blocks(model):
+        Alone(block, boundary=boundary)
+
+
+def budget(model: nn.Module, fraction: float, backend: str) -> None:
+    """torch.compile decides what to keep: the fastest choice within a fraction of the activations' bytes.
+
+    Args:
+        fraction: 0 recomputes everything but a block's input, 1 keeps what compiled code would keep.
+        backend: inductor generates code; aot_eager_decomp_partition only decides what to keep.
+    """
+    if not 0 <= fraction <= 1:
+        raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
+
+    choosing = within_budget(fraction, backend)
+    torch.compiler.reset()  # what earlier jobs of a sweep compiled would count against the limit of recompilations
+    for block in blocks(model):  # not the model: all blocks share one compilation
+        block.compile(backend=choosing)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model calls one after the other; of one that also sees or hears, those of its text decoder.
+
+    Raises:
+        Refused: a model without a list of blocks.
+    """
+    level = [_text_decoder(model)]
+    while level:  # breadth first: the experts inside a block are a list too
+        for module in level:
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
+                return list(module)
+        level = [child for module in level for child in module.children()]
+    raise Refused(
+        f"gradient_checkpointing: {type(model).__name__} has no list of blocks to keep the inputs of. "
+        "Type gradient_checkpointing=none, and loss=chunked or a smaller batch_size to save memory."
+    )
+
+
+def _text_decoder(model: nn.Module) -> nn.Module:
+    if not isinstance(model, PreTrainedModel):
+        return model
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model  # some call the matrix of their head a decoder
+
+
+def _segment(blocks: list[nn.Module]) -> None:
+    Alone(blocks[0]) if len(blocks) == 1 else Segment(blocks)
+
+
+class Alone:
+    """A block of which autograd keeps only what enters it.
+
+    Args:
+        boundary: holds that input until backward.
+        contexts: () -> contexts of the forward pass and of its repetition.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        boundary: Callable[[Tensor], Boundary] = OnDevice,
+        contexts: Callable = lambda: (nullcontext(), nullcontext()),
+    ) -> None:
+        self.block, self.boundary, self.contexts, self.forward = block, boundary, contexts, block.forward
+        self._repeating = False
+        block.forward = self._checkpointed
+
+    def _checkpointed(self, *args, **kwargs) -> object:
+        if self._repeating or not self.block.training or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        _refuse_cache(self.block, args, kwargs)
+        boundary, call = self.boundary(_hidden(args, kwargs)), Call(self.block, args, kwargs)
+        # Dropped as it is called: it holds the block's input, which must live on in the boundary alone.
+        first = [partial(self.forward, *args, **kwargs)]
+
+        def run() -> object:
+            return first.pop()() if first else self._repeat(boundary, call)
+
+        return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
+
+    def _repeat(self, boundary: Boundary, call: "Call") -> None:
+        self._repeating = True
+        try:
+            _again(boundary, [call])
+        finally:
+            self._repeating = False
+
+
+class Segment:
+    """Consecutive blocks of which autograd keeps only what enters the first."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.blocks = blocks
+        self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
+        self._calls: list[Call] = []
+        self._output: Tensor | None = None  # of the block before, to see that the model hands it on untouched
+        self._repeating = False
+        for block in blocks:
+            block.register_forward_pre_hook(self._before, with_kwargs=True)
+            # also after an exception: a hook that stayed would drop the saved tensors of the next job of a sweep
+            block.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._repeating or not block.training or not torch.is_grad_enabled():
+            return
+        _refuse_cache(block, args, kwargs)
+        entered = _hidden(args, kwargs)
+        if self._pass is not None and entered is not self._output:
+            self._close()  # the model changed the hidden states between two blocks: a segment of its own
+        if self._pass is None:
+            self._calls = []
+            repeat = partial(self._repeat, OnDevice(entered), self._calls)
+            self._pass = open_checkpoint(repeat)
+            next(self._pass)
+        self._calls.append(Call(block, args, kwargs))
+
+    def _after(self, block: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        if self._pass is None or self._repeating:
+            return
+        self._output = output[0] if isinstance(output, tuple) else output
+        if block is self.blocks[-1] or output is None:  # None: it raised
+            self._close(completed=output is not None)
+
+    def _close(self, completed: bool = True) -> None:
+        closing, self._pass, self._output, self._calls = self._pass, None, None, []
+        if completed:
+            next(closing, None)
+        else:
+            closing.close()
+
+    def _repeat(self, boundary: Boundary, calls: list["Call"]) -> None:
+        self._repeating = True
+        try:
+            _again(boundary, calls)
+        finally:
+            self._repeating = False
+
+
+def _again(boundary: Boundary, calls: list["Call"]) -> None:
+    hidden = boundary.fetch()
+    with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
+        for call in calls:
+            hidden = call.again(hidden)
+
+
+class Call:
+    """How a block was called, but for the hidden states, which are computed again."""
+
+    def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = _hidden(args, kwargs)
+        self.block, self.args = block, args[1:]
+        self.kwargs = kwargs if args else {k: v for k, v in kwargs.items() if k != "hidden_states"}
+        self.by_position = bool(args)
+        self.random_state = torch.get_rng_state()
+        self.cuda_random_state = torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
+
+    def again(self, hidden: Tensor) -> Tensor:
+        torch.set_rng_state(self.random_state)
+        if self.cuda_random_state is not None:
+            torch.cuda.set_rng_state(self.cuda_random_state, hidden.device)
+        entering = {} if self.by_position else {"hidden_states": hidden}
+        output = self.block(*([hidden] if self.by_position else []), *self.args, **self.kwargs, **entering)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:
+    if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
+        raise Refused(
+            f"gradient_checkpointing: {type(block).__name__} adds its keys and values to a cache in training too, and "
+            "would add them again when it is computed again. Type gradient_checkpointing=none, and loss=chunked or a "
+            "smaller batch_size to save memory."
+        )
+
+
+def _hidden(args: tuple, kwargs: dict) -> Tensor:
+    """Hugging Face's blocks take the hidden states first, or by this name."""
+    return args[0] if args else kwargs["hidden_states"]

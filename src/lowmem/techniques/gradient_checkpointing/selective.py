@@ -1,0 +1,164 @@
+"""Selective checkpointing: what a block's expensive operators compute is kept, and the cheap rest computed again.
+
+Matrix products and attention are nearly all of a block's time and about a third of its activations. A pair of dispatch
+modes for torch's checkpoint: one keeps their results in the forward pass, the other hands them back in its repetition.
+
+A model may change a result in place (Gemma 3n adds to a product): handed back, it would be changed twice. Whatever
+was changed, in its block or after it, is computed again. torch's own `create_selective_checkpoint_contexts` compares
+the version of the product alone, which does not count what is done to the output of a linear layer: the same memory,
+with a count of its own.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch.overrides import enable_reentrant_dispatch
+
+from lowmem.system.torch_private import (
+    ATTENTION,
+    OpOverload,
+    TorchDispatchMode,
+    schema,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
+
+aten = torch.ops.aten
+EXPENSIVE = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *ATTENTION,
+)
+
+_paused = ContextVar("paused", default=False)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Around what keeps nothing of a pass, for it is computed again by itself."""
+    token = _paused.set(True)
+    try:
+        yield
+    finally:
+        _paused.reset(token)
+
+
+class Kept:
+    """What an operator returned, and all tensors that were seen to share its memory."""
+
+    def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
+        self.func, self._out = func, tree_map_only(Tensor, _alias, out)
+        self._seen: list[tuple[Tensor, int]] = []  # (tensor, its version)
+        self.changed = False  # in its block
+        self._generator = _drew_from(func, args, kwargs)
+        self._random_state = self._generator.get_state() if self._generator is not None else None
+
+    def see(self, tensor: Tensor) -> None:
+        alias = _alias(tensor)
+        self._seen.append((alias, alias._version))
+
+    def out(self) -> object | None:
+        """None where it was changed in place."""
+        if self.changed or any(tensor._version != version for tensor, version in self._seen):
+            self._out, self._seen = None, []
+        return self._out
+
+    def hand_back(self) -> object | None:
+        """As `out`, and as if the operator had drawn its random numbers."""
+        if (out := self.out()) is not None and self._generator is not None:
+            self._generator.set_state(self._random_state)
+        return out
+
+
+class Mode(TorchDispatchMode):
+    """Args: kept: the results, in order."""
+
+    supports_higher_order_operators = True  # flex attention is one
+
+    def __init__(self, kept: deque[Kept]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # an ordinary dispatch mode turns torch.compile off without a word
+
+
+class Keep(Mode):
+    """Of the forward pass: fills `kept`."""
+
+    def __init__(self, kept: deque[Kept]) -> None:
+        super().__init__(kept)
+        self._by_storage: dict[int, Kept] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in _written(func, args, kwargs or {}):  # not all of these count it as a change: `_foreach_mul_`
+            if (kept := self._by_storage.get(storage_key(tensor))) is not None:
+                kept.changed = True
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if func in EXPENSIVE and not _paused.get():
+            self.kept.append(Kept(func, args, kwargs or {}, out))
+            self._by_storage |= dict.fromkeys(map(storage_key, tensors), self.kept[-1])
+        for tensor in tensors:
+            if (kept := self._by_storage.get(storage_key(tensor))) is not None:
+                kept.see(tensor)
+        return out
+
+    def __exit__(self, *exception):
+        for kept in self.kept:
+            kept.out()  # what was changed already is not held until backward
+        return super().__exit__(*exception)
+
+
+class HandBack(Mode):
+    """Of its repetition: empties `kept`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in EXPENSIVE and not _paused.get():
+            if not self.kept or self.kept[0].func is not func:
+                raise RuntimeError(
+                    f"A block under gradient_checkpointing=selective was computed again and called {func} where it had "
+                    "not before, or backward came a second time. Type gradient_checkpointing=every_layer."
+                )
+            if (out := self.kept.popleft().hand_back()) is not None:
+                return out
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exception):
+        self.kept.clear()  # the end of a block is not computed again: what is left would be taken for a second pass's
+        return super().__exit__(*exception)
+
+
+def contexts() -> tuple[Keep, HandBack]:
+    """Of one forward pass of a block and of its repetition."""
+    kept: deque[Kept] = deque()
+    return Keep(kept), HandBack(kept)
+
+
+def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """What an operator changes in place."""
+    if isinstance(func, OpOverload) and schema(func).is_mutable:
+        arguments = schema(func).arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [given[argument.name] for argument in arguments if argument.is_write and argument.name in given]
+        yield from (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
+
+
+def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
+    """Attention with dropout draws numbers by itself on CUDA. Were they left, the next dropout would draw them."""
+    given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
+    if not given.get("dropout_p"):
+        return None
+    device = args[0].device
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory and the same count of changes, without the graph, which would own what is kept for it."""
+    with enable_reentrant_dispatch():  # inside a dispatch mode, detaching would begin a count of its own
+        return tensor.detach()

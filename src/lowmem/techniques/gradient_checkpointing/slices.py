@@ -1,0 +1,254 @@
+"""Block interiors in tiles: what acts on each token by itself is computed a slice of the sequence at a time.
+
+A block's MLP holds some six tensors of (batch, tokens, 3 to 4 widths) while its gradients are made, far more than the
+rest of a block. A token's result does not depend on its neighbours there, so slices give the same numbers, and in
+backward each slice is computed again just before its own gradients: the interior of one slice is all that exists.
+Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
+
+It costs, without checkpointing, one more forward pass of these parts. A checkpointed block is computed again anyway,
+and now only as far as its last part, whose slices then take the place of that pass: one more of a Llama's three
+products, 5 % of a step. (All three where a norm follows, as in Gemma 2, or another block of the same segment.)
+Measured on a CPU (3 blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37 MiB of activations in the
+place of 55 and 1.17 times the time; of it norms, which are computed once more, are 4 MiB and 0.1.
+And it costs bytes: gradients of a part's weights are summed over its slices in fp32, 4 bytes for each weight that is
+trained, while that part is in backward. Sums in bf16 are off by 1.9 times as much as one product over all tokens with 4
+slices, by 3.2 with 16, by 4.3 with 32 (a matrix of 1376 x 512, 2048 tokens); in fp32 by 1.4 times with any number,
+which is the rounding of each slice's product. So all this pays where tokens are many beside the weights of an MLP (in
+16 bits: B x T more than its width H), or where few of them are trained.
+
+Which parts: children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Not torch's
+own layers and activations, which keep little but what enters them, nor mixtures of experts: the gradients of all
+experts at once would be more than their tokens. Before the first step each part shows that it is the same in slices.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from lowmem.data.loader import MicroBatch
+from lowmem.model.auxiliary_loss import asked_for
+from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing import selective
+from lowmem.techniques.gradient_checkpointing.policies import blocks
+
+log = logging.getLogger(__name__)
+
+SAME = 1e-4  # of the largest result: other kernels differ by less, neighbours by a thousand times as much
+ROUNDINGS = 8  # where one of them is more than that
+
+
+class Tiles:
+    """The parts of a model's blocks that are computed in slices. Args: tokens: of a slice.
+
+    Raises:
+        Refused: a model without blocks, or one whose auxiliary loss reads what is inside of a part.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+        self.tokens = tokens
+        if asked_for(model):
+            raise self._refused("of output_router_logits=true no gradient would reach what is inside of a slice")
+        try:
+            stack = blocks(model)
+        except Refused:
+            raise self._refused(f"{type(model).__name__} has no list of blocks") from None
+        self.parts = [Part(child, tokens) for block in stack for child in block.children() if _has_interior(child)]
+
+    def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
+        """Args: batch: a few real tokens of two sequences.
+
+        Raises:
+            Refused: a part that is another function in slices, or a model none of whose parts can be cut.
+        """
+        for part in self.parts:
+            part.asked = True
+        try:
+            model(**batch.inputs, use_cache=False)
+        finally:
+            for part in self.parts:
+                part.asked = False
+        if wrong := {name(part) for part in self.parts if part.agrees is False}:
+            raise self._refused(f"in slices of the sequence {', '.join(sorted(wrong))} is another function")
+        cut = {name(part) for part in self.parts if part.agrees}
+        if not cut:
+            raise self._refused(f"no part of the blocks of {type(model).__name__} acts on each token by itself")
+        log.info(f"tile.tokens={self.tokens}: {', '.join(sorted(cut))} are computed in slices of so many tokens.")
+
+    def _refused(self, why: str) -> Refused:
+        return Refused(f"tile.tokens={self.tokens}: {why}. Type tile.tokens=null.")
+
+
+def _has_interior(child: nn.Module) -> bool:
+    """Convolutions, which see neighbours, have weights of three dimensions, as experts in one tensor do."""
+    weights = list(child.parameters())
+    alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
+    several = any(isinstance(module, nn.ModuleList) for module in child.modules())
+    return bool(weights) and not (alone or several or any(p.dim() > 2 for p in weights))
+
+
+def name(part: "Part") -> str:
+    return type(part.module).__name__
+
+
+class Part(nn.Module):
+    """A module whose forward pass is one of slices, where it is called with more tokens than one has.
+
+    It is around that module, which does not know of it, so that its own forward pass is the one that was there.
+    """
+
+    def __init__(self, module: nn.Module, tokens: int) -> None:
+        super().__init__()
+        self.module, self.tokens, self.whole = module, tokens, module.forward
+        self.fits: bool | None = None  # whether it returns one tensor, a row for each token
+        self.asked, self.agrees = False, None  # whether it is the same in slices
+        module.forward = self._called
+
+    def forward(self, *args, **kwargs) -> object:
+        return self.whole(*args, **kwargs)
+
+    def _called(self, *args, **kwargs) -> object:
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() != 3:
+            return self.whole(*args, **kwargs)
+        (x,) = args  # (B, T, H)
+        if self.asked and self._is_fit(x):
+            self.agrees = self.agrees is not False and self._is_same(x)
+        if x.shape[1] <= self.tokens or not self._is_fit(x):
+            return self.whole(x)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        if not torch.is_grad_enabled() or not (x.requires_grad or trained):
+            return self.in_slices(x)
+        entering = _Kept.apply(x if x.requires_grad else x.detach().requires_grad_())
+        return _InSlices.apply(self, entering.grad_fn, entering, *trained)
+
+    def _is_fit(self, x: Tensor) -> bool:
+        if self.fits is None:
+            with torch.no_grad(), RandomStates(x).again():
+                out = self._of(x[:, :1], self.stand_ins())
+            self.fits = isinstance(out, Tensor) and out.shape[:2] == (x.shape[0], 1)
+        return self.fits
+
+    def _is_same(self, x: Tensor) -> bool:
+        """Whether slices give the same rows, from weights that are the module's own."""
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in the one, without the other
+            entering = x.detach().clone().requires_grad_()
+            whole = self.whole(entering)
+        if any(leaf is not entering for leaf in _leaves(whole) - {*self.parameters()}):
+            return False  # the gradient of a weight of somebody else's would be lost
+        slices = [self.whole(part.contiguous()) for part in x.split(2 * x.shape[1] // 3 or 1, dim=1)]  # uneven
+        coarsest = max(torch.finfo(t.dtype).eps for t in (x, whole, *slices))
+        tolerance = max(SAME, ROUNDINGS * coarsest) * whole.abs().max().item()
+        return torch.allclose(torch.cat(slices, 1).float(), whole.float(), rtol=0.0, atol=tolerance, equal_nan=True)
+
+    def in_slices(self, x: Tensor) -> Tensor:
+        """(B, T, H) -> (B, T, ...), without a gradient."""
+        weights, whole, start = self.stand_ins(), None, 0
+        for part in x.split(self.tokens, dim=1):
+            out = self._of(part, weights)  # (B, t, ...)
+            if whole is None:
+                whole = out.new_empty(*x.shape[:2], *out.shape[2:])
+            whole[:, start : start + part.shape[1]] = out
+            start += part.shape[1]
+        return whole
+
+    def back(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of x (B, T, H) and of the trained weights, from that of the result (B, T, ...)."""
+        d_x, sums, weights, start = torch.empty_like(x), {}, self.stand_ins(), 0
+        for name, weight in weights.items():
+            weight.register_post_accumulate_grad_hook(lambda weight, name=name: _add(sums, name, weight))
+        for part, d_part in zip(x.split(self.tokens, 1), d_out.split(self.tokens, 1), strict=True):
+            entering = part.detach().contiguous().requires_grad_()
+            with torch.enable_grad():
+                out = self._of(entering, weights)
+            torch.autograd.backward(out, d_part)
+            d_x[:, start : start + part.shape[1]] = entering.grad
+            start += part.shape[1]
+        # one after the other: no weight has both its sum and its gradient for long
+        return d_x, [sums.pop(name).to(weight.dtype) if name in sums else None for name, weight in weights.items()]
+
+    def stand_ins(self) -> dict[str, Tensor]:
+        """The trained weights as leaves of their own. Autocast keeps a copy in 16 bits of each leaf that it meets: made
+        without a gradient, one of the weight itself would cut off whoever else computes with it."""
+        return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
+
+    def _of(self, part: Tensor, weights: dict[str, Tensor]) -> object:
+        return functional_call(self, weights, (part.contiguous(),))
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps what enters a part, before it is computed: a block that is computed again for it ends here."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, d_x):
+        return d_x
+
+
+class _InSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, kept, x, *weights):
+        """kept: the `_Kept` of x (B, T, H); weights: the trained ones, so that autograd asks for their gradients."""
+        ctx.part, ctx.kept, ctx.random = part, kept, RandomStates(x)
+        ctx.autocast = _autocast(x.device.type)
+        with selective.paused():
+            return part.in_slices(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        (x,) = ctx.kept.saved_tensors
+        with ctx.random.again(), torch.autocast(**ctx.autocast):
+            d_x, d_weights = ctx.part.back(x, d_out)
+        return None, None, d_x, *d_weights
+
+
+class RandomStates:
+    """Of the CPU and of the device of a tensor, as they are now."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device if x.is_cuda else None
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it they are as they were then, and afterwards as if nothing had been drawn."""
+        with torch.random.fork_rng([self.device] if self.device else []):
+            torch.set_rng_state(self.cpu)
+            if self.device:
+                torch.cuda.set_rng_state(self.cuda, self.device)
+            yield
+
+
+def _autocast(device: str) -> dict:
+    """What autocast does now, as its own arguments. Inside a backward pass it does nothing."""
+    enabled = torch.is_autocast_enabled(device)
+    return {"device_type": device, "enabled": enabled, "dtype": torch.get_autocast_dtype(device)}
+
+
+def _add(sums: dict[str, Tensor], name: str, weight: Tensor) -> None:
+    gradient, weight.grad = weight.grad, None
+    if name in sums:
+        sums[name].add_(gradient)
+    else:
+        sums[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+def _leaves(out: Tensor) -> set[Tensor]:
+    """The tensors that its gradient would reach."""
+    nodes: Sequence = [out.grad_fn]
+    seen, found = set(nodes), set()
+    while nodes:
+        nodes = {node for one in nodes if one is not None for node, _ in one.next_functions} - seen
+        seen |= nodes
+        found |= {node.variable for node in nodes if hasattr(node, "variable")}
+    return found

@@ -1,0 +1,218 @@
+"""Cross entropy of the next token, summed over the tokens that count.
+
+A loss takes the model and a micro-batch, of whose `labels` (B, T) [b, t] is the token that follows `input_ids[b, t]`,
+or -100 where it is not to be learnt. It returns the *sum* in fp32, so that whoever knows the tokens of the whole window
+can divide by them.
+
+`full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: at a vocabulary of
+150 000 they are the peak of the run. `Chunked` holds those of a few rows and computes the gradient in the forward pass,
+while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv 2410.10989. What
+stands before and behind the product with the head is left to the model (`head.py`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowmem.data.loader import IGNORED, MicroBatch
+from lowmem.model import packed_attention
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
+from lowmem.techniques.loss.head_tiles import matrix_of
+
+VERIFIED = 16  # tokens of a sequence
+SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
+
+
+class Loss:
+    """What `CausalLM` trains with. Strategies that wrap one are one, too."""
+
+    needs: type[MicroBatch] = MicroBatch  # whose `weight` says of what the loss is a mean
+    own_logits = False  # it computes the logits itself: whoever overrides `verify` says so by that
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.own_logits = cls.verify is not Loss.verify
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        """Returns the sum over the tokens that count, fp32, shape ()."""
+        raise NotImplementedError
+
+    def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
+        """`Verified` and a pipeline call this before the first step.
+
+        Args:
+            batch: a few real tokens of two sequences.
+
+        Raises:
+            Refused: a model whose logits are another function of what enters its head.
+        """
+
+
+class Function(Loss):
+    """A plain function as a loss, such as `full` or that of somebody's own yaml: it takes the model's logits."""
+
+    def __init__(self, function: Callable[[PreTrainedModel, MicroBatch], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        return self.function(model, batch)
+
+
+def as_loss(loss: object) -> Loss:
+    """Returns a loss as it is, and a function as a `Function`.
+
+    Raises:
+        Refused: an object of another class: its `verify`, and weights of its own, would be missed without a word.
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if isinstance(loss, FunctionType | partial):
+        return Function(loss)
+    raise Refused(
+        f"loss._target_: this makes a {type(loss).__name__}, which is no loss. Derive it from Loss of "
+        "lowmem.techniques.loss.cross_entropy, and "
+        "from nn.Module as well if it has weights or buffers, or name a function and type loss._partial_=true."
+    )
+
+
+def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)  # (B x T, V)
+    return F.cross_entropy(logits.float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Chunked(Loss):
+    """The same number as `full` with the logits of at most `rows` tokens in memory at once."""
+
+    def __init__(self, rows: int) -> None:
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            raise Refused(f"loss.rows={rows}: give a whole number of tokens, at least 1, such as loss.rows=1024.")
+        self.rows = rows
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        head = enter(model, batch.inputs)
+        hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
+        hidden = hidden.to(multiplied_in(hidden))  # inside the function autocast no longer acts
+        weight, bias = matrix_of(head.linear), head.linear.bias
+        return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, self.rows, head.finish)
+
+    def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
+        if not agrees(model, batch.inputs):
+            raise Refused(
+                f"loss=chunked: computed in chunks the logits of {type(model).__name__} are not the model's own, and "
+                "another function would be trained. Type loss=full."
+            )
+
+
+class Verified(Callback):
+    """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
+    model's own, a model whose rows hold several documents that it keeps them apart, and parts that are computed in
+    slices that they are the same function.
+
+    Args: packed: whether they do.
+    """
+
+    def __init__(self, packed: bool = False) -> None:
+        self.packed = packed
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not (self.packed or module.loss.own_logits or module.tiles):
+            return
+        first = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
+        few = first.each(lambda part: part[:, :VERIFIED])
+        module.model.eval()  # without dropout; the module's own `on_train_start` comes later
+        with trainer.precision_plugin.forward_context():
+            if self.packed:
+                packed_attention.verify(module.model, first.input_ids[:, : packed_attention.LOOKED_AT])
+            if module.loss.own_logits:
+                with torch.no_grad():
+                    module.loss.verify(module.model, few)
+            if module.tiles:
+                with torch.no_grad():
+                    module.tiles.verify(module.model, few)
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not (trainer.validating and (self.packed or module.tiles)):  # alone, without training
+            return
+        first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
+        with trainer.precision_plugin.forward_context():
+            if self.packed:
+                packed_attention.verify(module.model, first.input_ids[:, : packed_attention.LOOKED_AT])
+            if module.tiles:
+                module.tiles.verify(module.model, first.each(lambda part: part[:, :VERIFIED]))
+
+
+def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:
+    return batch.each(lambda part: part[:2].to(module.device))
+
+
+def counted(labels: Tensor) -> Tensor:
+    """Which of the labels (N,) are to be learnt. The only place where a loss asks what numbers say: a trace by shape
+    has none, and takes yes for the answer."""
+    learnt = labels != IGNORED
+    return torch.arange(len(labels), device=labels.device) if learnt.all() else learnt.nonzero().squeeze(1)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """sum_i -log softmax(head(hidden_i))[label_i], one chunk of rows after the other."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, rows, finish):
+        """hidden (N, H); weight (V, H); bias (V) or None; labels (N); finish: that of `Head`. The sum is fp32."""
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        matrix = weight.to(hidden.dtype)
+        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        # In fp32, 4 bytes per element of the head: a sum over thousands of rows in 16 bits would lose the small ones.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        # Positions that do not count never reach the head. They are left out chunk by chunk, so that the bytes do not
+        # depend on how many there are: a prediction knows no numbers.
+        for part in counted(labels).split(rows):
+            rows_hidden, rows_labels = hidden.index_select(0, part), labels[part]
+            product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))
+            logits, back = finished(product, finish)  # (rows, V), fp32
+            del product
+            logp = torch.log_softmax(logits, dim=-1)
+            total += F.nll_loss(logp, rows_labels, reduction="sum")
+            if any(ctx.needs_input_grad):
+                d_product = logp.exp_()  # softmax minus one-hot is the gradient of the sum
+                d_product[torch.arange(len(rows_labels), device=logits.device), rows_labels] -= 1.0
+                d_product = back(d_product)
+                d_rows = d_product.to(hidden.dtype)
+                if needs_weight:
+                    _add_product(d_weight, d_rows, rows_hidden)
+                if needs_hidden:
+                    d_hidden.index_copy_(0, part, torch.mm(d_rows, matrix, out=rows_hidden))  # nobody reads it any more
+                if needs_bias:
+                    d_bias += d_product.sum(0)
+                del d_product, d_rows
+            del logits, logp, rows_hidden, back  # before the next chunk's, not after
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, d_total):
+        def scaled(gradient, dtype):  # first, so that a loss scale acts before 16 bits do
+            return None if gradient is None else gradient.mul_(d_total).to(dtype)
+
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        each = (d_hidden, None if d_hidden is None else d_hidden.dtype), (d_weight, ctx.dtype), (d_bias, ctx.dtype)
+        return *(scaled(*gradient) for gradient in each), None, None, None
+
+
+def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:
+    """total (V, H) += d_rows (rows, V) transposed x rows_hidden (rows, H)."""
+    if total.dtype == d_rows.dtype:
+        total.addmm_(d_rows.T, rows_hidden)
+        return
+    for part, columns in zip(total.split(SLICE), d_rows.split(SLICE, dim=1), strict=True):
+        part.add_(columns.T @ rows_hidden)

@@ -1,0 +1,153 @@
+"""A model's head without its logits: what enters it, and what the model does to the logits afterwards.
+
+A head multiplies hidden states (B, T, H) by a matrix (V, H). To compute that product in chunks without computing
+another function, everything around it must be the model's own: layers between the body and the head (ModernBERT, BERT),
+factors (Cohere, Granite) and caps (Gemma, xLSTM) behind it, whatever their names are. So the model itself runs, with
+one token in the place of all of them at its head: what would have entered is caught there. Where the model changes
+what the head returns, its forward pass is entered once more for each chunk, with the body and the head answering what
+is known.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowmem.system.errors import Refused
+from lowmem.system.torch_private import storage_key
+
+ROUNDINGS = 8  # of the largest product: the same in another order differ by one or two, other functions by more
+UNEVEN = 5  # tokens of the first of two chunks, and of two tiles of the vocabulary
+
+
+class Head(NamedTuple):
+    """Of one forward pass."""
+
+    linear: nn.Linear
+    hidden: Tensor  # (B, T, H): what enters it
+    finish: Callable[[Tensor], Tensor] | None  # products (N, V) -> logits (N, V); None: they are the logits
+
+
+def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
+    """A forward pass in which the head sees the first token alone, and answers with zeros: no weight of it is read.
+
+    Args:
+        inputs: those of `MicroBatch`, each (B, T).
+
+    Raises:
+        Refused: a head that is not one matrix, applied once to every token.
+    """
+    head, body = model.get_output_embeddings(), model.base_model
+    if type(head) is not nn.Linear:  # a subclass may do more than its product
+        raise _refused(model, "has no linear head")
+    entered, products, outputs = [], [], []
+
+    def before(_, args: tuple) -> tuple:
+        if not args:
+            raise _refused(model, "calls its head by keyword")
+        entered.append(args[0])
+        return (args[0][:, :1], *args[1:])
+
+    def nothing(hidden: Tensor) -> Tensor:
+        return hidden.new_zeros(*hidden.shape[:-1], len(head.weight), dtype=multiplied_in(hidden))
+
+    def after(_, __, product: Tensor) -> None:
+        products.append((product, _version(product)))
+
+    hooks = [
+        head.register_forward_pre_hook(before),
+        head.register_forward_hook(after),
+        body.register_forward_hook(lambda *called: outputs.append(called[-1])),
+    ]
+    try:
+        with patch.object(head, "forward", nothing):
+            logits = model(**inputs, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(entered) != 1 or entered[0].shape[:-1] != inputs["input_ids"].shape:
+        raise _refused(model, "does not apply its head once to every token")
+    if _untouched(logits, *products[0]):
+        return Head(head, entered[0], None)
+    if body is model:
+        raise _refused(model, "changes its logits after the head, and its body cannot be told from it")
+
+    def finish(product: Tensor) -> Tensor:
+        with _answering(body, outputs[0]), _answering(head, product[None]):
+            return model.forward(**inputs, use_cache=False).logits[0]
+
+    return Head(head, entered[0], finish)
+
+
+def multiplied_in(hidden: Tensor) -> torch.dtype:
+    """In which the head multiplies it: autocast acts on modules alone."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def finished(
+    product: Tensor, finish: Callable[[Tensor], Tensor] | None, copy: bool = False
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """(fp32 logits of a product with the head, their gradient -> that of the product).
+
+    Args: finish: that of `Head`; copy: the logits will be overwritten, and what is behind them must stay.
+    """
+    if finish is None:
+        return product.float(), lambda d_logits: d_logits
+    with torch.enable_grad():
+        logits = finish(product.requires_grad_())
+
+    def back(d_logits: Tensor) -> Tensor:
+        return torch.autograd.grad(logits, product, d_logits.to(logits.dtype))[0]
+
+    return logits.detach().to(torch.float32, copy=copy), back
+
+
+def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
+    """Whether a model hands on what its head returned. No number is looked at: a cap is invisible in small ones."""
+    same = storage_key(logits) == storage_key(product)
+    return same and logits.shape == product.shape and _version(product) == version
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was changed in place; inference tensors do not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def _answering(module: nn.Module, answer: object) -> Iterator[None]:
+    with patch.object(module, "forward", lambda *_, **__: answer):
+        yield
+
+
+def _refused(model: nn.Module, why: str) -> Refused:
+    return Refused(f"loss=chunked, loss=tiled: {type(model).__name__} {why}. Type loss=full.")
+
+
+def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:
+    """Whether what `enter` caught leads to the model's own logits, but for roundings, also in uneven chunks: whatever
+    depends on the place of a token, or on its neighbours, is no function of its row.
+
+    Args: inputs: those of `MicroBatch`, each (B, T); tiled: also in uneven tiles of the vocabulary.
+    """
+    theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
+    head = enter(model, inputs)
+    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, which would be no part of a chunk
+    try:
+        ours = torch.cat([_finished(head, part, tiled) for part in products.tensor_split([UNEVEN])])
+    except RuntimeError:  # it expects the shape of the whole
+        return False
+    if ours.shape != theirs.shape:
+        return False
+    # of the products: logits that are masked are as large as numbers can be
+    tolerance = ROUNDINGS * torch.finfo(products.dtype).eps * products.abs().max().item()
+    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)  # an overflow is one in both
+
+
+def _finished(head: Head, products: Tensor, tiled: bool) -> Tensor:
+    tiles = products.tensor_split([UNEVEN], dim=1) if tiled else [products]
+    return torch.cat([finished(tile, head.finish)[0] for tile in tiles], dim=1)

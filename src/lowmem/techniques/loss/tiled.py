@@ -1,0 +1,133 @@
+"""Cross entropy with the logits of one tile of the vocabulary at a time, over all tokens of a micro-batch that count.
+
+`loss=chunked` sums the gradient of the head's weight over its chunks, V x H in fp32: beside 16-bit weights often the
+run's peak. Here a tile's gradient is one product over all tokens, summed inside that product and complete when it is
+made: 2 bytes per element of the head with 16-bit weights, and nothing of the head is ever wide. A softmax needs the sum
+of exponentials over all tiles first, so the logits are computed twice: in the forward pass for these sums, with their
+maximum carried from tile to tile (Milakov and Gimelshein 2018, arXiv 1805.02867), and in the backward pass for the
+gradients. It costs one more product with the head. At once there are 6 bytes x tokens x `columns` of logits in 16-bit
+products, and 4 bytes x tokens x H of the gradient that leaves for the body.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowmem.data.loader import MicroBatch
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.cross_entropy import Loss, counted
+from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
+from lowmem.techniques.loss.head_tiles import tiles_of
+
+
+class Tiled(Loss):
+    """The same number as `full` of `cross_entropy.py` with the logits of at most `columns` tokens of the vocabulary at
+    once."""
+
+    def __init__(self, columns: int) -> None:
+        if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
+            raise Refused(
+                f"loss.columns={columns}: give a whole number of tokens of the vocabulary, at least 1, such as "
+                "loss.columns=4096."
+            )
+        self.columns = columns
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        head = enter(model, batch.inputs)
+        hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
+        hidden = hidden.to(multiplied_in(hidden))  # inside the function autocast no longer acts
+        weight, bias = head.linear.weight, head.linear.bias
+        return _TiledCrossEntropy.apply(hidden, weight, bias, labels, tiles_of(head.linear), self.columns, head.finish)
+
+    def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
+        if not agrees(model, batch.inputs, tiled=True):
+            instead = "loss=chunked" if agrees(model, batch.inputs) else "loss=full"
+            raise Refused(
+                f"loss=tiled: computed in tiles of the vocabulary the logits of {type(model).__name__} are not the "
+                f"model's own, and another function would be trained. Type {instead}."
+            )
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    """sum_i -log softmax(head(hidden_i))[label_i], one tile of the vocabulary after the other."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, source, columns, finish):
+        """hidden (B x T, H); weight (V, H), of which autograd alone asks; bias (V) or None; labels (B x T); source: of
+        tiles, as `Whole`; finish: that of `Head`. The sum is fp32."""
+        part = counted(labels)  # the other positions never reach the head
+        rows, labels = hidden.index_select(0, part), labels[part]  # (N, H), (N,)
+        top = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
+        total, chosen = torch.zeros_like(top), torch.zeros_like(top)
+        for first, tile in source.tiles(columns):
+            tile = tile.to(rows.dtype)
+            logits = _logits(rows, tile, first, bias, finish)[0]  # (N, C), fp32
+            inside, place = _place(labels, first, len(tile))
+            chosen = torch.where(inside, logits.gather(1, place[:, None])[:, 0], chosen)
+            higher = torch.maximum(top, logits.amax(1))
+            total.mul_((top - higher).exp_()).add_(logits.sub_(higher[:, None]).exp_().sum(1))
+            top = higher
+            del logits, tile  # before the next ones, not after
+        top, total, chosen = source.joined(top, total, chosen)
+        lse = total.log_().add_(top)  # of all logits of a row
+        ctx.save_for_backward(rows, lse, labels, part, bias)
+        ctx.source, ctx.columns, ctx.finish, ctx.positions = source, columns, finish, len(hidden)
+        return (lse - chosen).sum()
+
+    @staticmethod
+    def backward(ctx, d_total):
+        rows, lse, labels, part, bias = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_rows = torch.zeros_like(rows, dtype=torch.float32) if needs_hidden else None
+        d_bias = torch.empty_like(bias) if needs_bias else None
+        if needs_weight:
+            ctx.source.start_gradient()
+        for first, tile in ctx.source.tiles(ctx.columns):
+            last, tile = first + len(tile), tile.to(rows.dtype)
+            d_logits, back = _logits(rows, tile, first, bias, ctx.finish)
+            d_logits = d_logits.sub_(lse[:, None]).exp_()  # softmax minus one-hot is the gradient of the sum
+            inside, place = _place(labels, first, len(tile))
+            d_logits[torch.arange(len(place), device=place.device), place] -= inside.float()
+            d_logits = back(d_logits.mul_(d_total))  # first, so that a loss scale acts before 16 bits do
+            if needs_bias:
+                d_bias[first:last] = d_logits.sum(0)
+            d_logits = d_logits.to(rows.dtype)
+            if needs_hidden:
+                _add_product(d_rows, d_logits, tile)
+            del back, tile
+            if needs_weight:
+                ctx.source.add_product(first, d_logits, rows)
+            del d_logits
+        d_weight = ctx.source.whole_gradient() if needs_weight else None
+        d_hidden = _spread(ctx.source.summed(d_rows).to(rows.dtype), part, ctx.positions) if needs_hidden else None
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _logits(
+    rows: Tensor, tile: Tensor, first: int, bias: Tensor | None, finish: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """(fp32 logits (N, C) of rows (N, H) and a tile (C, H), to be overwritten; their gradient -> the product's)."""
+    here = None if bias is None else bias[first : first + len(tile)].to(rows.dtype)
+    return finished(F.linear(rows, tile, here), finish, copy=True)
+
+
+def _place(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Of labels (N,): whether each lies in a tile, and in which of its columns; those that do not in some column."""
+    inside = (labels >= first) & (labels < first + size)
+    return inside, (labels - first).clamp_(0, size - 1)
+
+
+def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
+    """total (N, H), fp32, += d_logits (N, C) x tile (C, H)."""
+    if total.dtype == tile.dtype:
+        total.addmm_(d_logits, tile)
+    else:
+        total.add_(d_logits @ tile)
+
+
+def _spread(rows: Tensor, part: Tensor, positions: int) -> Tensor:
+    """(B x T, H) of rows (N, H) that belong to the positions `part`; 0 elsewhere."""
+    return rows.new_zeros(positions, rows.shape[1]).index_copy_(0, part, rows)

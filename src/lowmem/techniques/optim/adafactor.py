@@ -1,0 +1,123 @@
+"""transformers' Adafactor, with a second way to step: of a weight that is held in 16 bits alone, a few rows at a time.
+
+Their `step` takes 16 bytes per element of the largest parameter: weight and gradient in fp32, and two more beside them;
+of Llama-3.1-8B's embedding that is 8 GiB. `step_narrow` goes on with the same state by the same formulas, in pieces:
+what a formula needs of the whole parameter (the mean squares of rows and columns, the RMS of the update) is summed up
+in a pass of its own. So the gradient is read three times, and those sums are in another order; all else has their bits.
+Source: Shazeer and Stern 2018, arXiv 1804.04235.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import optimization
+
+from lowmem.techniques.optim.contract import InPieces, Step
+
+CHUNK = 1 << 22  # elements of a piece, or one row: 16 MiB in fp32
+
+Shape = tuple[int, int, int]  # (matrices, rows, columns)
+Piece = tuple[slice, slice]  # (matrices, rows): some whole matrices, or some whole rows of one
+Read = Callable[[Piece], Tensor]  # a piece -> a tensor of its shape, to be changed before the next one is read
+Scale = Callable[[Piece, Tensor], Tensor]  # a piece, what is written -> the same
+
+
+class Adafactor(optimization.Adafactor, InPieces):
+    """Args: theirs. `step_narrow` steps with `lr`: no `relative_step`."""
+
+    @torch.no_grad()
+    def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
+        gradient, group, p, reading, narrow = step
+        state, shape = self.state[p], _as_matrices(p.shape)
+        if not state:
+            state |= _zeros(p.shape, group, gradient.device)
+        gradient, narrow, pieces = gradient.reshape(shape), narrow.view(shape), list(_pieces(shape))
+        # Made once: freed and asked for again, they would leave holes in the heap that in the end are the whole.
+        scratch = torch.empty(2, max(narrow[piece].numel() for piece in pieces), device=gradient.device)
+
+        def buffer(number: int, piece: Piece) -> Tensor:
+            return scratch[number, : narrow[piece].numel()].view(narrow[piece].shape)
+
+        def weight(piece: Piece) -> Tensor:
+            return buffer(0, piece).copy_(narrow[piece])
+
+        def read(piece: Piece) -> Tensor:
+            return reading(gradient[piece], buffer(0, piece))
+
+        def direction(piece: Piece) -> Tensor:
+            return scale(piece, buffer(1, piece)).mul_(read(piece))
+
+        state["step"] += 1
+        state["RMS"] = _rms(weight, pieces, p.numel())
+        lr = group["lr"]
+        if group["scale_parameter"]:
+            lr = state["RMS"].clamp(min=group["eps"][1]) * lr
+        scale = (_factored if p.dim() > 1 else _each)(state, shape, pieces, read, group)
+        limit = (_rms(direction, pieces, p.numel()) / group["clip_threshold"]).clamp_(min=1.0)
+        for piece in pieces:
+            update = direction(piece).div_(limit).mul_(lr)
+            if group["beta1"] is not None:
+                momentum = state["exp_avg"].view(shape)[piece]
+                update = momentum.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+            wide = weight(piece)
+            if group["weight_decay"] != 0:
+                wide.add_(wide, alpha=-group["weight_decay"] * lr)
+            round(wide.sub_(update).view(-1), narrow[piece].view(-1))
+
+
+def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:
+    """What their first step makes."""
+    shapes = {} if group["beta1"] is None else {"exp_avg": shape}
+    if len(shape) > 1:
+        shapes |= {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
+    else:
+        shapes |= {"exp_avg_sq": shape}
+    return {"step": 0, **{key: torch.zeros(each, device=device) for key, each in shapes.items()}, "RMS": 0}
+
+
+def _as_matrices(shape: torch.Size) -> Shape:
+    """A vector as one column."""
+    return (shape[:-2].numel(), *shape[-2:]) if len(shape) > 1 else (1, shape.numel(), 1)
+
+
+def _pieces(shape: Shape) -> Iterator[Piece]:
+    """In the order of the elements."""
+    matrices, rows, columns = shape
+    if whole := CHUNK // (rows * columns):
+        yield from ((slice(i, i + whole), slice(None)) for i in range(0, matrices, whole))
+    else:
+        some = max(1, CHUNK // columns)
+        yield from ((slice(i, i + 1), slice(j, j + some)) for i in range(matrices) for j in range(0, rows, some))
+
+
+def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
+    norms = torch.empty(len(pieces))  # one tensor: small ones would keep the heap from closing up
+    for number, piece in enumerate(pieces):
+        norms[number] = read(piece).norm(2)
+    return norms.norm(2) / elements**0.5
+
+
+def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
+    """Go on with the mean squares of rows and columns. Returns: what gives a piece's scales, 1 / root of v."""
+    rows, columns = state["exp_avg_sq_row"].view(shape[:2]), state["exp_avg_sq_col"].view(shape[0], shape[2])
+    beta, sums = _beta(state, group), torch.zeros_like(columns)
+    for piece in pieces:
+        square = read(piece).square_().add_(group["eps"][0])
+        rows[piece].mul_(beta).add_(square.mean(-1), alpha=1.0 - beta)
+        sums[piece[0]].add_(square.sum(-2))
+    columns.mul_(beta).add_(sums.div_(shape[1]), alpha=1.0 - beta)
+    of_row, of_column = (rows / rows.mean(-1, keepdim=True)).rsqrt_(), columns.rsqrt()
+    return lambda piece, out: torch.mul(of_row[piece].unsqueeze(-1), of_column[piece[0]].unsqueeze(-2), out=out)
+
+
+def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
+    """The same of a vector, whose elements have a mean square each."""
+    squares, beta = state["exp_avg_sq"].view(shape), _beta(state, group)
+    for piece in pieces:
+        squares[piece].mul_(beta).add_(read(piece).square_().add_(group["eps"][0]), alpha=1.0 - beta)
+    return lambda piece, out: torch.rsqrt(squares[piece], out=out)
+
+
+def _beta(state: dict, group: dict) -> float:
+    return 1.0 - state["step"] ** group["decay_rate"]

@@ -1,0 +1,186 @@
+"""AdamW with block-wise 8-bit state, made for the host: 2.03 bytes of state per parameter, one pass over memory.
+
+Each block of 256 elements keeps its largest magnitude in fp32 and every element in 8 bits, on a square-root scale: the
+first moment as a signed root of m / max|m|, the second as a root of u / max u with u = sqrt(v). That is arithmetic
+alone (no table of 256 values to search), so a processor's vector units do it. A code of u is never 0: rounded to zero,
+a second moment would turn the next small gradient into a huge step.
+
+On a CPU the step is one C++ function, compiled once; it reads the gradient in 16 or 32 bits, scales and clips it, and
+writes the new weights in 16 bits besides, or reads and writes them in two halves of 16 bits and never in 32. Without a
+compiler, and on CUDA, the same arithmetic runs as torch operators.
+Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lowmem.techniques.arithmetic.fp32_halves import joined, narrow, split_into
+from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
+from lowmem.techniques.optim.compiled import DTYPES, address, library
+from lowmem.techniques.optim.contract import OnePass, Step
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+BLOCK = 256
+# The smallest code of u: (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, the smallest m that is not
+# zero. So an element that is tiny in its block steps at most as far as the others.
+LEAST = 2
+NOTHING = 1e-30  # the largest of a block that counts as 0: what divides by less is infinite
+SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
+# Elements that torch operators work on at once: what they leave stays in a CPU's cache, or takes 0.2 GiB of a card.
+CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
+
+
+class HostAdamW8bit(Optimizer, OnePass):
+    """Args: params: fp32; weight_decay: decoupled. A group with `state_bits` of 32 keeps its state in fp32."""
+
+    def __init__(
+        self,
+        params,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> float | None:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.step_from(Step(p.grad, group, p))
+        return loss
+
+    @torch.no_grad()
+    def step_from(self, step: Step, rest: Tensor | None = None) -> None:
+        """A parameter whose state has 32 bits, and any where there is no compiler, is joined for its step."""
+        gradient, group, p, reading, rounded = step
+        state, lies = self.state[p], p if rest is None else rest
+        if not state:
+            state |= _zeros(lies, group.get("state_bits", 8))
+        state["step"] += 1
+        rule = _rule(group, state["step"])
+        if "m_top" in state and lies.device.type == "cpu" and (native := library(SOURCE)) is not None:
+            _native_step(native, step, rest, state, rule)
+            return
+        wide = p if rest is None else joined(rounded, rest)
+        if "m_top" in state:
+            _blocks_step(wide, gradient, state, rule, reading)
+        else:
+            _full_step(wide, reading(gradient), state, rule)
+        if rest is not None:
+            split_into(wide, rounded, rest)
+        elif rounded is not None:
+            narrow(wide, rounded)
+
+    def runs_as(self) -> str:
+        """For the summary: which of the two ways."""
+        on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+        return "one C++ pass" if on_cpu and library(SOURCE) else "torch operators"
+
+
+class Rule(NamedTuple):
+    """What a step needs to know, in the order of the C++ `Rule`."""
+
+    rate: float  # lr over the first moment's bias correction
+    keep: float  # 1 - lr x decay
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    eps: float
+    widened: float  # the second moment's bias correction, as a factor of its root
+
+
+def _rule(group: dict, step: int) -> Rule:
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    rate, widened = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    return Rule(rate, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], widened)
+
+
+def _zeros(p: Tensor, bits: int) -> dict:
+    """The state of fp32 weights of p's shape, on its device."""
+    if bits == 32 or p.numel() < SMALL:
+        return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
+    blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+    return {
+        "step": 0,
+        "m": torch.zeros(p.numel(), dtype=torch.int8, device=p.device),
+        "u": torch.zeros(p.numel(), dtype=torch.uint8, device=p.device),
+        "m_top": blocks,
+        "u_top": blocks.clone(),
+    }
+
+
+def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
+    m, v = state["m"].lerp_(g, rule.rest1), state["v"].mul_(rule.beta2).addcmul_(g, g, value=rule.rest2)
+    p.mul_(rule.keep).addcdiv_(m, v.sqrt().mul_(rule.widened).add_(rule.eps), value=-rule.rate)
+
+
+def _native_step(native: ctypes.CDLL, step: Step, rest: Tensor | None, state: dict, rule: Rule) -> None:
+    g, _, p, reading, rounded = step
+    whole = p if rest is None else None
+    given = [tensor for tensor in (whole, rounded, rest) if tensor is not None]
+    if (whole is not None and p.dtype != torch.float32) or not all(tensor.is_contiguous() for tensor in given):
+        raise ValueError("HostAdamW8bit steps contiguous fp32 parameters: call .float().contiguous() on them first.")
+    g = g.contiguous()
+    native.adamw8bit(
+        *(address(whole), address(g), DTYPES[g.dtype]),
+        *(address(state[key]) for key in ("m", "u", "m_top", "u_top")),
+        *(address(rounded), DTYPES[rounded.dtype if rounded is not None else torch.bfloat16], address(rest)),
+        *(ctypes.c_long(p.numel()), (ctypes.c_float * 11)(*rule, *reading), torch.get_num_threads()),
+    )
+
+
+def _blocks_step(p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading) -> None:
+    chunks = list(_chunks(p, g, state))
+    scratch = torch.empty(3, max(chunk.p.numel() for chunk in chunks), device=p.device)
+    for chunk in chunks:
+        _chunk_step(chunk, scratch, rule, reading)
+
+
+class Chunk(NamedTuple):
+    """Some blocks of a parameter: (blocks, 256), or its unfinished last one as (1, n)."""
+
+    p: Tensor
+    gradient: Tensor
+    m: Tensor  # int8
+    u: Tensor  # uint8
+    m_top: Tensor  # (blocks,)
+    u_top: Tensor  # (blocks,)
+
+
+def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
+    flat = (p.view(-1), g.reshape(-1), state["m"], state["u"])
+    whole = p.numel() // BLOCK * BLOCK
+    chunk = CHUNK if p.device.type == "cpu" else CHUNK_ON_CARD
+    for start in range(0, whole, chunk):
+        stop = min(start + chunk, whole)
+        tops = slice(start // BLOCK, stop // BLOCK)
+        yield Chunk(*(x[start:stop].view(-1, BLOCK) for x in flat), state["m_top"][tops], state["u_top"][tops])
+    if whole < p.numel():
+        yield Chunk(*(x[None, whole:] for x in flat), state["m_top"][-1:], state["u_top"][-1:])
+
+
+def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
+    """Args: scratch: (3, at least blocks x n), fp32. All is done in place: allocating takes longer."""
+    p, g, m8, u8, m_top, u_top = chunk
+    m, u, x = (part[: p.numel()].view(p.shape) for part in scratch)
+    g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
+    m.copy_(m8)
+    m.mul_(torch.abs(m, out=x)).mul_((m_top * (rule.beta1 / 127**2))[:, None]).add_(g, alpha=rule.rest1)
+    u.copy_(u8).square_().square_().mul_((u_top / 255**2).square_().mul_(rule.beta2)[:, None])
+    u.addcmul_(g, g, value=rule.rest2).sqrt_()
+    p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
+    torch.amax(torch.abs(m, out=x), 1, out=m_top)
+    torch.amax(u, 1, out=u_top)
+    # a block of next to nothing is divided by one, not by a number whose inverse is infinite
+    m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
+    u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

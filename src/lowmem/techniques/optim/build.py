@@ -1,0 +1,150 @@
+"""From a library's optimizer class to the optimizer of a model: which parameters decay, and how its state comes back.
+
+An optimizer's yaml names the library's class and its arguments. What every optimizer here has in common is added in
+this file, once: groups of parameters by role, state that is restored in the dtype in which it was saved, and, for
+8-bit optimizers, embeddings whose state keeps 32 bits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.memory.ledger import parts
+from lowmem.model.trainable import full_shape, trainable
+from lowmem.system.process import page_out
+from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
+
+BUFFERS = ("state1", "state2")  # of bitsandbytes' state, what a paged optimizer pages
+PAGED_FROM = 100_000  # elements of a parameter: of a smaller one it pages none (its `get_state_buffer`)
+
+
+def itself(p: nn.Parameter) -> nn.Parameter:
+    return p
+
+
+class MakeOptimizer:
+    """(model, master) -> optimizer; `master` tells what is stepped in the place of each of the model's parameters.
+
+    Args:
+        make: parameter groups -> optimizer, a partial of the class that the yaml names.
+        embedding_bits: of the state of embeddings, in an 8-bit optimizer; None: not such an optimizer.
+    """
+
+    def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:
+        self.make, self.embedding_bits = make, embedding_bits
+
+    def __call__(self, model: nn.Module, master: Callable[[nn.Parameter], nn.Parameter] = itself) -> Optimizer:
+        groups = [group | {"params": list(map(master, group["params"]))} for group in parameter_groups(model)]
+        if self.embedding_bits is not None:
+            groups = [
+                group | {"state_bits": self.embedding_bits if group["role"] == "embedding" else 8} for group in groups
+            ]
+        optimizer = self.make(groups)
+        if hasattr(optimizer, "get_config"):
+            _hold_state_in_the_groups_bits(optimizer)
+            in_one_pass(optimizer)
+        if getattr(optimizer, "is_paged", False):
+            _restore_paged(optimizer)
+        _restore_in_saved_dtypes(optimizer)
+        return optimizer
+
+    @property
+    def name(self) -> str:
+        """Of the class, to tell whose state a checkpoint holds."""
+        return getattr(self.make, "func", self.make).__qualname__
+
+
+def parameter_groups(model: nn.Module) -> list[dict]:
+    """Trainable parameters by role: matrices and embeddings, which decay; vectors (norms, biases), which never do.
+
+    A tied head is an embedding; a head of its own is one too: its rows belong to tokens.
+    """
+    by_token = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    by_token |= {id(head.weight)} if head is not None else set()
+    groups = {
+        "matrix": {"params": [], "role": "matrix"},
+        "embedding": {"params": [], "role": "embedding"},
+        "vector": {"params": [], "role": "vector", "weight_decay": 0.0},
+    }
+    for _, p in trainable(model):
+        role = "vector" if len(full_shape(p)) < 2 else "embedding" if id(p) in by_token else "matrix"
+        groups[role]["params"].append(p)
+    return [group for group in groups.values() if group["params"]]
+
+
+def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
+    """bitsandbytes' own overrides are kept in a global table by id(parameter), which the next job's may share."""
+    theirs = optimizer.get_config
+
+    def get_config(gindex: int, pindex: int, group: dict) -> dict:
+        return theirs(gindex, pindex, group) | ({"optim_bits": group["state_bits"]} if "state_bits" in group else {})
+
+    optimizer.get_config = get_config
+
+
+def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
+    """torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half their bits,
+    and 8-bit codes would for a moment be four times their size.
+
+    So torch is given the groups alone, and each tensor is copied as it was saved. (bitsandbytes restores its own state,
+    as it was saved; torchao's issue 3314 is of this kind.)
+    """
+    saved: dict = {}
+
+    def before(_, state_dict: dict) -> dict:
+        saved.update(state_dict["state"])
+        return state_dict | {"state": {}}
+
+    def after(optimizer: Optimizer) -> None:
+        owners = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+        for index, state in saved.items():
+            group, p = owners[index]
+            optimizer.state[p] = {key: _placed(key, value, group, p) for key, value in _each(state)}
+        saved.clear()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+
+
+def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """One is let go before the next is asked for, which may be made only then."""
+    for key, value in state.items():
+        yield key, value
+        page_out(parts(value) if isinstance(value, Tensor) else ())
+
+
+def pageable(optimizer: Optimizer) -> list[Tensor]:
+    """The state that CUDA would page, were its parameter large and on a card."""
+    if not getattr(optimizer, "is_paged", False):
+        return []
+    return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
+
+
+def _restore_paged(optimizer: Optimizer) -> None:
+    """bitsandbytes restores paged state as ordinary tensors of the device, which may not have the room for it (its
+    issues 782 and 1381); on a CPU, as a checkpoint of a card remembers it: as paged, which nothing is there.
+
+    Here each buffer is asked for as in the first step, and is paged where that one was.
+    """
+    theirs = optimizer.load_state_dict
+
+    def load_state_dict(state_dict: dict) -> None:
+        theirs(state_dict, move_to_device=False)
+        for p, state in optimizer.state.items():
+            for key, saved in state.items():  # one after the other: what was read of it is let go
+                if key in BUFFERS:
+                    state[key] = optimizer.get_state_buffer(p, dtype=saved.dtype).copy_(saved)
+                elif isinstance(saved, Tensor):
+                    state[key] = saved.to(p.device)
+
+    optimizer.load_state_dict = load_state_dict
+
+
+def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
+    """A copy beside its parameter, also where a fused step needs its count there; other counts stay on the host."""
+    if not isinstance(value, Tensor):
+        return value
+    counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value.to("cpu" if counts_on_host else p.device, copy=True)

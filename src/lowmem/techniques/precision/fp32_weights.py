@@ -1,0 +1,74 @@
+"""Weights in fp32: products in fp32 or TF32, or in 16 bits by autocast.
+
+Autocast (`16`, `bf16`) saves half of the activations' bytes. Source: Micikevicius et al. 2018, arXiv 1710.03740.
+"""
+
+import logging
+from contextlib import AbstractContextManager
+
+import torch
+from torch.optim import Optimizer
+
+from lowmem.techniques.precision.contract import BasePrecision, with_gradient
+from lowmem.techniques.precision.loss_scale import ScaledLoss
+
+log = logging.getLogger(__name__)
+
+
+class FullPrecision(BasePrecision):
+    """fp32 throughout."""
+
+    dtype = torch.float32
+
+
+class TensorFloat32(FullPrecision):
+    """fp32 storage; matrix products of a CUDA device read 10 bits of each factor's mantissa and add in fp32."""
+
+    tf32 = True
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self._before: str | None = None
+        if has_tf32(device):
+            self._before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+        else:
+            log.info("precision=tf32: this device has no TF32 products; it runs in fp32.")
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._before is not None:  # the setting is the process's, and the next job of a sweep may be fp32
+            torch.set_float32_matmul_precision(self._before)
+
+
+def has_tf32(device: str) -> bool:
+    return device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+
+
+class Autocast(BasePrecision):
+    """Matrix products in `dtype`, weights in fp32."""
+
+    def forward_context(self) -> AbstractContextManager:
+        # Without the cache: it would hold a 16-bit copy of every weight until the forward pass ends.
+        return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
+
+
+class BFloat16Autocast(Autocast):
+    """No loss scaling: bf16 has fp32's range."""
+
+    dtype = torch.bfloat16
+
+
+class Float16Autocast(ScaledLoss, Autocast):
+    """Args, Raises: those of `ScaledLoss`."""
+
+    dtype = torch.float16
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        stepped = [p for _, p in with_gradient(optimizer)]
+        finite = self.loss_scale.update(bool(self.global_norm(stepped).isfinite()))
+        if finite:
+            for p in stepped:
+                p.grad.mul_(1.0 / self.gradient_scale)
+        self.gradient_scale = 1.0
+        return finite

@@ -1,0 +1,225 @@
+"""16-bit weights for the device, all else of them on the host: exact small updates, at most 2 bytes each on the card.
+
+The device holds the weights in 16 bits, or with weights=streamed those of the blocks whose turn it is, and what the
+current backward pass needs. The host holds what the optimizer steps (`host_weight.py`: fp32 masters, or what makes one
+of the 16 bits that stream), its state, and the window's gradients. Each gradient leaves for the host as soon
+as backward has made it (`host_masters_callback.py`); there it is summed over the micro-batches in fp32, and a window of
+one micro-batch needs no more than its 16 bits. After the last one the host clips, steps each master and rounds it into
+the device's weight, or into the one in host memory that streams. Over the bus go 2 bytes per parameter and micro-batch
+of gradients, and 2 per step of weights that stay on the device; the step runs at the speed of the host.
+
+Masters are the loaded weights themselves, taken before they are rounded, and are kept by parameter, so tied weights
+stay tied; a frozen one has none, and is rounded once. Source: Micikevicius et al. 2018, arXiv 1710.03740, for masters;
+Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.memory.ledger import Side
+from lowmem.memory.tracker import belongs, host_side
+from lowmem.system.errors import NotFinite
+from lowmem.techniques.arithmetic.gradients import Reading, finite, norm_of
+from lowmem.techniques.optim.contract import Step
+from lowmem.techniques.precision.contract import BasePrecision, with_step
+from lowmem.techniques.precision.host_weight import Halves, Master
+from lowmem.techniques.precision.loss_scale import ScaledLoss
+from lowmem.techniques.weights.link import Link, Take, link_to
+from lowmem.techniques.weights.resident import Resident
+
+
+class HostMasters(BasePrecision):
+    """Weights in `dtype`, on the device or streaming to it, stepped on the host. `host_masters_callback.py` calls
+    `collect` and `collect_and_step` from backward, and waits on `link` before each layer."""
+
+    optimizer_side: Side = "host"
+    keeps_buffers = True
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.masters: dict[int, Master] = {}  # by id of the weight
+        self.link: Link = link_to(torch.device(device))
+        self.weights = Resident()  # where they are while no block needs them; the callback brings the run's own
+        self._groups: dict[int, int] = {}  # id of a master -> index of its group
+        self.reading = Reading()  # of this window's gradients
+        self.not_finite: str | None = None  # the first parameter whose gradient made the last step impossible
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Lightning calls this once the weights are loaded or restored, and before they move to the device."""
+        module = super().convert_module(module)
+        for name, p in module.named_parameters():  # a tied parameter once
+            if not p.requires_grad:
+                p.data = p.data.to(self.dtype)
+            elif id(p) not in self.masters:
+                self.masters[id(p)] = self.held(name, p)
+        self.weights.move_in(torch.device(self.device))
+        for master in self.masters.values():
+            master.moved(self.weights.home(master.weight))
+        return module
+
+    def held(self, name: str, p: nn.Parameter) -> Master:
+        """How the host holds a parameter, whose weight becomes one of 16 bits."""
+        return Master(name, p, self.dtype)
+
+    def master(self, p: nn.Parameter) -> nn.Parameter:
+        return self.masters[id(p)].wide if p.requires_grad else p
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        for master in self.masters.values():
+            yield from master.tensors()
+        yield from self.weights.host_tensors()
+
+    def stored(self, p: nn.Parameter) -> Tensor:
+        return self.masters[id(p)].narrow if id(p) in self.masters else self.weights.of(p)
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def collect(self, p: nn.Parameter) -> None:
+        """A gradient that backward has just made leaves for the host, and is freed."""
+        self._fetch(p, self.masters[id(p)].add)
+
+    def collect_and_step(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
+        """The last gradient of a window steps its master as soon as it is on the host.
+
+        Raises:
+            NotFinite: a gradient; masters that were stepped before it cannot be stepped back.
+        """
+        master = self.masters[id(p)]
+        self._fetch(p, master.add if self.link.lends else master.use)
+        self.step_early(p, optimizer, clip_value)
+
+    def step_early(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
+        """Step a parameter whose gradients of this window have all left for the host. Raises: as above."""
+        self._update(optimizer, self.masters[id(p)], Reading(limit=_limit(clip_value)), early=True)
+
+    def _fetch(self, p: nn.Parameter, take: Take) -> None:
+        belongs(p.grad, "gradients")
+        self.link.fetch(p.grad, take)
+        p.grad = None
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Whether all gradients are finite; if not, none will be used."""
+        self.link.finish()
+        collected = self._collected()
+        self.reading = Reading(1 / self.gradient_scale)
+        with host_side():
+            self._norms = [norm_of(master.sum) / self.gradient_scale for master in collected]
+        infinite = (m.name for m, norm in zip(collected, self._norms, strict=True) if not norm.isfinite())
+        self.not_finite = next(infinite, None)
+        if self.not_finite is not None:
+            self.forget()
+        return self._usable(self.not_finite is None)
+
+    def norm(self, model: nn.Module) -> Tensor | None:
+        with host_side():
+            return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else None
+
+    def first_not_finite(self, module: nn.Module) -> str | None:
+        return self.not_finite
+
+    def forget(self) -> None:
+        for master in self._collected():
+            master.complete = False
+
+    def _usable(self, finite: bool) -> bool:
+        return finite
+
+    def _collected(self) -> list[Master]:
+        """Masters with a gradient of this window, in the order in which the next forward pass reads their weights."""
+        return [master for master in self.masters.values() if master.complete]
+
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """Nothing: the host drops each gradient once it is used, perhaps later than this, and `unscale` those of a step
+        that is skipped."""
+
+    def mark_used(self, early: bool) -> None:
+        for master in self._collected():
+            master.used(early)
+
+    def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> Tensor | None:
+        collected = self._collected()
+        if not collected:  # each gradient was used up in backward
+            return None
+        self.reading = self.reading._replace(limit=_limit(value))
+        if largest is None:
+            return None
+        with host_side():
+            if value is not None:
+                self._norms = [norm_of(self.reading(master.sum)) for master in collected]
+                total = self.norm(model)
+            factor = torch.clamp(largest / (total + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+        self.reading = self.reading._replace(clip=factor.item())
+        return total
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return with_step(optimizer, self._step_all)
+
+    def _step_all(self, optimizer: Optimizer) -> None:
+        for master in self._collected():
+            self._update(optimizer, master, self.reading)
+
+    def _update(self, optimizer: Optimizer, master: Master, reading: Reading, early: bool = False) -> None:
+        if not self._groups:
+            self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        # a copy of the group as it is now: the schedule goes on while the host still steps
+        group = {**optimizer.param_groups[self._groups[id(master.wide)]]}
+        step = partial(_step, optimizer, group, master, reading, early)
+        if master.home is None:
+            self.link.update(master.weight, step)
+        else:
+            self.link.at_home(master.home, partial(step, master.narrow))
+
+    def arrived(self) -> None:
+        self.link.finish()
+        for master in self.masters.values():
+            self.link.wait(master.weight)
+
+    def whole(self, p: nn.Parameter) -> Tensor:
+        return self.masters[id(p)].whole if id(p) in self.masters else self.weights.of(p)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.link.close()
+
+
+class BFloat16Master(HostMasters):
+    """bf16 weights on the device; no loss scaling, bf16 has fp32's range."""
+
+    dtype = torch.bfloat16
+
+    def held(self, name: str, p: nn.Parameter) -> Master:
+        kind = Halves if self.weights.takes(p) else Master
+        return kind(name, p, self.dtype)
+
+
+class Float16Master(ScaledLoss, HostMasters):
+    """fp16 weights on the device, with a loss scale. Args, Raises: those of `ScaledLoss`."""
+
+    dtype = torch.float16
+
+    def _usable(self, finite: bool) -> bool:
+        return self.loss_scale.update(finite)
+
+
+def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, early: bool, narrow: Tensor) -> None:
+    """On the host: step a weight and write its 16 bits into `narrow`."""
+    gradient = master.gradient()
+    if early and not finite(gradient):
+        raise NotFinite(
+            f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
+            "nothing of it is saved. With clip=1.0 every gradient is looked at before any is used, and "
+            "on_nonfinite=skip works."
+        )
+    with host_side(), torch.no_grad():
+        master.step(optimizer, Step(gradient, group, master.wide, reading, narrow))
+    master.used(early)
+
+
+def _limit(value: float | None) -> float:
+    return float("inf") if value is None else value

@@ -1,0 +1,128 @@
+"""The half of `host_masters.py` in the training loop: hooks on the model, early steps, checkpoints, faults."""
+
+from collections.abc import Callable, Iterable
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lowmem.config.settle import steps_early
+from lowmem.model.trainable import trainable
+from lowmem.system.errors import NotFinite, Refused
+from lowmem.techniques.weights.edges import Outlet
+
+
+class MasterWeights(Callback):
+    """Sends each gradient to the host as soon as it exists, and makes each layer wait for its own new weights.
+
+    Args:
+        clip, clip_value: the run's; a global norm needs all gradients before the first step.
+        early_step: step each master as soon as the window's last gradient of it is there, where nothing needs all of
+            them (a norm, or a loss scale): the step runs beside backward, and no gradients are held.
+        skips_in_a_row: steps skipped for gradients that are not finite after which the run stops.
+    """
+
+    def __init__(
+        self,
+        clip: float | None = None,
+        clip_value: float | None = None,
+        early_step: bool = True,
+        skips_in_a_row: int = 20,
+    ) -> None:
+        self.clip, self.clip_value, self.early_step = clip, clip_value, early_step
+        self.skips_in_a_row, self.skips = skips_in_a_row, 0
+        self._hooks: list = []
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        self.plugin = trainer.precision_plugin
+        self.on_host = self.plugin.optimizer_side == "host"  # bf16-sr steps there only where weights stream
+        if self.on_host:
+            self.plugin.weights = module.weights
+        self.early = steps_early(self.early_step, self.clip, self.plugin.scales_loss)
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self.on_host:
+            return
+
+        def complete(p: nn.Parameter) -> None:
+            if self.early and module.last_micro_batch:
+                self.plugin.step_early(p, trainer.optimizers[0], self.clip_value)
+
+        module.weights.start(Outlet(self.plugin.link, lambda p: self.plugin.masters[id(p)], complete))
+
+        def left(p: nn.Parameter) -> None:
+            if p.grad is None:  # it has left by the outlet
+                return
+            if self.early and module.last_micro_batch:
+                self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
+            else:
+                self.plugin.collect(p)
+
+        def wait_for(parameters: Iterable[nn.Parameter]) -> Callable[..., None]:
+            def wait(*_) -> None:
+                for p in parameters:
+                    self.plugin.link.wait(p)
+
+            return wait
+
+        self._hooks = [p.register_post_accumulate_grad_hook(left) for _, p in trainable(module)]
+        for part in module.modules():
+            if own := list(part.parameters(recurse=False)):
+                self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        module.weights.start()  # of an evaluation without training
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        if self.on_host and self.early and not bool(loss.isfinite()):
+            raise NotFinite(
+                f"The loss became {loss.item():g} in step {trainer.global_step + 1}; nothing of it was used. With "
+                "clip=1.0 every gradient is looked at before any is used, and on_nonfinite=skip works."
+            )
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        if self.on_host:
+            self.plugin.link.close()  # Lightning now walks through the optimizer's state, which the host may change
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- steps that were skipped ----------------------------------------------------------------------------------
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
+        if not self.on_host:
+            return
+        self.skips = 0 if outputs["stepped"] else self.skips + 1
+        if self.skips == self.skips_in_a_row:
+            trainer.should_stop = True  # a checkpoint follows, and then `on_train_end`
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self.on_host:
+            return
+        self.plugin.arrived()  # Lightning brings the weights to the host next, and asks nobody
+        if self.skips >= self.skips_in_a_row:
+            instead = ", or precision=bf16-master, which has fp32's range" if self.plugin.scales_loss else ""
+            raise Refused(
+                f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite, "
+                "the first of the model's parameters of which that is so. A checkpoint was saved. Type a smaller lr"
+                f"{instead}."
+            )
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
+        """The masters under the names of the weights: any other precision can go on with them. Of those in halves the
+        upper ones, and the rests beside them (`CausalLM.load_state_dict`): never a copy of them all."""
+        if not self.on_host:
+            return
+        self.plugin.arrived()
+        kept = {id(p): self.plugin.masters[id(p)].kept for _, p in trainable(module)}  # a tied one once
+        for name, p in module.named_parameters(remove_duplicate=False):
+            if p.requires_grad:
+                checkpoint["state_dict"][name] = kept[id(p)]
+        rests = {master.name: master.rest for master in self.plugin.masters.values() if master.rest is not None}
+        if rests:
+            checkpoint["rests"] = rests

@@ -1,0 +1,77 @@
+"""Dynamic loss scaling: the loss is multiplied before backward, so that fp16 gradients do not vanish below 6e-8.
+
+The scale halves whenever a gradient overflows, and that step is skipped; it doubles after many steps without. Source:
+Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and would unscale their gradients
+in fp16, where what the scale has saved is lost again.
+"""
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lowmem.system.errors import Refused
+from lowmem.techniques.precision.contract import BasePrecision
+
+# Halved from 2**16 this is 26 overflows in a row: no gradient is that large, the loss itself is inf or nan.
+SMALLEST = 2.0**-10
+
+
+class LossScale:
+    """Args: value: the scale at the start; growth_interval: steps without overflow after which it doubles."""
+
+    def __init__(self, value: float, growth_interval: int) -> None:
+        self.value, self.growth_interval = float(value), growth_interval
+        self.steps = 0  # without overflow, since the last change
+
+    def update(self, finite: bool) -> bool:
+        """The scale for the next window follows from whether all gradients of this one were finite, which is returned.
+
+        Raises:
+            Refused: gradients that overflow at the smallest scale too.
+        """
+        if not finite and self.value < SMALLEST:
+            raise Refused(
+                f"The gradients overflow fp16 even at a loss scale of {self.value:g}. The loss is probably not "
+                "finite: type precision=bf16, or a smaller lr."
+            )
+        self.steps = self.steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.steps == self.growth_interval:
+            self.value, self.steps = self.value * 2, 0
+        return finite
+
+    def state_dict(self) -> dict:
+        return {"value": self.value, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.value, self.steps = state_dict["value"], state_dict["steps"]
+
+
+class ScaledLoss(BasePrecision):
+    """What every fp16 precision has: the loss is scaled so that small gradients do not vanish. A mixin: `unscale` is
+    left to the class, which knows where the gradients are.
+
+    Args:
+        init_scale: loss scale at the start; halved whenever a gradient overflows.
+        growth_interval: optimizer steps without overflow after which the scale doubles.
+
+    Raises:
+        Refused: in `unscale`, when the gradients overflow at whatever scale.
+    """
+
+    scales_loss = True
+
+    def __init__(self, device: str = "cpu", init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        super().__init__(device=device)
+        self.loss_scale = LossScale(init_scale, growth_interval)
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        self.gradient_scale = self.loss_scale.value  # and remains that of this window while the next one's is decided
+        return super().pre_backward(tensor * self.gradient_scale, module)
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | self.loss_scale.state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.loss_scale.load_state_dict(state_dict)

@@ -1,0 +1,179 @@
+"""Weights, gradients and activations in 16 bits: half of their bytes. The update is computed in fp32.
+
+One parameter at a time: it and its gradient are widened to fp32, the optimizer (any optimizer) steps it, and the result
+is rounded back; a class may do both otherwise, and hold more than the weight for it. The optimizer's state is that of
+fp32 weights, so an eps of 1e-8 does not underflow; what the step needs beside it is one parameter in fp32. RoPE
+frequencies and other fp32 buffers stay as the model made them.
+
+What it costs: a weight of 16 bits cannot move by less than its spacing. With bf16 that is 0.4 % of the weight: most
+updates of a fine-tuning round to nothing. Stochastic rounding moves the weight by a whole spacing with the probability
+that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.06192.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.system.errors import Refused
+from lowmem.techniques.precision.contract import BasePrecision, step_one, with_gradient, with_step
+from lowmem.techniques.precision.loss_scale import ScaledLoss
+from lowmem.techniques.strategy.contract import OneDevice
+
+Held = dict[str, Tensor]
+
+CHUNK = 1 << 22  # elements that are rounded at random at once
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+class SixteenBitWeights(BasePrecision):
+    """Weights in `dtype`. What differs between such precisions is `widen`, `round` and `hold`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self._held: dict[nn.Parameter, Held] = {}
+        self._named: dict[str, nn.Parameter] = {}  # what is stepped of each
+        self._divided = False
+
+    # --- seams ----------------------------------------------------------------------------------------------------
+
+    def widen(self, p: nn.Parameter) -> Tensor:
+        """Before an update. Returns: a copy of the weight in fp32, which the optimizer steps in place."""
+        return p.data.float()
+
+    def round(self, wide: Tensor, p: nn.Parameter) -> None:
+        """After an update: write the stepped weight, in fp32, into `p.data`, in 16 bits."""
+        p.data.copy_(wide)
+
+    def hold(self, p: nn.Parameter) -> Held:
+        """Before a parameter's first update. Returns: what is also held of it on the device, by name: from then on that
+        is `held(p)`, to be changed in place by `widen` and `round`; the meter counts it and checkpoints hold it."""
+        return {}
+
+    def held(self, p: nn.Parameter) -> Held:
+        if self._divided:
+            raise Refused(
+                f"precision: {type(self).__name__} holds something beside each weight, which checkpoints of a divided "
+                "model do not. Type strategy=ddp."
+            )
+        if p not in self._held:
+            self._held[p] = self.hold(p)
+        return self._held[p]
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        named = module.named_parameters()  # a tied parameter once
+        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):
+            self._divided, named = ranks.divides, ((name, ranks.local(p)) for name, p in named)
+        self._named = dict(named)
+        return super().convert_module(module)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return with_step(optimizer, self._step_all)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        return (tensor for held in self._held.values() for tensor in held.values())
+
+    def state_dict(self) -> dict:
+        held = {name: self._held[p] for name, p in self._named.items() if self._held.get(p)}
+        return super().state_dict() | ({"held": held} if held else {})
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for name, held in state_dict.get("held", {}).items():  # most hold nothing
+            p = self._named[name]
+            self._held[p] = {key: tensor.to(p.device, copy=True) for key, tensor in held.items()}
+
+    def _step_all(self, optimizer: Optimizer) -> None:
+        for group, p in with_gradient(optimizer):
+            self.update(optimizer, group, p)
+
+    def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+        if p.dtype == torch.float32:  # beside weights of 16 bits, a part that is held in full: nothing is rounded
+            p.grad.div_(self.gradient_scale)
+            super().update(optimizer, group, p)
+            return
+        narrow, wide, gradient = p.data, self.widen(p), p.grad
+        # A parameter cannot have a gradient of another dtype: both are exchanged.
+        p.grad = None
+        p.data = wide
+        p.grad = gradient.float().div_(self.gradient_scale)
+        del gradient
+        try:
+            step_one(optimizer, group, p)
+            wide = p.data  # an optimizer may have put another tensor there
+        finally:
+            p.grad = None
+            p.data = narrow
+        self.round(wide, p)
+
+
+class BFloat16Weights(SixteenBitWeights):
+    """Rounded to the nearest."""
+
+    dtype = torch.bfloat16
+
+
+class BFloat16Stochastic(SixteenBitWeights):
+    """Rounded up or down at random, right in the mean."""
+
+    dtype = torch.bfloat16
+    draws = True
+
+    def round(self, wide: Tensor, p: nn.Parameter) -> None:
+        stochastically(wide, p.data)
+
+
+class Float16Weights(ScaledLoss, SixteenBitWeights):
+    """fp16 weights, with a loss scale. Gradients stay scaled until each is widened for its update: unscaled in fp16,
+    those below 6e-8 would vanish.
+
+    Args, Raises: those of `ScaledLoss`.
+    """
+
+    dtype = torch.float16
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        norm = self.global_norm([p for _, p in with_gradient(optimizer)])
+        return self.loss_scale.update(bool(norm.isfinite()))
+
+
+def stochastically(
+    wide: Tensor, narrow: Tensor, generator: torch.Generator | None = None, on_host: bool = False
+) -> None:
+    """narrow (bf16) <- wide (fp32), up or down with the probability of how near each neighbour is.
+
+    bf16 is the upper half of fp32: a random number added to the lower half carries over just that often. Above the
+    largest finite bf16 there is no neighbour but inf, so that is what every finite number there becomes. It is done a
+    few rows at a time, for it takes 15 bytes per element.
+
+    Args:
+        generator: of the random numbers, on wide's device; None: torch's own.
+        on_host: whether numbers may be looked at, for which a card would have to be waited for: the same bits, in less
+            than half of the time and of the room.
+    """
+    draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
+    wide, narrow = torch.atleast_1d(wide, narrow)
+    some = max(1, CHUNK * len(wide) // max(1, wide.numel()))
+    pieces = wide.split(some)
+    # a CPU draws the same numbers in pieces as at once; a card would not
+    noises = draw(wide.shape).split(some) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
+    for piece, noise, rounded in zip(pieces, noises, narrow.split(some), strict=True):
+        if on_host and piece.numel() and _has_neighbours(piece):
+            rounded.view(torch.int16).copy_(noise.add_(piece.view(torch.int32)).bitwise_right_shift_(16))
+        else:
+            _add_and_cut(piece, noise, rounded)
+
+
+def _has_neighbours(wide: Tensor) -> bool:
+    """Whether every number lies between two finite ones of bf16; nan lies between none."""
+    low, high = torch.aminmax(wide)
+    return bool(low >= -LARGEST) and bool(high <= LARGEST)
+
+
+def _add_and_cut(wide: Tensor, noise: Tensor, narrow: Tensor) -> None:
+    rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)  # exact in bf16
+    narrow.copy_(torch.where(wide.isfinite(), rounded.clamp_(-LARGEST, LARGEST), wide))

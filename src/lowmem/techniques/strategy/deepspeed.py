@@ -1,0 +1,249 @@
+"""`deepspeed_zero2`, `deepspeed_zero3`: DeepSpeed divides gradients and optimizer state among all devices, zero3 the
+weights, too; with offload: true what is divided waits in host memory and is stepped there.
+
+DeepSpeed's engine gathers weights, and reduces and divides gradients. The step stays ours: of each parameter a device
+holds a run of elements in fp32, which is a plain tensor to the optimizer, the norm and the loss scale; the optimizer
+that DeepSpeed is given does nothing. What it costs: a run of the weights is held twice, as it is sent and as it is
+stepped, beside the whole weights of zero2; a checkpoint is whole in each process's host memory while it is written.
+Source: Rajbhandari et al. 2020, arXiv 1910.02054; github.com/deepspeedai/DeepSpeed, an optional dependency.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem.data.loader import MicroBatch
+from lowmem.memory.ledger import Ledger, gradients
+from lowmem.model.trainable import trainable
+from lowmem.system.torch_private import deepspeed_fragment
+from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.techniques.strategy.several import Divided
+
+BUCKET = 1 << 25  # elements that are reduced or gathered at once, 128 MiB in fp32; DeepSpeed would take 2 GB
+
+
+class Fragment(NamedTuple):
+    """The elements of a flattened parameter that this process holds."""
+
+    held: Tensor  # (count,) fp32, in the memory that DeepSpeed sends from
+    start: int  # of the first in the whole
+    shape: torch.Size  # of the whole
+    gradient: Callable[[], Tensor | None] = lambda: None  # of them, once a window's last backward pass is done
+
+    @property
+    def elements(self) -> slice:
+        return slice(self.start, self.start + len(self.held))
+
+
+class ZeRO2(Divided):
+    """Gradients and optimizer state are divided. Args: offload: whether what is stepped is in host memory."""
+
+    stage = 2
+    engine: Any  # DeepSpeed's
+
+    def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, offload: bool = False) -> None:
+        super().__init__(device, devices, timeout)
+        # A card reads and writes pinned memory 3 to 5 times as fast as any other.
+        self.there = {"device": "cpu", "pin_memory": device == "cuda"} if offload else None
+        self.side = "host" if offload else "device"
+        self._runs: dict[nn.Parameter, Fragment] = {}
+
+    # --- before the first step ------------------------------------------------------------------------------------
+
+    def shard(self, module: LightningModule) -> None:
+        stepped = [p for _, p in trainable(module)]
+        bucket = {"reduce_bucket_size": min(BUCKET, sum(p.numel() for p in stepped))}
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,  # of which it counts samples, for the terminal
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": self.stage} | bucket | self.kept(),
+        }
+        given = {"model": Loss(module), "optimizer": Unmoved(stepped), "config": settings}
+        self.engine, *_ = imported(self.device).initialize(**given, dist_init_required=False)
+        module.loss = InEngine(self.engine, module.loss)
+        self._runs = {p: self.run_of(p) for p in module.parameters()}
+
+    def kept(self) -> dict:
+        """DeepSpeed's settings for what is kept where."""
+        return {"offload_optimizer": self.there} if self.there else {}
+
+    def run_of(self, p: nn.Parameter) -> Fragment:
+        """Of one flat tensor of all weights each process holds a run, which may begin and end within a parameter. What
+        is frozen each holds whole."""
+        if not p.requires_grad:
+            return Fragment(p.data.view(-1), 0, p.shape)
+        if (fragment := deepspeed_fragment(p)) is None:
+            return Fragment(torch.empty(0, device="cpu" if self.there else p.device), 0, p.shape)
+        held, start, gradient = fragment
+        return Fragment(held, start, p.shape, gradient)
+
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
+        self.forward = self.engine
+
+    def register_memory(self, ledger: Ledger) -> None:
+        ledger.own("optimizer", lambda: (run.held for run in self._runs.values()), self.side)
+        ledger.own("gradients", lambda: gradients(self._locals.values()), self.side)
+
+    # --- each window ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batch_context(self, last: bool) -> Iterator[None]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def gather_gradients(self) -> None:
+        if self.there and self.device == "cuda":
+            torch.cuda.synchronize()  # they may still be on their way to the host
+        for p, local in self._locals.items():
+            if p.requires_grad:  # one without an element has a state, too: all processes hold the same tensors
+                made = self._runs[p].gradient()
+                local.grad = torch.zeros_like(local) if made is None else made.view(-1)
+
+    def clear_gradients(self) -> None:
+        """Weights go from the runs to where they are gathered from, and DeepSpeed forgets the gradients."""
+        for local in self._locals.values():
+            local.grad = None
+        self.engine.step()
+
+    def after_load(self) -> None:
+        """Weights were written into the runs by somebody else than a step."""
+        self.engine.optimizer.update_lp_params()
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def new_local(self, p: nn.Parameter) -> nn.Parameter:
+        part = nn.Parameter(self._runs[p].held, p.requires_grad)
+        self._holders[part] = 1
+        return part
+
+    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor:
+        run = self._runs[p]
+        if len(part) == run.shape.numel() and not p.requires_grad:  # which zero2 does not divide
+            return part.cpu().view(run.shape)
+        full = torch.zeros(run.shape.numel(), dtype=part.dtype)
+        full[run.elements] = part.cpu()
+        dist.all_reduce(full.view(torch.uint8))  # who does not hold an element adds zero bits
+        return full.view(run.shape)
+
+    saved = whole
+
+    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
+        return full.flatten()[self._runs[p].elements]
+
+
+class ZeRO3(ZeRO2):
+    """Weights are divided, too. Args: whole_below: weights of so many elements stay whole on every device."""
+
+    stage = 3
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        devices: int = 1,
+        timeout: float = 600,
+        offload: bool = False,
+        whole_below: int = 10_000,
+    ) -> None:
+        super().__init__(device, devices, timeout, offload)
+        self.whole_below = whole_below
+
+    def kept(self) -> dict:
+        weights = {
+            "stage3_param_persistence_threshold": self.whole_below,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_reuse_distance": 0,  # or up to 4 GB of weights would stay gathered between two uses
+        }
+        return super().kept() | weights | ({"offload_param": self.there} if self.there else {})
+
+    def run_of(self, p: nn.Parameter) -> Fragment:
+        """Each process holds an equal run of each parameter; the last ones, behind which there are zeros, less."""
+        p.whole_shape = p.ds_shape
+        start = min(self.rank * p.partition_numel(), p.ds_numel)
+        own = slice(min(p.partition_numel(), p.ds_numel - start))
+        if not p.requires_grad:
+            return Fragment(p.ds_tensor.data[own], start, p.ds_shape)
+        zero = self.engine.optimizer
+        group, offset, count = zero.grad_position[zero.get_param_id(p)]
+        flat, number = zero.fp32_partitioned_groups_flat[group], _index(zero.fp16_groups[group], p)
+
+        def gradient() -> Tensor:
+            every = flat.grad[offset : offset + count] if self.there else zero.averaged_gradients[group][number]
+            return every[own]
+
+        return Fragment(flat.data[offset : offset + count][own], start, p.ds_shape, gradient)
+
+    def register_memory(self, ledger: Ledger) -> None:
+        kept = [p.ds_tensor for p in self._runs]
+        ledger.own("weights", lambda: kept, self.side)
+        super().register_memory(ledger)
+
+    def after_load(self) -> None:
+        for p, run in self._runs.items():
+            p.ds_tensor.data[: len(run.held)].copy_(run.held)
+        self.engine.optimizer.empty_partition_cache()  # what is gathered now
+
+
+class Loss(nn.Module):
+    """What DeepSpeed calls in the place of the model."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.model, self.loss = module.model, module.loss
+        self.module = (module,)  # the model alone is a part of this one
+
+    def forward(self, micro_batch: MicroBatch, compute: Callable | None = None) -> Tensor | None:
+        """Args: compute: (model, micro-batch) -> something else than the loss."""
+        precision = self.module[0].trainer.precision_plugin
+        with precision.forward_context():  # DeepSpeed turns off an autocast around its engine
+            return (compute or self.loss)(self.model, micro_batch)
+
+
+class InEngine(losses.Loss):
+    """The module's loss, also in an evaluation: weights of modules that are not called exist in the engine alone."""
+
+    def __init__(self, engine: Callable, loss: losses.Loss) -> None:
+        self.engine, self.loss, self.own_logits = engine, loss, loss.own_logits
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        return self.engine(micro_batch)
+
+    def verify(self, model: nn.Module, micro_batch: MicroBatch) -> None:
+        self.engine(micro_batch, self.loss.verify)
+
+
+class Unmoved(Optimizer):
+    """DeepSpeed divides what an optimizer steps, and asks it for each step. Ours has stepped by then."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Callable | None = None) -> None:
+        """Weights stay as they are."""
+
+
+def imported(device: str) -> Any:
+    """DeepSpeed, which takes a card where there is one, writes to the terminal, and on a CPU compiles a collective for
+    inference as it starts. Args: device: cpu or cuda."""
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    import deepspeed
+    from deepspeed import ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # collectives that newer torch renames
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _index(parameters: list[nn.Parameter], p: nn.Parameter) -> int:
+    return next(number for number, one in enumerate(parameters) if one is p)

@@ -1,0 +1,106 @@
+"""What torch.distributed raises when another rank is gone or silent, in a sentence that names what was waited for.
+
+gloo and NCCL say which socket closed, or that so many milliseconds have passed. What the process was doing stands in
+the traceback, and for NCCL, which ends a process from a thread of its own, in the words that it leaves. Nothing heavy
+is imported: whoever has started the ranks reads such words too.
+"""
+
+import re
+import traceback
+from pathlib import Path, PurePath
+
+import lowmem
+from lowmem.system.errors import RankLost
+
+OURS = Path(lowmem.__file__).parent  # and not any path with `lowmem` in it: a clone may be called so, its .venv inside
+OF_TORCH = "torch/distributed/"
+GONE = r"Connection closed by peer|Connection reset by peer|Broken pipe|caused pair closure|Connection refused"
+GONE += r"|remote process exited|Socket closed|recvBytes failed|sendBytes failed"
+SILENT = r"[Tt]imed out|[Tt]ime ?out|failed to pass monitoredBarrier"
+TAKEN = r"EADDRINUSE|address already in use"
+JOINING = ("rendezvous", "init_process_group", "_join")  # before there is a group
+WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNum=\d+, OpType=(\w+)")
+
+
+def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
+    """What to raise in the place of an error of torch.distributed's, from it; None: it is another one.
+
+    Args:
+        error: it, or what whoever cleaned up after it has made of it.
+        timeout: strategy.timeout, the seconds after which a rank takes another one for lost.
+    """
+    behind, seen = [error], {id(error)}
+    while (before := behind[-1].__cause__ or behind[-1].__context__) and id(before) not in seen:
+        behind.append(before)
+        seen.add(id(before))
+    return next(filter(None, (_lost(one, timeout) for one in reversed(behind))), None)
+
+
+def _lost(error: BaseException, timeout: object) -> RankLost | None:
+    said, frames = str(error), traceback.extract_tb(error.__traceback__)
+    if not _is_of_torch(error, said, frames):
+        return None
+    if re.search(TAKEN, said):
+        return RankLost(
+            "The port at which the ranks were to meet has been taken by another program since it was free. Type the "
+            "same command again."
+        )
+    if any(frame.name in JOINING for frame in frames):
+        return RankLost(
+            f"Not all ranks have come together within {timeout} seconds: one did not start, or cannot be reached. If "
+            "they are only slow to start, type a larger strategy.timeout=<seconds>; where nobody has started several, "
+            "unset RANK and WORLD_SIZE."
+        )
+    what = collective(frames)
+    if re.search(SILENT, said):
+        return RankLost(
+            f"{what}: another rank did not answer within {timeout} seconds: it hangs, or does other work than this "
+            "one. If it is only slow, type a larger strategy.timeout=<seconds>."
+        )
+    return RankLost(f"{what}: another rank is gone.")
+
+
+def watchdog_message(words: str) -> str | None:
+    """The sentence for what NCCL's watchdog leaves on stderr before it aborts the process; None: nothing of that."""
+    if found := WATCHDOG.search(words):
+        return (
+            f"{found[1].lower()}: another rank did not answer in time: it hangs, or does other work than this one. If "
+            "it is only slow, type a larger strategy.timeout=<seconds>."
+        )
+    return None
+
+
+def collective(frames: traceback.StackSummary) -> str:
+    """The innermost public function of torch.distributed under way, and who of lowmem has called it.
+
+    DDP averages gradients inside autograd's engine, which leaves no frame of Python's but its own.
+    """
+    names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
+    if names:
+        what = names[-1]
+    elif any(frame.name == "_engine_run_backward" for frame in frames):
+        what = "backward's all_reduce of gradients"
+    else:
+        what = "A collective"
+    ours = [frame for frame in frames if PurePath(frame.filename).is_relative_to(OURS)]
+    return f"{what} in {ours[-1].name} ({PurePath(ours[-1].filename).name}:{ours[-1].lineno})" if ours else what
+
+
+def _is_of_torch(error: BaseException, said: str, frames: traceback.StackSummary) -> bool:
+    if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):  # DistError and what is made of it
+        return True
+    if not isinstance(error, RuntimeError) or not re.search(f"{GONE}|{SILENT}|{TAKEN}", said):
+        return False
+    return "gloo" in said or "nccl" in said.lower() or any(map(_in_torch, frames))
+
+
+def _in_torch(frame: traceback.FrameSummary) -> bool:
+    return OF_TORCH in _path(frame)
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith(("_", "<")) and name not in ("wrapper", "wait", "wait_tensor", "forward")
+
+
+def _path(frame: traceback.FrameSummary) -> str:
+    return PurePath(frame.filename).as_posix()

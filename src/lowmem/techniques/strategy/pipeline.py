@@ -1,0 +1,284 @@
+"""`pipeline`: each device holds some of the blocks; a window's micro-batches pass through them one behind the other.
+
+Weights, gradients and optimizer state are divided by blocks, and only hidden states (B, T, H) travel, once forward and
+once back: the least of all that divide a model. What it costs: devices wait while the pipeline fills and drains, of S
+stages and n micro-batches the share (S - 1) / (n + S - 1) of a step. GPipe holds the activations of all n; 1F1B goes
+backward as soon as it can and holds those of S. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021,
+arXiv 2104.04473; torch.distributed.pipelining.
+
+All stages read the same rows. A weight that is tied between the first and the last is on both: its gradients are added
+before the step, which is the same on both. An evaluation passes one micro-batch at a time through the stages.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
+
+from lowmem.data.loader import MicroBatch, Window
+from lowmem.model.auxiliary_loss import asked_for
+from lowmem.system.units import GIB
+from lowmem.techniques.loss.cross_entropy import Function
+from lowmem.techniques.strategy import load_in_parts
+from lowmem.techniques.strategy.several import APART, Divided
+from lowmem.techniques.strategy.stages import Division, Stage, divided, heard, refused, same
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+HEADS = ("labels", "logits_to_keep", "return_dict")  # what a model is called with, and its body is not
+SHOWN = 16  # tokens of two rows, by which the stages show that in a row they are the model
+
+
+class Pipeline(Divided):
+    """Args: schedule: 1f1b or gpipe."""
+
+    in_numbers = False
+
+    def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, schedule: str = "1f1b") -> None:
+        super().__init__(device, devices, timeout)
+        self.data_rank, self.data_size, self.factor = 0, 1, 1.0
+        self.schedule, self.timeout = SCHEDULES[schedule], timedelta(seconds=timeout)
+
+    @staticmethod
+    def data_ranks(devices: int, **_: object) -> int:
+        return 1
+
+    # --- before the first step ------------------------------------------------------------------------------------
+
+    def shard(self, module: LightningModule) -> None:
+        """Raises: Refused: a model that its parts in a row are not, or a stage that has nothing to train."""
+        model, self.module = module.model, module
+        division = heard(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).told(model)))
+        load_in_parts.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
+        model.forward = self._answering(model.forward)
+        self._tied = self._groups()
+        log.info(self._said(division))
+
+    def _cut(self, module: LightningModule, division: Division) -> set[nn.Module]:
+        self.stage, self.loss = Stage(module.model, division, self.rank), module.loss
+        module.loss = Function(self.evaluated)
+        elsewhere = division.elsewhere(self.rank)
+        self.stage.empty()
+        return elsewhere
+
+    def _shown(self, module: LightningModule) -> Division:
+        """What passes of the whole model show. Raises: Refused."""
+        with torch.compiler.set_stance("force_eager"):  # compiled code would know the tensors that are divided next
+            division = divided(module.model, self.size)
+            self._check(module, division)
+        return division
+
+    def _check(self, module: LightningModule, division: Division) -> None:
+        """While the model is whole. Raises: Refused."""
+        model = module.model
+        if asked_for(model):
+            raise refused(model, "adds an auxiliary loss, of which the last stage would know its own blocks' alone")
+        for stage in range(self.size):
+            if not any(p.requires_grad and stage in stages for p, stages in division.holders.items()):
+                raise refused(model, f"has nothing to train on stage {stage}, among what freeze= and adapter= leave")
+        training = model.training
+        try:
+            model.eval()  # without dropout
+            shown = _shown(model)
+            if not same(model, division, shown):
+                raise refused(model, "is another function when its blocks are on several stages")
+            with torch.no_grad():
+                module.loss.verify(model, shown)
+        finally:
+            model.train(training)
+
+    def _said(self, division: Division) -> str:
+        cuts = ", ".join(
+            f"{first} to {end - 1} ({division.bytes(stage) / GIB:.2f} GiB)"
+            for stage, (first, end) in enumerate(pairwise(division.cuts))
+        )
+        return f"strategy=pipeline: blocks and bytes of weights by stage: {cuts}."
+
+    @property
+    def neediest(self) -> tuple[int, ...]:
+        """The first stage has the embedding, the last one the logits; of those between one has most weights, and one
+        most activations: of each block, and under 1F1B of as many micro-batches as there are stages from it on."""
+        cuts, stages = self.stage.division.cuts, range(self.size)
+        kept = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
+        most = (max(stages, key=kept.__getitem__), max(stages, key=self.stage.division.bytes))
+        return tuple(sorted({0, *most, self.size - 1}))
+
+    def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """(weight that this stage trains with others, the group of these)."""
+        shared = {tuple(stages): None for stages in self.stage.holders.values() if len(stages) > 1}
+        groups = {stages: dist.new_group(stages, timeout=self.timeout) for stages in shared}  # all take part in each
+        held = ((p, tuple(stages)) for p, stages in self.stage.holders.items() if self.rank in stages)
+        return [(p, groups[stages]) for p, stages in held if stages in groups and p.requires_grad]
+
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
+        torch.manual_seed(torch.initial_seed() + self.rank * APART)  # each stage draws dropout of its own
+
+    # --- each window ----------------------------------------------------------------------------------------------
+
+    def run_window(self, window: Window) -> tuple[Tensor, None]:
+        """Forward and backward of all micro-batches. Returns: the sum of their losses; there are no auxiliary ones."""
+        work = WindowOfStage(self, window)
+        numbers = torch.arange(len(window.micro_batches))
+        schedule = self._schedule(work, len(numbers))
+        schedule.step(number=numbers, target=numbers, return_outputs=False)
+        self.module.last_micro_batch = True  # whose backward pass ends now
+        work.after_backward()
+        for p, group in self._tied:
+            dist.all_reduce(p.grad, group=group)
+        return self._of_last(work.loss_sum), None
+
+    def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
+        """Made anew for each window: it holds room for what travels, of as many micro-batches as long as this one's.
+        So torch has all stages agree again on how they pass, by one number that goes from the first to the last and
+        back. With fewer micro-batches than stages 1F1B is not defined, and GPipe does and holds the same."""
+        stage = self.stage
+        travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
+        arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
+        place = PipelineStage(work, self.rank, self.size, self.place, input_args=arrives, output_args=leaves)
+        schedule = self.schedule if count >= self.size else ScheduleGPipe
+        return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
+
+    def clear_gradients(self) -> None:
+        """A step that rounds at random has rounded a tied weight in two ways."""
+        super().clear_gradients()
+        if self.module.trainer.precision_plugin.draws:
+            for p, group in self._tied:
+                dist.broadcast(p.data, self.stage.holders[p][0], group=group)
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+        """The module's loss: on every stage the sum that the last one has."""
+        inputs = micro_batch.inputs | {"use_cache": False}
+        loss = self._through(inputs, lambda: self.loss(model, micro_batch))
+        return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
+
+    def _answering(self, forward: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
+        """Whoever calls the model without gradients, on all stages alike, to write a sample or for a metric of his own,
+        gets the logits of all of them."""
+
+        @wraps(forward)
+        def answered(*args, **kwargs) -> ModelOutput:
+            if self.stage.works or self.module.model.training or torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            kwargs |= dict(zip(("input_ids",), args, strict=True)) if args else {}
+            output = self._through({k: v for k, v in kwargs.items() if k not in HEADS}, lambda: forward(**kwargs))
+            logits = self._of_last(self._room(None if output is None else output.logits))
+            return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))
+
+        return answered
+
+    def _room(self, tensor: Tensor | None) -> Tensor:
+        """On every stage a tensor as large as the last one's, which is its own there."""
+        box = [None if tensor is None else (tensor.shape, tensor.dtype)]
+        dist.broadcast_object_list(box, self.size - 1, device=torch.device("cpu"))
+        shape, dtype = box[0]
+        return torch.empty(shape, dtype=dtype, device=self.place) if tensor is None else tensor.contiguous()
+
+    def _through(self, inputs: dict, last: Callable[[], T]) -> T | None:
+        """What the last stage makes of it. None: of another one. Args: inputs: of the model's body."""
+        stage, ids = self.stage, inputs["input_ids"]
+        arrived = torch.empty(ids.numel(), stage.width, dtype=stage.dtype, device=ids.device)
+        if not stage.first:
+            dist.recv(arrived, self.rank - 1)
+        with stage.entered(None if stage.first else arrived, ids):
+            if stage.last:
+                return last()
+            left = stage.hidden(**inputs)
+        dist.send(left, self.rank + 1)
+        return None
+
+    def _of_last(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, self.size - 1)
+        return tensor
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        return tensor  # of the rows that all of them read
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def holders(self, p: nn.Parameter) -> int:
+        return len(self.stage.holders[p])
+
+    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor | None:
+        """Sent to rank 0 by the first stage that holds it."""
+        owner = self.stage.holders[p][0]
+        if self.rank == owner:
+            part = part.cpu()
+            if owner:
+                dist.send(part.contiguous(), 0)
+            return part
+        if self.rank:
+            return None
+        received = torch.empty(part.shape, dtype=part.dtype)
+        dist.recv(received, owner)
+        return received
+
+    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
+        return full.to("meta") if p.is_meta else full
+
+
+class WindowOfStage(nn.Module):
+    """A stage's work on a window, as a schedule calls it: for one micro-batch behind the other, with what arrived."""
+
+    def __init__(self, ranks: Pipeline, window: Window) -> None:
+        super().__init__()
+        self.ranks, self.window = ranks, window
+        self._coming = iter(window.micro_batches)
+        self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)  # that travel
+        self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
+        self._backward = False  # whether it was the last thing done
+        ranks.module.last_micro_batch = False
+
+    def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:
+        """Args: arrived: (rows, H), but on the first stage; number: (1), by which a schedule counts, and which without
+        memory is none. Returns: the loss, or what leaves."""
+        self.after_backward()
+        ranks, stage, micro_batch = self.ranks, self.ranks.stage, next(self._coming)
+        with self._precision.forward_context(), stage.entered(*(arrived or [None]), micro_batch.input_ids):
+            if stage.last:
+                loss = ranks.loss(stage.model, micro_batch)
+                self.loss_sum += loss.detach()
+                return loss.to(self.loss_sum.dtype)  # as it was announced
+            hidden = stage.hidden(**micro_batch.inputs, use_cache=False)
+        leaves = F.pad(hidden, (0, 0, 0, self.rows - len(hidden)))
+        leaves.register_hook(lambda _: self.before_backward(self.loss_sum))  # which is zero here
+        return leaves
+
+    def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
+        """Lightning's part of it. Returns: where backward starts."""
+        self._backward = True
+        scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
+        return scaled if self.ranks.stage.last else None
+
+    def after_backward(self) -> None:
+        if self._backward:
+            self._precision.post_backward(self.loss_sum, self.ranks.module)
+        self._backward = False
+
+    @property
+    def _precision(self) -> Precision:
+        return self.ranks.module.trainer.precision_plugin
+
+
+def _shown(model: PreTrainedModel) -> MicroBatch:
+    """Two rows of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.get_input_embeddings().num_embeddings, (2, SHOWN + 1), generator=generator)
+    return MicroBatch(ids[:, :-1], ids[:, 1:])

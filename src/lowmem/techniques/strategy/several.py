@@ -1,0 +1,263 @@
+"""Several processes, one per device: what all strategies for them have in common.
+
+Lightning sees a run on one device in each of them. Its own strategies for several would start the processes, each with
+a folder of its own, move what is divided to one device, and save in formats of their own.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lowmem.system import rank_environment
+from lowmem.system.torch_private import set_timeout
+from lowmem.techniques.arithmetic.gradients import norm_of
+from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.strategy.load_in_parts import buffers
+from lowmem.techniques.strategy.rank_0_turns import Turns
+
+APART = 1_000_003  # seeds of two ranks: more than a run has windows, and many such fit into 32 bits
+
+
+class Several(OneDevice):
+    """The process group is there: `process_group.py` joins it. Args: timeout: its own, in seconds."""
+
+    several = True
+    turns: Turns  # of rank 0, which works alone
+
+    def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
+        super().__init__(device, devices)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.data_rank, self.data_size = self.rank, self.size
+        self.factor, self.data_group = float(self.size), dist.group.WORLD  # of those that read data of their own
+        self._locals: dict[nn.Parameter, nn.Parameter] = {}
+
+    @staticmethod
+    def data_ranks(devices: int, **_: object) -> int:
+        return devices
+
+    def folder(self, of_run: Path) -> Path:
+        return rank_environment.folder(of_run, self.rank)
+
+    @contextmanager
+    def rank_0_first(self, what: str = "work alone") -> Iterator[None]:
+        turn = self.turns.next()
+        if self.rank:
+            self.turns.wait(turn, what)
+        with nullcontext() if self.rank else self.turns.working(turn):
+            yield
+
+    @contextmanager
+    def leave_after_rank_0(self, what: str = "work alone") -> Iterator[None]:
+        turn = self.turns.next()
+        with nullcontext() if self.rank else self.turns.working(turn):
+            yield
+        if self.rank:
+            self.turns.wait(turn, what)
+
+    @property
+    def place(self) -> torch.device:
+        """Where this process computes."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    def lightning(self) -> Strategy:
+        return AmongSeveral(self)
+
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
+        # Dropout is drawn anew for other rows, and the same where several compute one row together.
+        # A generator of the CPU takes the lower 32 bits of a seed.
+        torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
+
+    def local(self, p: nn.Parameter) -> nn.Parameter:
+        if p not in self._locals:
+            self._locals[p] = self.new_local(p)
+        return self._locals[p]
+
+    def new_local(self, p: nn.Parameter) -> nn.Parameter:
+        """The local parameter of `p`: asked for once."""
+        raise NotImplementedError
+
+    def moved(self) -> None:
+        """Lightning has moved the parameters: local ones that are others go with them, before anything is made for
+        these."""
+        for p, local in self._locals.items():
+            if local is not p:
+                local.data = p.detach()
+
+    def parts(self, model: nn.Module) -> nn.Module:
+        return Parts(self, model)
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed, group=self.data_group)
+        return summed
+
+    def all_max(self, number: int) -> int:
+        said = torch.tensor(number)
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        return int(said)
+
+    def broadcast(self, said: object) -> object:
+        box = [said]
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        return box[0]
+
+    def all_gather(self, said: object) -> list:
+        box = [None] * self.size
+        dist.all_gather_object(box, said)
+        return box
+
+    def barrier(self) -> None:
+        self.all_max(0)
+
+
+class Parts(nn.Module):
+    """The local parameters of a model under their names."""
+
+    def __init__(self, ranks: Several, model: nn.Module) -> None:
+        super().__init__()
+        self.ranks, self.model = ranks, (model,)  # not a part of this one
+
+    def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
+        named = self.model[0].named_parameters(*args, **kwargs)
+        return ((name, self.ranks.local(p)) for name, p in named)
+
+
+class Divided(Several):
+    """Parameters that are DTensors: each process holds a part of them, and perhaps others whole.
+
+    Everything but the engine sees the parts as plain tensors: a step of an optimizer, element by element, is the same
+    for a part as for the whole, and so is its rounding.
+    """
+
+    divides = True
+
+    def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
+        super().__init__(device, devices, timeout)
+        self._holders: dict[nn.Parameter, int] = {}  # local parameter -> how many processes hold the same elements
+
+    @property
+    def builds(self) -> bool:
+        return self.in_numbers or self.rank == 0
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """The modules of those that wait take no time: their tensors are shapes."""
+        if self.in_numbers:
+            yield
+            return
+        with self.rank_0_first("read the model"), nullcontext() if self.builds else torch.device("meta"):
+            yield
+
+    def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
+        """A mesh of all processes. Args: timeout: of its groups, which torch gives one of its own; sizes: by name."""
+        mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for group in mesh.get_all_groups():
+            set_timeout(group, timedelta(seconds=timeout))
+        return mesh
+
+    def new_local(self, p: nn.Parameter) -> nn.Parameter:
+        part = nn.Parameter(p.detach().to_local(), p.requires_grad) if isinstance(p, DTensor) else p
+        self._holders[part] = self.holders(p)
+        return part
+
+    def before_training(self, module: LightningModule) -> None:
+        super().before_training(module)
+        for p, local in self._locals.items():
+            if isinstance(p, DTensor):
+                local.data = p.detach().to_local()  # an engine may have laid it elsewhere since: it is not held twice
+
+    def holders(self, p: nn.Parameter) -> int:
+        """How many processes hold the same elements of it."""
+        if not isinstance(p, DTensor):
+            return self.size
+        # not `is_shard`: what is divided twice along one dimension has a placement that denies it
+        sizes = (p.device_mesh.size(dim) for dim, one in enumerate(p.placements) if one.is_replicate())
+        outside = self.size // p.device_mesh.size()
+        return outside * torch.Size(sizes).numel()
+
+    def gather_gradients(self) -> None:
+        for p, local in self._locals.items():
+            if local is not p and p.grad is not None:
+                local.data = p.detach().to_local()  # an engine may have laid it elsewhere since
+                local.grad = p.grad.to_local()
+
+    def clear_gradients(self) -> None:
+        for p in self._locals:
+            p.grad = None
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        squares = [norm_of(p.grad).square() / self._holders[p] for p in parameters]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.place)
+        total = total.to(self.place)
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor | None:
+        if not isinstance(p, DTensor):
+            return part.cpu()
+        return self.saved(p, part).full_tensor().cpu()
+
+    def saved(self, p: nn.Parameter, part: Tensor) -> Tensor:
+        """With its place in the whole."""
+        if not isinstance(p, DTensor):
+            return part
+        placed = torch.empty_like(p.detach(), dtype=part.dtype)  # `from_local` moves what waits on the host to the card
+        with torch.no_grad():
+            placed.to_local().data = part
+        return placed
+
+    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
+        if not isinstance(p, DTensor):
+            return full
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local()
+
+
+class AmongSeveral(SingleDeviceStrategy):
+    """One of several processes, as Lightning sees it."""
+
+    strategy_name = "among_several"
+
+    def __init__(self, ranks: Several) -> None:
+        super().__init__(ranks.place)
+        self.ranks = ranks
+        self.global_rank = ranks.rank  # of a world of one: else Lightning asks all after each step who was signalled
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def barrier(self, *_: object, **__: object) -> None:
+        self.ranks.barrier()
+
+    def broadcast(self, obj: object, src: int = 0) -> object:
+        return self.ranks.broadcast(obj)
+
+    def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
+        """By all of them: each writes what it has."""
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath)
+
+    def model_to_device(self) -> None:
+        """What is divided is where its engine has put it; torch refuses to move what is kept on the host."""
+        if not self.ranks.divides:
+            super().model_to_device()
+            self.ranks.moved()
+        for _, holder, key, buffer in buffers(self.lightning_module):
+            setattr(holder, key, buffer if buffer.is_meta else buffer.to(self.root_device))
+
+    def teardown(self) -> None:
+        """The optimizer's state stays: Lightning would bring that of all ranks to the memory of one host."""
+        held, self.optimizers = self.optimizers, []
+        super().teardown()
+        self.optimizers = held

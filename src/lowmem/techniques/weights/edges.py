@@ -1,0 +1,219 @@
+"""The large weights outside the blocks, in host memory: that of the embedding, and with loss=tiled that of the head.
+
+An embedding is looked up on the host: the rows of a micro-batch's tokens travel, B x T x H, and their gradient travels
+back to where the dense one (V, H) is made. A head travels in tiles of the vocabulary, the next one while one is
+multiplied, and each tile's gradient leaves when it is made. So neither weight nor gradient is ever whole on the device.
+Where both are one weight, it is one in host memory, too, and its gradient is complete when the embedding's part has
+come: the two are added in the weights' own dtype, as autograd adds them.
+
+Whatever an embedding does beside looking up, such as a factor, it does itself, with the rows in place of its weight.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple, Protocol
+from unittest.mock import patch
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowmem.memory.tracker import belongs, host_side
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.head_tiles import Source
+from lowmem.techniques.weights.link import Lane, Link
+from lowmem.techniques.weights.resident import Home
+
+COLUMNS = 4096  # tokens of the vocabulary of a tile, where no loss asks for it
+
+
+class Held(Protocol):
+    """What the host holds of a weight, as far as its gradient is concerned."""
+
+    def add(self, start: int, piece: Tensor) -> None:
+        """A piece of a gradient, in order."""
+
+    def use(self, start: int, piece: Tensor) -> None:
+        """A gradient that nobody else keeps."""
+
+
+class Outlet(NamedTuple):
+    """Of gradients that do not come from a parameter."""
+
+    link: Link
+    held: Callable[[nn.Parameter], Held]
+    complete: Callable[[nn.Parameter], None]  # told when all of a micro-batch's gradient has left for the host
+
+
+class Edge(Source):
+    """One weight (V, H). Args: embedding: that looks its rows up; head: that multiplies by it; either may be None."""
+
+    def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
+        self.weight, self.embedding, self.head = weight, embedding, head
+        self._patches = ExitStack()
+        self._of_head: Tensor | None = None  # gradient, that waits for the embedding's; in host memory
+        self._rows: Callable[[], Tensor | None] = lambda: None  # those whose gradient is still to come
+
+    def start(self, home: Home, lane: Lane, outlet: Outlet | None) -> None:
+        self.home, self.lane, self.outlet = home, lane, outlet
+        if self.embedding is not None:
+            # as they are now: the host reads them while the next lookup has the embedding changed
+            padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
+            self._padding = -1 if padding is None else padding
+            self._room, self._sent = lane.staging(0), lane.mark()
+            self._embed = self.embedding.forward
+            self._patches.enter_context(patch.object(self.embedding, "forward", self._look_up))
+        if self.head is not None:
+            self._patches.enter_context(patch.object(self.head, "forward", self._multiply))
+            self._patches.enter_context(patch.object(self.head, "source", self, create=True))
+
+    def stop(self) -> None:
+        self._patches.close()
+        self._room = self._sent = self._of_head = None  # also what a pass that raised has left over
+        self._rows = lambda: None
+
+    # --- the embedding --------------------------------------------------------------------------------------------
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """ids (B, T) -> (B, T, H)."""
+        at = ids.flatten().cpu()  # waits for the device, which is at the end of the micro-batch before
+        rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
+        if rows.requires_grad:
+            if self._rows() is not None:
+                raise Refused(
+                    f"weights=streamed: this model looks up its {type(self.embedding).__name__} twice in one forward "
+                    "pass, and the gradient of each would be taken for all of it. Type weights=resident."
+                )
+            self._rows = ref(rows)
+            rows.register_post_accumulate_grad_hook(partial(self._leave, at))
+        with self._in_place_of_the_weight(rows):
+            return self._embed(torch.arange(len(at), device=ids.device).view_as(ids))
+
+    @torch.inference_mode(False)  # another thread may write what is made here
+    def _gathered(self, at: Tensor) -> Tensor:
+        """Rows of the weight on the device, as it was last stepped. Args: at: (N,), in host memory."""
+        self.home.arrived()
+        self._sent.synchronize()  # the rows before them have left
+        weight = self.home.tensors[self.weight]
+        size = len(at) * weight[0].nbytes
+        if self._room.numel() < size:
+            with host_side():
+                self._room = self.lane.staging(size)
+            belongs(self._room, "other", "host")
+        here = self._room[:size].view(weight.dtype).view(len(at), -1)
+        torch.index_select(weight, 0, at, out=here)
+        rows = torch.empty_like(here, device=self.weight.device)
+        self._sent = self.lane.copy(rows, here, self.lane.mark())
+        self.lane.hold(self._sent)
+        return rows
+
+    @contextmanager
+    def _in_place_of_the_weight(self, rows: nn.Parameter) -> Iterator[None]:
+        padding, self.embedding.padding_idx = self.embedding.padding_idx, None  # a row's number is no token's
+        self.embedding.weight = rows
+        try:
+            yield
+        finally:
+            self.embedding.weight, self.embedding.padding_idx = self.weight, padding
+
+    def _leave(self, at: Tensor, rows: nn.Parameter) -> None:
+        gradient, rows.grad, self._rows = rows.grad, None, lambda: None
+        belongs(gradient, "gradients")
+        with host_side():
+            landed = torch.empty(gradient.shape, dtype=gradient.dtype)
+        belongs(landed, "other", "host")
+        self.outlet.link.fetch(gradient, partial(self._take_rows, at, landed, self._of_head))
+        self._of_head = None
+        self.outlet.complete(self.weight)
+
+    def _take_rows(self, at: Tensor, landed: Tensor, of_head: Tensor | None, start: int, piece: Tensor) -> None:
+        """On the host: a piece of the rows' gradient (N, H). The last one makes that of the weight (V, H)."""
+        _put(landed, start, piece)
+        if start + piece.numel() < landed.numel():
+            return
+        how = len(self.weight), self._padding, self._by_frequency
+        with host_side(), torch.no_grad():
+            whole = torch.ops.aten.embedding_dense_backward(landed, at, *how)
+            if of_head is not None:
+                whole += of_head
+        self.outlet.held(self.weight).use(0, whole.view(-1))
+
+    # --- the head: a source of tiles as `tiles.Whole` -----------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
+        """(first token of the vocabulary, tile (C, H)), each valid until the next is asked for."""
+        self.home.arrived()
+        pieces = self.home.tensors[self.weight].split(columns)
+        slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
+        for slot in slots:
+            belongs(slot, "weights")
+        free = [self.lane.mark()] * len(slots)
+
+        def fetch(number: int) -> None:
+            which, piece = number % len(slots), pieces[number]
+            self.home.read = landed[which] = self.lane.copy(slots[which][: len(piece)], piece, free[which])
+
+        landed = [*free]
+        fetch(0)
+        try:
+            for number, piece in enumerate(pieces):
+                which = number % len(slots)
+                if number + 1 < len(pieces):
+                    fetch(number + 1)
+                self.lane.hold(landed[which])
+                yield number * columns, slots[which][: len(piece)]
+                free[which] = self.lane.mark()
+        finally:  # whoever reads no further gives memory back, into which the next tile may still be travelling
+            for coming in landed:
+                self.lane.hold(coming)
+
+    def start_gradient(self) -> None:
+        if self.embedding is not None:
+            with host_side():
+                self._of_head = torch.empty(self.weight.shape, dtype=self.weight.dtype)
+            belongs(self._of_head, "gradients", "host")
+
+    def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
+        gradient, before = torch.mm(d_logits.T, rows), first * rows.shape[1]
+        belongs(gradient, "gradients")
+        add = self.outlet.held(self.weight).add if self._of_head is None else partial(_put, self._of_head)
+        self.outlet.link.fetch(gradient, lambda start, piece: add(before + start, piece))
+
+    def whole_gradient(self) -> None:
+        """Nothing: it is on the host."""
+        if self.embedding is None:
+            self.outlet.complete(self.weight)
+
+    def _multiply(self, hidden: Tensor) -> Tensor:
+        """hidden (..., H) -> (..., V), for whoever wants all logits: the sampling of text."""
+        bias = self.head.bias
+        products = [
+            F.linear(hidden, tile, None if bias is None else bias[first : first + len(tile)])
+            for first, tile in self.tiles(COLUMNS)
+        ]
+        return torch.cat(products, dim=-1)
+
+
+def _put(whole: Tensor, start: int, piece: Tensor) -> None:
+    whole.view(-1)[start : start + piece.numel()].copy_(piece)
+
+
+def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
+    """Of the weights that only these two modules have.
+
+    Args: head_in_tiles: whether the loss reads the head in tiles; if not it needs all of it on the device, and with
+    it an embedding that is tied to it.
+    """
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None and not embedding.sparse
+    readers = [embedding] if by_rows else []
+    readers += [head] if head_in_tiles and type(head) is nn.Linear else []
+    found = []
+    for weight in dict.fromkeys(reader.weight for reader in readers):
+        owners = [part for part in network.modules() if any(weight is p for p in part.parameters(recurse=False))]
+        if all(owner in readers for owner in owners):
+            found.append(Edge(weight, *(one if one in owners else None for one in (embedding, head))))
+    return found

@@ -1,0 +1,89 @@
+"""Host memory from which weights stream: registered where it lies, so that the device reads it by itself.
+
+Registering needs no second copy and rounds nothing up, as an allocator of pinned memory would. Registered pages count
+as locked: where `ulimit -l` binds (in a container, as a rule) they must be within it. A machine of several NUMA nodes
+reads fastest from the one that the card is at: begin the run under `numactl --cpunodebind=N --membind=N`.
+
+What cannot be registered still travels: a thread of the host copies it, piece by piece, into two pinned slots, and the
+device from there, so that the loop waits for no copy of the host's.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from lowmem.system.torch_private import storage_key
+from lowmem.system.units import GIB, MIB
+from lowmem.techniques.weights.link import SLOT_BYTES, Lane, Mark, Staging
+
+log = logging.getLogger(__name__)
+SLOTS = 2  # one is filled while the device empties the other
+
+
+class Registered:
+    """A device's lane, for copies from given memory. Args: memory: registered until `close`; slot_bytes: of staging."""
+
+    def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
+        self.lane, start = lane, time.perf_counter()
+        self._last = lane.mark()  # reached when all copies are complete: they keep their order
+        whys = [(one, lane.register(one)) for one in memory if lane.registers]
+        self._memory = [one for one, why in whys if why is None]
+        self._not = {storage_key(one) for one, why in whys if why is not None}
+        if self._memory:
+            size, taken = sum(one.nbytes for one in self._memory), time.perf_counter() - start
+            log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {taken:.1f} s.")
+        if self._not:
+            size, why = sum(one.nbytes for one, why in whys if why), next(why for _, why in whys if why)
+            log.warning(
+                f"{size / GIB:.1f} GiB of host memory could not be registered ({why}); copies go through {SLOTS} x "
+                f"{slot_bytes / MIB:.0f} MiB of staging, at about half the speed."
+            )
+            self._staging, self._thread = Staging(lane, slot_bytes, SLOTS), ThreadPoolExecutor(1, "staging")
+
+    def staging(self, size: int) -> Tensor:
+        return self.lane.staging(size)
+
+    def mark(self) -> Mark:
+        return self.lane.mark()
+
+    def copy(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
+        if self._not:  # then all of them, so that they keep their order
+            self._last = Coming(self._thread.submit(self._send, to, source, after))
+        else:
+            self._last = self.lane.copy(to, source, after)
+        return self._last
+
+    def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
+        if storage_key(source) in self._not:
+            return self._staging.send(source, to, _asked(after))
+        return self.lane.copy(to, source, _asked(after))
+
+    def hold(self, until: Mark) -> None:
+        self.lane.hold(_asked(until))
+
+    def close(self) -> None:
+        """Give everything back, when all copies are complete."""
+        try:
+            self._last.synchronize()
+        finally:
+            if self._not:
+                self._thread.shutdown()
+            while self._memory:
+                self.lane.unregister(self._memory.pop())
+
+
+class Coming:
+    """A mark of a copy for which the device has yet to be asked, by the thread."""
+
+    def __init__(self, asked: Future[Mark]) -> None:
+        self.asked = asked
+
+    def synchronize(self) -> None:
+        self.asked.result().synchronize()
+
+
+def _asked(mark: Mark) -> Mark:
+    return mark.asked.result() if isinstance(mark, Coming) else mark

@@ -1,0 +1,263 @@
+"""Weights that stream: in host memory, and on the device for the turn of their block alone.
+
+The device holds a slot for the block that computes and one for the next, whose weights travel meanwhile. In backward a
+block's weights are brought when the gradient has reached its *output*: that is before anything is computed again,
+whoever does it, and all blocks above are done with by then. So hooks are all there is to it. Outside its turn a
+parameter is one NaN, expanded to its shape: what is read too early or too late can never be a silent number.
+
+It saves the device 2 bytes per parameter of the blocks, and costs 4 bytes per parameter and micro-batch over the link,
+up in forward and again in backward: nothing where a block computes for longer than the next one travels.
+Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.memory.tracker import belongs
+from lowmem.system.errors import Refused
+from lowmem.system.process import trim
+from lowmem.system.torch_private import in_backward, tree_leaves
+from lowmem.techniques.gradient_checkpointing.policies import blocks
+from lowmem.techniques.weights.edges import Outlet, edges
+from lowmem.techniques.weights.link import Lane, Mark, lane_of
+from lowmem.techniques.weights.registered import Registered
+from lowmem.techniques.weights.resident import Home, Resident, nowhere
+
+
+class Slot:
+    """Room on the device for the weights of one block."""
+
+    def __init__(self, memory: Tensor, free: Mark) -> None:
+        self.memory = memory  # (bytes of the largest block,)
+        self.home: Home | None = None  # whose weights are in it, or on their way
+        self.steps = 0  # of that home, when they were copied
+        self.landed = self.free = free  # reached when they are there; when nobody reads them any more
+        self.bound = False  # whether parameters are its memory
+
+
+class Streamed(Resident):
+    """Args: network: its blocks stream, and its edges (`edges.py`); resident_blocks: but so many blocks, spread
+    evenly; slots, steps_in: see conf/weights; head_in_tiles: whether the loss reads the head in tiles.
+
+    Raises:
+        Refused: a model without blocks, or of a single one; more resident blocks than there are.
+    """
+
+    streams = True
+
+    def __init__(
+        self,
+        network: nn.Module,
+        resident_blocks: int = 0,
+        slots: int = 2,
+        steps_in: str = "bf16_on_host",
+        head_in_tiles: bool = False,
+    ) -> None:
+        super().__init__(network, steps_in)
+        stack = blocks(network)
+        if resident_blocks and not 0 < resident_blocks <= len(stack) - 2:
+            raise Refused(
+                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and two must be left "
+                f"to stream. Type weights.resident_blocks={len(stack) // 2 if len(stack) > 2 else 0}, or "
+                "weights=resident for all."
+            )
+        if slots < 2:
+            raise Refused(
+                f"weights.slots={slots}: one block computes while the next one travels. Type weights.slots=2."
+            )
+        owned = _of_one_block_alone(network, stack)
+        self.blocks = [block for block in spread(stack, len(stack) - resident_blocks) if owned[block]]
+        if len(self.blocks) < 2:
+            raise Refused(
+                f"weights=streamed: {type(network).__name__} has {len(self.blocks)} block with weights of its own, and "
+                "a block travels while another one computes. Type weights=resident."
+            )
+        self.count = min(slots, len(self.blocks))
+        self._owned = [owned[block] for block in self.blocks]
+        self.edges = edges(network, head_in_tiles)
+        self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
+        self.lane: Lane | None = None
+        self._up: Registered | None = None  # that lane, from the homes to the device
+        self._homes: dict[nn.Parameter, Home] = {}
+        self._slots: list[Slot] = []
+        self._hooks: list = []
+        self._lowest = 0  # block that a gradient reaches
+        self.fetched = 0  # copies to the device
+
+    # --- where weights are ----------------------------------------------------------------------------------------
+
+    def move_in(self, device: torch.device) -> None:
+        self.device, self._homes = device, {}  # also of a second fit
+        self.homes = [self._moved(owned) for owned in self._owned]  # one after the other: what is copied is freed
+        for edge in self.edges:
+            self._moved([edge.weight])
+
+    def _moved(self, weights: list[nn.Parameter]) -> Home:
+        home = Home(weights)
+        for p in weights:
+            self._homes[p] = home
+            p.data = nowhere(p, p.dtype, self.device)
+        trim()  # or small weights leave holes in which no home fits
+        return home
+
+    def takes(self, p: nn.Parameter) -> bool:
+        return p in self._taken
+
+    def home(self, p: nn.Parameter) -> Home | None:
+        return self._homes.get(p)
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        yield from super().host_tensors()
+        yield from (self._homes[edge.weight].flat for edge in self.edges if edge.weight in self._homes)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        return (slot.memory for slot in self._slots)
+
+    @torch.inference_mode(False)  # of an evaluation: other threads write what is made here
+    def start(self, outlet: Outlet | None = None) -> None:
+        if self._hooks or not self.homes:
+            return
+        self.lane = self.lane or lane_of(self.device)
+        self._up = Registered(self.lane, [*self.host_tensors()])
+        self._slots = [self._slot() for _ in range(self.count)]
+        for edge in self.edges:
+            edge.start(self._homes[edge.weight], self._up, outlet)
+        for number, block in enumerate(self.blocks):
+            self._hooks += [
+                block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
+                # also where it raises: whoever goes on finds nothing that is left over
+                block.register_forward_hook(
+                    lambda _, __, output, number=number: self._leaves(number, output), always_call=True
+                ),
+            ]
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for edge in self.edges:
+            edge.stop()
+        told = suppress(Exception)  # of what went wrong was whoever waited for it: the run still has to end
+        if self._up is not None:
+            with told:
+                self._up.close()
+        self._hooks, self._slots, self._up = [], [], None
+        for p, home in self._homes.items():
+            with told:
+                home.arrived()
+            p.data = home.tensors[p]
+
+    # --- whose turn it is -----------------------------------------------------------------------------------------
+
+    def _enters(self, number: int) -> None:
+        if in_backward():  # it is computed again: it has been brought, unless it is one of a segment of several
+            self._bind(number)
+            return
+        coming = range(number + 1, number + self.count)
+        if torch.is_grad_enabled():
+            coming = [ahead for ahead in coming if ahead < len(self.blocks)]
+        else:  # no backward pass follows, but perhaps the next forward pass
+            coming = [ahead % len(self.blocks) for ahead in coming]
+        self._release(lambda other, slot: other != number and (slot.bound or other not in coming))
+        self._bind(number)
+        for ahead in coming:
+            self._fetch(ahead)
+
+    def _leaves(self, number: int, output: object) -> None:
+        if in_backward():
+            return
+        hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        if hidden is None and output is not None:  # None: it raised
+            raise Refused(
+                f"weights=streamed: a {type(self.blocks[number]).__name__} returns a {type(output).__name__}, in which "
+                "there is no tensor to wait for its gradient. Type weights=resident."
+            )
+        if hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._reached(number))
+            self._lowest = min(self._lowest, number)
+            if number == len(self.blocks) - 1:  # where backward begins
+                return
+        else:
+            self._lowest = number + 1
+        self._release(lambda other, _: other == number)
+
+    def _reached(self, number: int) -> None:
+        """The gradient is at the output of a block: all above have theirs."""
+        self._release(lambda other, _: other > number)
+        self._bind(number)
+        for below in reversed(range(self._lowest, number)):
+            if not self._fetch(below):
+                return
+
+    # --- slots ----------------------------------------------------------------------------------------------------
+
+    def _slot(self) -> Slot:
+        size = max(home.flat.numel() for home in self.homes)
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        belongs(memory, "weights")
+        return Slot(memory, self._up.mark())
+
+    def _slot_of(self, number: int) -> Slot | None:
+        """That has a block's weights, as they are now."""
+        home = self.homes[number]
+        return next((slot for slot in self._slots if slot.home is home and slot.steps == home.steps), None)
+
+    def _fetch(self, number: int) -> bool:
+        """Begin to bring a block's weights. Returns: whether they are coming; if not, no slot is free."""
+        if self._slot_of(number) is not None:
+            return True
+        for slot in self._slots:
+            if slot.home is self.homes[number]:
+                assert not (slot.bound and in_backward()), "a block was stepped that backward still reads"
+                self._free(slot)  # as they were before a step
+        slot = next((slot for slot in self._slots if slot.home is None), None)
+        if slot is None:
+            return False
+        home = self.homes[number]
+        home.arrived()
+        slot.home, slot.steps = home, home.steps
+        slot.landed = home.read = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
+        self.fetched += 1
+        return True
+
+    def _bind(self, number: int) -> None:
+        if not self._fetch(number):  # a segment of several blocks is computed again: all of its weights are needed
+            self._slots.append(self._slot())
+            self._fetch(number)
+        slot = self._slot_of(number)
+        if not slot.bound:
+            self._up.hold(slot.landed)
+            for p, here in slot.home.within(slot.memory).items():
+                p.data = here
+            slot.bound = True
+
+    def _release(self, which: Callable[[int, Slot], bool]) -> None:
+        """Args: which: (number of a block, a slot that has its weights) -> whether it is free from now on."""
+        for slot in self._slots:
+            if slot.home is not None and which(self.homes.index(slot.home), slot):
+                self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        if slot.bound:
+            for p in slot.home.places:
+                p.data = nowhere(p, p.dtype, self.device)
+            slot.free = self._up.mark()
+        else:
+            slot.free = slot.landed  # what is still coming is not overtaken
+        slot.home, slot.bound = None, False
+
+
+def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
+    """So many of a list, evenly: before each that streams, as many compute that do not."""
+    return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
+
+
+def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
+    """block -> its parameters that no other block has, and no module outside: what is shared stays on the device."""
+    blocks_with = Counter(p for block in stack for p in block.parameters())
+    inside = {part for block in stack for part in block.modules()}
+    outside = {p for part in network.modules() if part not in inside for p in part.parameters(recurse=False)}
+    return {block: [p for p in block.parameters() if blocks_with[p] == 1 and p not in outside] for block in stack}

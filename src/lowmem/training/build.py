@@ -1,0 +1,210 @@
+"""Builds what a run trains: the data first, the weights last."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowmem.config.check import OPTIM_KEYS, check_vocabulary
+from lowmem.config.instantiate import instantiate
+from lowmem.config.schema import Node
+from lowmem.config.settle import Run
+from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, WindowLoader
+from lowmem.data.opening import Openable, Wanted, openable, source_class
+from lowmem.data.packing import Joined, rows, with_positions
+from lowmem.data.token_store import Tokens, held_out, rows_of
+from lowmem.model import loading, packed_attention, vocabulary
+from lowmem.model.generation import prompt_ids
+from lowmem.model.loading import Described
+from lowmem.model.trainable import digest_of_base
+from lowmem.report import sample
+from lowmem.saving import checkpoint
+from lowmem.system.errors import Refused
+from lowmem.techniques.adapter.freeze import freeze
+from lowmem.techniques.adapter.lora import base_dtype, load
+from lowmem.techniques.gradient_checkpointing.slices import Tiles
+from lowmem.techniques.loss.cross_entropy import Loss, as_loss
+from lowmem.techniques.optim.build import MakeOptimizer
+from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
+from lowmem.training.module import CausalLM, Placement, Update
+
+log = logging.getLogger(__name__)
+
+BPE_VOCABULARY = 4096  # at most; never more than the model has
+
+
+class Texts(NamedTuple):
+    """The open data of a run. It depends neither on the batch size nor on a recipe, so it is opened once."""
+
+    described: Described  # the model whose tokens these are
+    tokens: Tokens
+    train: Rows
+    val: dict[str, Rows]  # by name; the first is that by which a checkpoint is the best
+
+    def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
+        """Returns how many optimizer steps run.epochs take. A batch size that is not known yet does not change them: a
+        window has as many sequences as accumulation=effective_batch says."""
+        return self.windows(run.sized(), ranks).windows_in(run.epochs)
+
+    def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:
+        """Returns the loader of this rank's share of the training rows."""
+        return self.train.loader(share_of(run, ranks), run.windows, run.seed, start)
+
+
+class Data(NamedTuple):
+    """This rank's share of the data, in micro-batches, and the description of the model that reads it."""
+
+    described: Described
+    tokens: Tokens
+    train: WindowLoader
+    val: list[ValidationLoader]
+    prompts: list[Tensor]  # of the samples, (1, T) each
+
+
+def share_of(run: Run, ranks: OneDevice) -> Share:
+    return Share(run.batch_size, ranks.data_rank, ranks.data_size)
+
+
+def open_texts(run: Run) -> Texts:
+    """Describes the model and opens all files, in its own tokens or in those of a BPE that is trained on them."""
+    described = loading.describe(run)
+    config, tokenizer, added = described.config, described.tokenizer, described.added
+    (name, source), *others = _sources(run.data).items()
+    bpe_size = min(BPE_VOCABULARY, config.vocab_size)
+    wanted = Wanted(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, vocabulary.wanted(run))
+    tokens, train, val = source.opened(wanted)
+    if added is None:
+        check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
+    if not run.model.pretrained and run.model.architecture is not None:
+        # the export must name the end token of the tokenizer it is saved with
+        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
+    sets = {name: val[""]} if others else val
+    for name, other in others:
+        split = held_out(other, wanted.cache_dir, tokens.tokenizer)
+        sets[name] = rows(split, run.seq_len, other.packing, other.too_long, "val")
+    return Texts(described, tokens, train, sets)
+
+
+def data(
+    run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE, texts: Texts | None = None
+) -> Data:
+    """Builds the loaders, before any weight is loaded, so that wrong data are refused quickly. Args: ranks: that share
+    the rows; texts: the run's open data, if they are open already."""
+    texts = texts or open_texts(run)
+    train = texts.windows(run, ranks, saved.position if saved else START)
+    share, limit = share_of(run, ranks), run.val_sequences
+    val = [ValidationLoader(rows, share, limit, name) for name, rows in texts.val.items()]
+    for one in val:
+        _tell_cut(one)
+    return Data(texts.described, texts.tokens, train, val, _prompts(run, texts.tokens, val[0]))
+
+
+def _tell_cut(val: ValidationLoader) -> None:
+    """Logs that an evaluation reads only the first rows. Which documents these hold depends on packing and length."""
+    every = len(val.sequences)
+    if val.count < every and not isinstance(val.sequences, Joined):
+        log.info(
+            f"val_sequences={val.count}: an evaluation{f' of {val.name}' if val.name else ''} reads so many of "
+            f"{every:,} rows, and which documents those hold depends on data.packing, data.too_long and seq_len. Type "
+            f"val_sequences={every} where runs that differ in these are compared."
+        )
+
+
+def _sources(data: Node) -> dict[str, Openable]:
+    """Opens a source for each validation set, by its name; they have the training text in common."""
+    sets = data.arguments.get("val_path")
+    if sets is None or isinstance(sets, str):
+        return {"": _source(data)}
+    others = {name: [path, *(one for one in sets.values() if one != path)] for name, path in sets.items()}
+    return {name: _source(data, val_path=paths) for name, paths in others.items()}
+
+
+def _source(data: Node, **more: object) -> Openable:
+    return openable(instantiate(data, **more), f"data._target_={data.target}")
+
+
+def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
+    """Returns the token ids of prompts, (1, T) each: the typed ones (a user's turn in a chat), or the beginning of the
+    validation split."""
+    if not run.sample_tokens:
+        return []
+    if run.sample_prompts is None:
+        return [sample.beginning(next(iter(val)))]
+    given = sample.prompts(run.sample_prompts)
+    return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in given]
+
+
+def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE) -> CausalLM:
+    """Loads the model and shards it over the ranks. Args: saved: the checkpoint that training goes on from."""
+    whole = saved is not None and saved.base is None  # the checkpoint brings all weights
+    made = causal_lm(run, of.described.at_random if whole else of.described, loading.check_causal, ranks)
+    if made.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
+        load(made.model, path)
+    if (base := made.ranks.broadcast(digest_of_base(made) if made.ranks.builds else None)) is not None:
+        made.identity["base"] = base
+    if of.tokens.template is not None:
+        made.identity["template"] = of.tokens.template
+    if saved:
+        saved.check(made, of.tokens.tokenizer)
+    made.ranks.shard(made)
+    return made
+
+
+def causal_lm(
+    run: Run,
+    described: Described,
+    check: Callable[[PreTrainedModel], None] = lambda _: None,
+    ranks: OneDevice = ONE_DEVICE,
+) -> CausalLM:
+    """Builds the model with its techniques. The order is: load, adapter and frozen weights, checkpointing of blocks,
+    slices of tokens, streamed weights. Args: check: called with the loaded model, if it has numbers and not only
+    shapes."""
+    loss = _loss(run)
+    held = getattr(torch, run.loaded_in)
+    described = described if ranks.builds else described.at_random
+    with ranks.building():
+        network = loading.load(described, base_dtype(run.adapter.arguments.get("path")) or held)
+        if ranks.builds:
+            check(network)
+        if with_positions(run.data.arguments):
+            packed_attention.share_mask(network)
+        choose_trained(run, network)
+        for p in network.parameters():
+            p.data = p.data if p.requires_grad else p.data.to(held)
+    if described.added is not None:
+        vocabulary.check_trained(network, described.added)
+    instantiate(run.gradient_checkpointing)(network)
+    tiles = Tiles(network, run.tile.tokens) if run.tile.tokens else None
+    weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"))
+    skips = run.on_nonfinite == "skip"
+    update = Update(optimizer(run), instantiate(run.scheduler), run.clip, run.clip_value, skips_faults=skips)
+    return CausalLM(network, loss, update, Placement(weights, tiles, ranks))
+
+
+def _loss(run: Run) -> Loss:
+    """Makes the loss. Raises: Refused: it needs other micro-batches than the data make."""
+    loss, data = as_loss(instantiate(run.loss)), run.data
+    makes = type(source_class(data.target).example(data.arguments, 1, 1))
+    if loss.needs is not makes:
+        raise Refused(
+            f"loss._target_={run.loss.target}: it is a mean over {loss.needs.UNIT} and needs a {loss.needs.__name__}, "
+            f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=."
+        )
+    return loss
+
+
+def choose_trained(run: Run, network: PreTrainedModel) -> None:
+    """Freezes the weights that are not trained, and puts in an adapter, if there is one."""
+    instantiate(run.adapter)(network)
+    freeze(network, run.freeze or [])
+
+
+def optimizer(run: Run) -> MakeOptimizer:
+    """Returns what makes the optimizer. The yaml holds the arguments of the library's class, and keys of lowmem."""
+    node = run.optim.plain()
+    ours = {key: node[key] for key in ("embedding_bits",) if key in node}
+    return MakeOptimizer(instantiate({key: value for key, value in node.items() if key not in OPTIM_KEYS}), **ours)

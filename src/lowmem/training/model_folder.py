@@ -1,0 +1,97 @@
+"""Writes model/ of a run: the trained model or its adapter, with its card, and uploads it if push= is typed.
+
+It is written last because it needs the most disk space: if that is missing, everything else is already there.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+
+from lowmem.config.settle import Command
+from lowmem.config.typed_lines import in_shell
+from lowmem.model.generation import end_tokens
+from lowmem.saving import checkpoint
+from lowmem.saving.export import ModelFolder, Weights
+from lowmem.saving.export_adapter import export
+from lowmem.saving.hub import push
+from lowmem.saving.model_card import card
+from lowmem.system.errors import Refused
+from lowmem.system.fail_together import fail_together
+from lowmem.techniques.strategy.contract import ONE_DEVICE
+from lowmem.training import results
+from lowmem.training.training import Training
+
+log = logging.getLogger(__name__)
+
+
+def leave(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Writes the model, on every rank that holds a shard of it, and uploads it.
+
+    Raises:
+        Refused: what is missing and how to get it, where the folder cannot be written.
+    """
+    run, folder = command.run, command.folder / "model"
+    trained_in = training.resumed_from if run.export else command.folder
+    try:
+        _write(training, command, summary)
+    except OSError as error:
+        raise Refused(
+            f"{folder} cannot be written: {error.strerror}. Everything else of this run is in place. "
+            f"Make room, and type {in_shell('export', trained_in)}."
+        ) from error
+    if run.push is None or training.module.ranks.rank:
+        return
+    if summary["adapter_alone"] and summary["base_model"] is None:
+        log.warning(
+            f"push={run.push}: not uploaded, since this adapter stands on a folder that only this machine has. Type "
+            f"{in_shell('export', trained_in)} merge=true push={run.push}."
+        )
+    else:
+        push(folder, run.push, trained_in)
+
+
+def _write(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Writes the folder. Raises: OSError: on every rank that holds a shard, if the folder cannot be written."""
+    run, ranks = command.run, training.module.ranks
+    if not ranks.divides and ranks.rank:
+        return
+    base = run.model.name if run.model.pretrained else None
+    network, tokenizer = training.module.model, training.tokens.tokenizer
+    network.generation_config.eos_token_id = end_tokens(tokenizer, network)
+    weights = Weights(network, training.part, ranks if ranks.divides else ONE_DEVICE)
+    folder = ModelFolder(command.folder / "model", tokenizer, run.export_dtype, card(summary))
+    with weights.writing() as writes:
+        if writes:
+            export(network, folder, run.merge, base, weights)
+
+
+def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
+    """Writes the weights alone, which need less room than a checkpoint, and then what else fits.
+
+    Returns: the error that ends the run: what could be written, and what can be done with it.
+    """
+    training.watchers.stop.waits_no_longer(summary["interrupted"])
+    ranks = training.module.ranks
+    left = _left(training, command, summary)
+    if ranks.rank == 0:
+        with suppress(OSError):  # the weights are what matters
+            results.report(training, command, summary)
+            results.draw(training, command, summary)
+    return Refused(f"{training.saves.ended_by} {left} {checkpoint.going_on(training.saves.folder)}")
+
+
+def _left(training: Training, command: Command, summary: Mapping[str, object]) -> str:
+    """Writes the weights, and says what can be done with them."""
+    folder = command.folder / "model"
+    alone = summary["adapter_alone"]
+    start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
+    try:
+        with fail_together(training.module.ranks):
+            _write(training, command, summary)
+    except OSError as error:
+        return f"Nor can {folder}: {error.strerror}. Make room."
+    return (
+        f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
+        f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "
+        "optimizer's state resume= cannot go on from them."
+    )

@@ -1,0 +1,283 @@
+"""The LightningModule: one window of micro-batches in, one optimizer step out. It knows no technique by name.
+
+Lightning's automatic optimization counts a step that the loss scaler skipped, weights a short last window wrongly and
+saves checkpoints inside a window. So the step is written out here: one Lightning batch is one whole window, which makes
+every checkpoint stand between windows by construction.
+
+`training_step` reads downwards: forward and backward of each micro-batch, gradients gathered, checked, clipped, stepped
+and cleared. The module calls its strategy (`ranks`) and the precision plugin, and two calls come back: `ranks.forward`
+is an engine around `forward`, and `optimizer.step` clips in `on_before_optimizer_step`, as Lightning has it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lowmem.data.loader import MicroBatch, Position, Window
+from lowmem.model.auxiliary_loss import AuxiliaryLoss
+from lowmem.model.trainable import checkpoint_state, trains_everything
+from lowmem.saving import by_name, random_states
+from lowmem.saving.checkpoint_folder import Stored
+from lowmem.techniques.arithmetic.fp32_halves import joined
+from lowmem.techniques.gradient_checkpointing.slices import Tiles
+from lowmem.techniques.loss.cross_entropy import as_loss
+from lowmem.techniques.optim.build import MakeOptimizer
+from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
+from lowmem.techniques.weights.resident import Resident
+from lowmem.training.non_finite import NonFiniteSteps
+
+
+class Update(NamedTuple):
+    """The optimizer, its schedule and its bounds on gradients. A bound of None is off."""
+
+    optimizer: MakeOptimizer
+    scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
+    clip: float | None = None  # largest global gradient norm
+    clip_value: float | None = None  # largest absolute gradient element, applied before the norm
+    skips_faults: bool = False  # a step whose loss or gradient is not finite is left out; else it is the end
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model is computed; by default on one device."""
+
+    weights: Resident = field(default_factory=Resident)  # where they are while no block needs them
+    tiles: Tiles | None = None  # the parts of the model that are computed in slices
+    ranks: OneDevice = ONE_DEVICE  # which part is this process's, and the words with the others
+
+
+class CausalLM(LightningModule):
+    """A causal language model with its loss, optimizer and schedule.
+
+    Args:
+        model: a Hugging Face causal language model.
+        loss: (model, micro-batch) -> summed fp32 loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, MicroBatch], Tensor],
+        update: Update,
+        placement: Placement | None = None,
+    ) -> None:
+        super().__init__()
+        placement = placement or Placement()
+        self.automatic_optimization = False
+        self.model, self.update = model, update
+        self.loss = as_loss(loss)
+        self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
+        self.strict_loading = trains_everything(
+            model
+        )  # what is frozen is in no checkpoint; `Saved.check` compares the rest
+        self.auxiliary_loss = AuxiliaryLoss(model)
+        self.faults = NonFiniteSteps(update.skips_faults)
+        self.position = Position()  # after the last completed window
+        self.tokens = 0  # seen, those of skipped steps included
+        self.skipped_steps = 0
+        self.gradient_norm: Tensor | None = None  # before clipping
+        self.identity: dict[str, str] = {}  # of what belongs to these weights, by name: into every checkpoint
+        self.last_micro_batch = False  # whether the one under way is its window's last
+        self._drawn: dict | None = None  # what a run that goes on had drawn
+        self._rests: dict[
+            str, Tensor
+        ] = {}  # of weights that are loaded next, see `techniques/arithmetic/fp32_halves.py`
+
+    def setup(self, stage: str) -> None:
+        """Leaves the optimizer's state, on a resume, where `techniques/optim/build.py` has put it. Lightning would move
+        all of it to the device, also the state of masters and paged state, which belong on the host.
+
+        This replaces a method of the strategy that Lightning chose. A subclass would have to be handed to every
+        Trainer, together with the device, which Lightning chooses now.
+        """
+        strategy = self.trainer.strategy
+        self.trainer.precision_plugin.global_norm = self.ranks.norm
+
+        def restore(checkpoint: dict) -> None:
+            (optimizer,) = strategy.optimizers
+            optimizer.load_state_dict(by_name.optimizer_state(self, optimizer, checkpoint))
+
+        strategy.load_optimizer_state_dict = restore
+
+    @property
+    def parts(self) -> nn.Module:
+        """Returns the module whose parameters are this process's shard of the model's."""
+        return self.ranks.parts(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device that computes. Lightning would return the one to which it moved the module, and nobody
+        moves a sharded one."""
+        return self.ranks.place if self.ranks.divides else super().device
+
+    def cpu(self) -> Self:
+        """Lightning calls this when a run ends, however it ends."""
+        self.weights.stop()
+        return self if self.ranks.divides else super().cpu()  # what is divided is gathered where it lies
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Returns: the summed loss."""
+        return self.loss(self.model, micro_batch)
+
+    def training_step(self, window: Window, _: int) -> dict:
+        if not window.weight:
+            return self._nothing_to_learn(torch.zeros((), device=self.device), window)
+        loss_sum, auxiliary_sum = (self.ranks.run_window or self.run_window)(window)
+        self.ranks.gather_gradients()
+        mean = loss_sum / window.weight
+        stepped = self._step(mean, window)
+        self.position = window.end
+        self.tokens += window.tokens
+        auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / window.weight
+        return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
+
+    def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
+        """Computes forward and backward of all micro-batches.
+
+        Returns: the sum of their losses, and of their auxiliary losses or None, over all ranks.
+        """
+        ranks, auxiliary_sum = self.ranks, None
+        loss_sum = torch.zeros((), device=self.device)
+        for number, micro_batch in enumerate(window.micro_batches, start=1):
+            self.last_micro_batch = number == len(window.micro_batches)
+            with ranks.micro_batch_context(self.last_micro_batch):
+                with self.trainer.precision_plugin.forward_context():
+                    loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
+                loss_sum += loss.detach()
+                if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
+                    auxiliary = auxiliary * micro_batch.weight
+                    auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
+                    loss = loss + auxiliary
+                self.manual_backward(loss * ranks.factor / window.weight)
+        return ranks.all_sum(loss_sum), auxiliary_sum if auxiliary_sum is None else ranks.all_sum(auxiliary_sum)
+
+    def _nothing_to_learn(self, nothing: Tensor, window: Window) -> dict:
+        """Skips a window without a label that counts: a step would apply weight decay and old momentum."""
+        self.skipped_steps += 1
+        self.position = window.end
+        return {"loss": nothing, "auxiliary_loss": None, "tokens": 0, "stepped": False}
+
+    def _step(self, loss: Tensor, window: Window) -> bool:
+        """Makes one optimizer step, or none if scaled gradients overflowed or a number is not finite."""
+        optimizer = self.optimizers()
+        stepped = self._may_step(optimizer.optimizer, loss, window)
+        if stepped:
+            optimizer.step()  # calls `on_before_optimizer_step` of the callbacks, then ours
+            self.lr_schedulers().step()
+        else:
+            self.skipped_steps += 1
+        self.trainer.precision_plugin.drop_gradients(optimizer.optimizer)
+        self.ranks.clear_gradients()
+        return stepped
+
+    def _may_step(self, optimizer: Optimizer, loss: Tensor, window: Window) -> bool:
+        precision = self.trainer.precision_plugin
+        usable = precision.unscale(optimizer)
+        self.gradient_norm = precision.norm(self.parts) if usable else None
+        finite = bool((loss if self.gradient_norm is None else loss + self.gradient_norm).isfinite())
+        if self.ranks.data_size < self.ranks.size:  # some compute one loss, each for itself
+            finite = not self.ranks.any(not finite)
+        if finite and usable:
+            self.faults.none()
+        elif not (finite and precision.scales_loss):  # an overflow that the scaler has dealt with is no fault
+            self.faults.meet(self, loss, window)
+            precision.forget()
+        return finite and usable
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Clips, after every callback has seen the gradients at their true size."""
+        precision = self.trainer.precision_plugin
+        self.gradient_norm = precision.clip(self.parts, self.update.clip_value, self.update.clip, self.gradient_norm)
+
+    def configure_optimizers(self) -> dict:
+        precision = self.trainer.precision_plugin
+        made = self.update.optimizer(self.model, lambda p: precision.master(self.ranks.local(p)))
+        optimizer = precision.prepare_optimizer(made)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.update.scheduler(optimizer), "interval": "step"},
+        }
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Keeps Lightning from dropping gradients: a step has dropped them, or `ranks` keeps their memory, zeroed."""
+
+    def on_validation_epoch_start(self) -> None:
+        sets = len(self.trainer.num_val_batches)
+        self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # each over its whole split
+        self._val_weights, self._val_micro_batches = [0] * sets, 0
+        self.val_losses: list[float] = []  # of each set; empty where the evaluation was cut
+
+    def validation_step(self, micro_batch: MicroBatch, _: int, dataloader_idx: int = 0) -> None:
+        self._val_loss_sums[dataloader_idx] += self(micro_batch)
+        self._val_weights[dataloader_idx] += micro_batch.weight
+        self._val_micro_batches += 1
+
+    def on_validation_epoch_end(self) -> None:
+        if self._val_micro_batches == sum(self.trainer.num_val_batches):
+            weights = self.ranks.all_sum(torch.tensor(self._val_weights))
+            sums = zip(self.ranks.all_sum(self._val_loss_sums).tolist(), weights.tolist(), strict=True)
+            losses = [loss / weight if weight else math.nan for loss, weight in sums]
+            self.val_losses = self.ranks.broadcast(losses)  # ranks decide by it whether to save and to stop
+
+    @property
+    def val_loss(self) -> float | None:
+        """Returns the loss of the first set, which chooses the best checkpoint and ends training early."""
+        return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        held = checkpoint_state(self)
+        checkpoint["state_dict"] = {name: one for name, one in checkpoint["state_dict"].items() if name in held}
+        checkpoint["lowmem"] = (
+            self.identity
+            | {
+                "position": self.position._asdict(),
+                "order": self.trainer.train_dataloader.order,
+                "tokens": self.tokens,
+                "skipped_steps": self.skipped_steps,
+                "optimizer": self.update.optimizer.name,
+                "stepped": [name for name, _ in by_name.stepped(self)],
+            }
+            | random_states.capture(self.ranks, self.device)
+        )
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        saved = checkpoint["lowmem"]
+        self.position = Position(**saved["position"])
+        self.tokens, self.skipped_steps = saved["tokens"], saved["skipped_steps"]
+        self._drawn = saved
+        self._rests = checkpoint.get("rests", {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
+        """Loads weights one by one where the checkpoint holds them in two halves, or in shards."""
+        if self.ranks.divides or isinstance(state_dict, Stored):
+            by_name.load_weights(self, state_dict, self._rests)
+            self.ranks.after_load()
+            self._rests = {}
+            return None
+        loaded = super().load_state_dict(state_dict, *args, **kwargs)
+        held = dict(self.named_parameters())  # a tied one once
+        for name, rest in self._rests.items():
+            held[name].data.copy_(joined(state_dict[name], rest))
+        self._rests = {}
+        return loaded
+
+    def on_train_start(self) -> None:
+        """Restores random states last, directly before the first window: it does not matter who drew numbers
+        earlier."""
+        self.model.train()
+        self.ranks.before_training(self)
+        if self._drawn is not None:
+            random_states.restore(self._drawn, self.ranks, self.device, self.position.window)

@@ -1,0 +1,105 @@
+"""Writes the results of a run when its work is done: summary.json, the table on the terminal, memory.png."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from lowmem.config.check import targets
+from lowmem.config.settle import Command, Run
+from lowmem.config.typed_lines import as_lines, as_mapping
+from lowmem.model.trainable import full_shape, parameters, trainable
+from lowmem.report import ran, step
+from lowmem.report.summary import plan_ratios, table, versions, write
+from lowmem.saving.export_adapter import is_adapted
+from lowmem.system.terminal import folded
+from lowmem.techniques.optim.contract import RunsAs
+from lowmem.training.training import Training
+
+
+def summary(training: Training, command: Command, predicted: dict | None = None) -> dict:
+    """Collects what summary.json holds. All ranks call this at the same time: each has peaks of its own."""
+    typed = {"overrides": list(command.typed), "predicted": predicted}
+    return _numbers(training, command.run) | _recipe(training, command) | typed
+
+
+def _numbers(training: Training, run: Run) -> dict:
+    module, watchers = training.module, training.watchers
+    stop, meter, metrics = watchers.stop, watchers.meter, watchers.metrics
+    return {
+        "steps": training.trainer.global_step,
+        "skipped_steps": module.skipped_steps,
+        "tokens": module.tokens,
+        "tokens_per_second": metrics.tokens_per_second(),
+        "seconds_per_step": metrics.seconds_per_step(),
+        "first_step_seconds": metrics.first_step_seconds,
+        "train_loss": metrics.train_loss,
+        "auxiliary_loss": metrics.auxiliary_loss,
+        "val_loss": metrics.val_loss,
+        "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
+        "validation": metrics.evaluated,  # each set
+        "validation_sequences": [one.count for one in training.trainer.val_dataloaders or ()],  # of each set
+        "metric": dict(metrics.own),
+        "peak_bytes": meter.peak_bytes,
+        "peak_bytes_by_category": meter.by_category(),
+        "peak_bytes_by_phase": meter.by_phase(),
+        "rss_before_model_bytes": training.rss_before_model,
+        "batch_size": run.batch_size,
+        "optimizer": _stepped_by(next(iter(training.trainer.optimizers), None)),
+        "parameters": parameters(module.model),
+        "trained_parameters": sum(full_shape(p).numel() for _, p in trainable(module.model)),
+        "interrupted": stop.interrupted,
+        "signal": stop.signal.name if stop.signal else None,
+        "stopped_early": training.stopped_early,
+        "resumed_from": str(training.resumed_from) if training.resumed_from else None,
+        "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
+        "versions": versions(),
+        "weights_bytes": sum(full_shape(p).numel() * p.element_size() for p in module.model.parameters()),
+        "ranks": module.ranks.all_gather(meter.peak_bytes | meter.held()),
+    }
+
+
+def _stepped_by(optimizer: object | None) -> str | None:
+    """Names the optimizer's class, and the way in which it steps where it has several. None: nothing stepped."""
+    if optimizer is None:
+        return None
+    how = f" ({optimizer.runs_as()})" if isinstance(optimizer, RunsAs) else ""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"
+
+
+def _recipe(training: Training, command: Command) -> dict:
+    """Names what was trained, on what and how, without a place of this machine."""
+    run, model = command.run, training.module.model
+    of_hub = run.model.pretrained and not Path(run.model.name).expanduser().is_dir()
+    places = [node["path"] for _, node in targets(run.data.plain()) if node.get("path") is not None]
+    return {
+        "base_model": run.model.name if of_hub else None,
+        "pretrained": run.model.pretrained,
+        "architecture": model.config.model_type,
+        "adapter_alone": is_adapted(model) and run.model.pretrained and not run.merge,
+        "recipe": as_mapping(ran.chosen(command.choices)),
+        "data": [Path(place).name for place in places] or as_lines({"data": command.choices.get("data", "")}),
+    }
+
+
+def report(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Writes the numbers to the loggers, into the run's folder and on the terminal."""
+    for logger in training.loggers:
+        logger.log_metrics(plan_ratios(summary), step=summary["steps"])
+    write(command.folder / "summary.json", summary)
+    print(f"\n{table(summary)}\n")
+    if text := training.watchers.samples.text:
+        print(folded(f"A sample:\n{text}\n"))
+
+
+def draw(training: Training, command: Command, summary: Mapping[str, object]) -> None:
+    """Draws where the bytes were, and writes those of one step as a table."""
+    from lowmem.report import picture  # matplotlib takes half a second
+
+    run, folder, meter = command.run, command.folder, training.watchers.meter
+    title = " ".join(ran.chosen(command.choices)) or run.model.name
+    typed = " ".join(ran.besides(command.choices, command.typed))
+    card = torch.cuda.get_device_properties().total_memory if run.device == "cuda" else None
+    picture.memory_picture(folder / "memory.png", meter.rows(), meter.timeline, title, typed, run.limit or card)
+    step.write(folder / "memory_step.csv", meter.timeline)
+    picture.send(folder / "memory.png", training.loggers, summary["steps"])

@@ -1,0 +1,125 @@
+"""Decides what a command does: train, show the data, evaluate or export what an earlier run has left, or nothing.
+
+resume= of a run that has all its steps does what is missing after them: its last evaluation, or its export.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lowmem.config.settle import Run
+from lowmem.saving import checkpoint
+from lowmem.saving.checkpoint import Saved
+from lowmem.saving.export_adapter import adapter_config_of, base_of, holds_adapter
+from lowmem.system.errors import Refused
+from lowmem.system.fail_together import fail_together
+from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
+
+log = logging.getLogger(__name__)
+
+Work = Literal["train", "evaluate", "export", "show", "nothing"]
+
+
+class Task(NamedTuple):
+    """The work of a command, and the checkpoint that it starts from, if any."""
+
+    work: Work
+    saved: Saved | None = None
+
+    @property
+    def exports(self) -> bool:
+        return self.work in ("train", "export") or self.resumes
+
+    @property
+    def resumes(self) -> bool:
+        return self.saved is not None and self.saved.key == "resume"
+
+
+TRAIN = Task("train")
+
+
+def find_task(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Task:
+    """Finds the work and its checkpoint. Args: ranks: the first one looks for the checkpoint and verifies it, for all.
+
+    Raises:
+        Refused: a checkpoint that cannot be used; a run that is already done.
+    """
+
+    def found(find: Callable[[], Path | None]) -> Path | None:
+        with fail_together(ranks):
+            path = find() if ranks.rank == 0 else None
+        return ranks.broadcast(path)
+
+    if run.show is not None:
+        return Task("show")
+    if run.export is not None:
+        return Task("export", Saved(found(lambda: checkpoint.find(run.export, "export")), "export"))
+    if run.evaluate is not None:
+        if is_model(run.evaluate):
+            return Task("evaluate")
+        return Task("evaluate", Saved(found(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate"))
+    if run.resume is None:
+        return TRAIN
+    auto = run.resume == "auto"
+    path = found(lambda: checkpoint.newest(output_dir) if auto else checkpoint.find(run.resume))
+    if path is None:
+        return TRAIN
+    saved = Saved(path)
+    return Task(_left(saved, run.max_steps, auto), saved)
+
+
+def is_model(named: str) -> bool:
+    """Returns whether this is the folder of an exported model or of an adapter."""
+    folder = Path(named).expanduser()
+    return (folder / "config.json").is_file() or holds_adapter(folder)
+
+
+def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
+    """Returns the run with the exported model of a folder and its tokenizer, or with an adapter of a folder and its
+    base.
+
+    Raises:
+        Refused: an adapter that does not name its base.
+    """
+    place = Path(folder).expanduser()
+    adapter = holds_adapter(place)
+    name = base_of(place) if adapter else str(place)
+    if name is None:
+        raise Refused(
+            f"{key}={folder}: this adapter does not say which model it belongs to. Write base_model_name_or_path "
+            "into its adapter_config.json, or type merge=true with the run that made it."
+        )
+    model = {"name": name, "pretrained": True}
+    run = run.replacing("model.architecture", None).knowing(model=model, tokenizer=str(place) if adapter else None)
+    return run.replacing("adapter", adapter_config_of(place)) if adapter else run
+
+
+def summary_of(saved: Saved) -> dict:
+    """Returns the summary of a checkpoint's run if it was written after the last evaluation; else an empty
+    dictionary."""
+    try:
+        summary = json.loads((saved.run / "summary.json").read_text(encoding="utf-8"))
+        return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _left(saved: Saved, max_steps: int, auto: bool) -> Work:
+    summary = summary_of(saved)
+    if saved.steps < max_steps and not (auto and summary.get("stopped_early")):
+        return "train"
+    if saved.steps <= max_steps:
+        if not summary:
+            log.info(f"{saved.asked}: its {saved.steps} steps are done, its last evaluation is missing.")
+            return "evaluate"
+        if not (saved.run / "model").is_dir():
+            log.info(f"{saved.asked}: it is trained and evaluated, its export is missing.")
+            return "export"
+        if auto:
+            log.info(f"{saved.asked}: its {saved.steps} steps are done, and nothing is missing.")
+            return "nothing"
+    raise Refused(
+        f"{saved.asked}: {saved.steps} steps are done and max_steps={max_steps}. Type max_steps={2 * saved.steps}."
+    )

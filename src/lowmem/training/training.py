@@ -1,0 +1,263 @@
+"""Builds, trains and evaluates one run, and hands out the objects that watched it while they still exist."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import in_shell
+from lowmem.data.loader import Rows, ValidationLoader
+from lowmem.data.packing import with_positions
+from lowmem.data.token_store import Tokens
+from lowmem.memory.cap import capped
+from lowmem.memory.snapshot import recorded
+from lowmem.saving import checkpoint
+from lowmem.system import process
+from lowmem.system.errors import NotFinite, Refused
+from lowmem.techniques.loss.cross_entropy import Verified
+from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
+from lowmem.techniques.strategy.process_group import require_same
+from lowmem.training import build
+from lowmem.training.module import CausalLM
+from lowmem.training.task import TRAIN, Task
+from lowmem.training.watchers import Watchers
+
+log = logging.getLogger(__name__)
+
+
+class DidNotFit(Exception):
+    """Memory ran out. Args: held: bytes by category at the highest point that was seen."""
+
+    def __init__(self, held: dict[str, int]) -> None:
+        super().__init__("Out of memory.")
+        self.held = held
+
+
+@dataclass
+class Training:
+    """A trained model, and the objects that watched its training."""
+
+    module: CausalLM
+    tokens: Tokens
+    trainer: Trainer
+    loggers: list[Logger]
+    watchers: Watchers
+    saves: checkpoint.Checkpoints
+    rss_before_model: int = 0  # bytes
+    resumed_from: Path | None = None
+
+    @property
+    def stopped_early(self) -> bool:
+        """Returns whether a callback ended training before its last step."""
+        trainer = self.trainer
+        ended = self.watchers.stop.interrupted or self.saves.ended_by
+        return trainer.should_stop and trainer.global_step < trainer.max_steps and not ended
+
+    def part(self, p: nn.Parameter) -> Tensor:
+        """Returns this process's shard of a weight at full precision."""
+        return self.trainer.precision_plugin.whole(self.module.ranks.local(p))
+
+    def close(self) -> None:
+        self.watchers.meter.close()
+        self.watchers.metrics.close()
+        for logger in self.loggers:
+            logger.finalize("success" if self.trainer.state.finished else "failed")
+            if isinstance(logger, WandbLogger):
+                logger.experiment.finish()  # or the next job of a multirun would log into this run
+
+
+@contextmanager
+def training_session(
+    run: Run,
+    output_dir: Path,
+    asked: Task = TRAIN,
+    keeps: bool = True,
+    ranks: OneDevice = ONE_DEVICE,
+    texts: build.Texts | None = None,
+) -> Iterator[Training]:
+    """Trains, or does the part of it that a task asks for, and yields the `Training`.
+
+    Args: run: checked, resolved, with a device and a number for batch_size; asked: the task; keeps: write checkpoints
+    into `output_dir`; ranks: of this training; texts: the run's open data.
+
+    Raises:
+        DidNotFit: also for errors inside the `with`.
+        Refused: an error that only the data, the weights or a checkpoint show.
+    """
+    training = network = None
+    saved = asked.saved
+    try:
+        with ranks.rank_0_first("read the data"):  # what the first has written the others read
+            data = build.data(run, saved, ranks, texts)
+        if ranks.several:
+            _compare(data, ranks)
+        before = process.rss_bytes()
+        seed_everything(run.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
+        if run.evaluate is not None:
+            log.info(_evaluated(run, data.val))
+        module = build.module(run, data, saved, ranks)
+        if saved and asked.work == "train":
+            saved.check_training(module, data.train)
+        network = module.model
+        ranks.folder(output_dir).mkdir(parents=True, exist_ok=True)
+        training = _assembled(run, output_dir, data, module, asked, keeps)
+        training.rss_before_model = before
+        with training.watchers.stop.listening():
+            with (
+                capped(run.limit, run.device),
+                recorded(ranks.folder(output_dir), run.memory.snapshot, run.device),
+            ):
+                _work(training, data, asked)
+            yield training
+    except NotFinite as error:
+        raise Refused(_after_a_fault(error, training, run, output_dir)) from error
+    except MisconfigurationException as error:
+        raise Refused(f"trainer, callbacks: Lightning says: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if network is not None and mixes_dtypes(error, network):
+            raise Refused(
+                f"precision: the code of {type(network).__name__} computes partly in fp32, which its 16-bit "
+                f"weights do not fit ({error}). Type precision=bf16, with which weights are fp32."
+            ) from error
+        if not _is_out_of_memory(error):
+            raise
+        raise DidNotFit(training.watchers.meter.by_category() if training else {}) from error
+    finally:
+        if training:
+            training.close()
+
+
+def _compare(data: build.Data, ranks: OneDevice) -> None:
+    """Compares the data of all ranks: each reads its own files, and a copy may be stale or in another folder."""
+
+    def rows(sequences: Rows) -> str | None:
+        if not sequences.numbered:  # the order of a stream has the digests of its files
+            return None
+        ends = sequences.micro_batch(np.array([0, len(sequences) - 1]))
+        return sha256(ends.input_ids.numpy().tobytes() + ends.labels.numpy().tobytes()).hexdigest()
+
+    said = {
+        "the tokenizer": checkpoint.fingerprint(data.tokens.tokenizer),
+        "the training data": (data.train.order, rows(data.train.sequences)),
+        "the validation data": [(one.name, one.count, rows(one.sequences)) for one in data.val],
+    }
+    require_same(ranks, said, "read other data. Give all of them the same files, and a cache_dir that is made of these")
+
+
+def _work(training: Training, data: build.Data, asked: Task) -> None:
+    trainer, module, saved = training.trainer, training.module, asked.saved
+    start = {"ckpt_path": saved.path if saved else None, "weights_only": True}
+    if asked.work == "train":
+        trainer.fit(module, data.train, data.val, **start)
+        return
+    if saved:
+        trainer.fit_loop.load_state_dict(saved.progress)  # what is written is of that step
+    if asked.work == "evaluate":
+        trainer.validate(module, data.val, verbose=False, **start)
+        return
+    trainer.strategy.connect(module)  # whose steps they are
+    content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
+    module.on_load_checkpoint(content)
+    module.load_state_dict(content["state_dict"], strict=module.strict_loading)
+
+
+def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
+    """Logs on how many sequences a text was evaluated."""
+    counts = ", ".join(
+        f"{one.count:,} of {len(one.sequences):,} sequences{f' of {one.name}' if one.name else ''}" for one in sets
+    )
+    share = ""
+    if run.data.arguments.get("val_path", "") is None:
+        share = (
+            f". They are the share of data.path that is held out, data.val_fraction={run.data.val_fraction}: of "
+            "another text data.val_path=<it> takes all"
+        )
+    return f"evaluate={run.evaluate}: on {counts} (val_sequences={run.val_sequences}){share}."
+
+
+def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: Path) -> str:
+    """Returns the error with advice for this run: it names no precision, setting or checkpoint that the run lacks."""
+    last = checkpoint.complete(output_dir / "checkpoints") or [training.resumed_from]
+    instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
+    if run.scales_loss:
+        instead.append("precision=bf16, which has fp32's range")
+    if not (run.on_nonfinite == "skip" or run.in_backward or run.early):
+        instead.append("on_nonfinite=skip")
+    there = "There is no checkpoint yet."
+    if last[-1]:
+        there = f"{in_shell('resume', last[-1])} goes on from the last checkpoint."
+    return f"{error} Type {', or '.join(instead)}. {there}"
+
+
+def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Task, keeps: bool) -> Training:
+    folder = module.ranks.folder(output_dir)
+    watchers = Watchers.of(run, data, folder, asked.saved.steps if asked.resumes else 0, keeps)
+    saving, paused = watchers.meter.saving, watchers.metrics.paused
+    saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, saving, paused)
+    plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]
+    callbacks = _callbacks(run, watchers, saves if keeps else None)
+    loggers = _loggers(run, asked, module.ranks)
+    module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
+    for logger in loggers:  # before training starts, so that a run that dies still says what it was
+        logger.log_hyperparams(run.as_dict())
+        if isinstance(logger, WandbLogger):
+            module.identity["wandb"] = logger.version  # a resume goes on in the same run
+    ours = {
+        "accelerator": "gpu" if run.device == "cuda" else "cpu",
+        "devices": 1,
+        "strategy": module.ranks.lightning(),
+        "max_steps": run.max_steps,
+        "max_epochs": -1,  # epochs are the loader's affair
+        "val_check_interval": run.val_every,
+        "check_val_every_n_epoch": None,
+        "inference_mode": not module.ranks.several,  # fully_shard counts versions of tensors, which there have none
+        "num_sanity_val_steps": 1,  # an evaluation that does not fit fails before the first step, not hours later
+        "default_root_dir": folder,
+        "logger": loggers or False,
+        **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    }
+    trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | run.trainer.arguments))
+    start = asked.saved.path if asked.saved else None
+    return Training(module, data.tokens, trainer, loggers, watchers, saves, resumed_from=start)
+
+
+def _callbacks(run: Run, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
+    """Lists them in the order in which Lightning calls them."""
+    callbacks = [watchers.stop, watchers.meter, watchers.metrics, *map(instantiate, run.callbacks.values())]
+    callbacks.append(Verified(with_positions(run.data.arguments)))
+    if run.early_stop.patience is not None:
+        callbacks.append(EarlyStopping("val_loss", patience=run.early_stop.patience))
+    return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
+
+
+def _loggers(run: Run, asked: Task, ranks: OneDevice) -> list[Logger]:
+    if ranks.rank:  # some callbacks of Lightning's want one on every rank, or on none
+        return [DummyLogger() for _ in run.logger]
+    if asked.resumes and asked.saved.wandb and "wandb" in run.logger:
+        run = run.knowing(logger={"wandb": {"run_id": asked.saved.wandb}})
+    return [logger for logger in map(instantiate, run.logger.values()) if logger is not None]  # not installed
+
+
+def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:
+    """Returns whether 16-bit weights were multiplied with fp32 activations."""
+    narrow = any(p.dtype.itemsize == 2 for p in network.parameters())
+    return narrow and re.search("same dtype|mixed dtype|scalar type", str(error)) is not None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    on_cpu = "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)

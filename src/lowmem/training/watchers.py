@@ -1,0 +1,39 @@
+"""Collects the callbacks that watch a run: its stop, its memory, its loss and speed, and samples of its model."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from hydra.utils import get_object
+
+from lowmem.config.settle import Run
+from lowmem.data.bits_per_byte import bits_per_byte
+from lowmem.memory.meter import MemoryMeter
+from lowmem.report.end_of_evaluation import EndOfEvaluation
+from lowmem.report.metrics import Metrics
+from lowmem.report.own_metric import OwnMetric
+from lowmem.report.sample import Samples
+from lowmem.system import csv_rows
+from lowmem.system.stop import Stop
+from lowmem.training.build import Data
+
+
+class Watchers(NamedTuple):
+    stop: Stop
+    meter: MemoryMeter
+    metrics: Metrics
+    samples: Samples
+    own: OwnMetric | None  # a user's metric
+
+    @classmethod
+    def of(cls, run: Run, data: Data, folder: Path, resumed_at: int, keeps: bool) -> "Watchers":
+        """Makes them. Args: folder: for their files; resumed_at: the step until which files keep their rows; keeps: the
+        run writes checkpoints."""
+        stop, limit = Stop(keeps), run.limit if run.device == "cpu" else None
+        meter = MemoryMeter(folder / "memory.csv", run.log_every, limit, resumed_at)
+        sets = {one.name: bits_per_byte(data.tokens, one) for one in data.val}
+        metrics = Metrics(folder / "metrics.csv", run.log_every, sets, meter, resumed_at)
+        at_end = EndOfEvaluation(data.tokens.tokenizer, run.seed, stop, meter)
+        csv_rows.cut_after(folder / "samples.jsonl", resumed_at)
+        samples = Samples(data.prompts, run.sample_tokens, run.seq_len, folder / "samples.jsonl", at_end)
+        own = OwnMetric(run.metric, get_object(run.metric), metrics, at_end) if run.metric is not None else None
+        return cls(stop, meter, metrics, samples, own)

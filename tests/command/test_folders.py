@@ -1,0 +1,171 @@
+"""A run has its folder to itself, and one that was refused leaves a folder as it was."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+import claiming
+from conftest import ROOT
+from lowmem.command.folder_lock import HYDRAS, LEFT
+from lowmem.report import folders
+
+EIGHT = 8
+
+
+@pytest.fixture
+def race(processes, tmp_path):
+    """(arguments) -> (exit codes, what was said) of commands that start at once, in the same second."""
+
+    def run(*arguments, count=EIGHT, claims=True):
+        together = processes.Barrier(count)
+        every = [
+            processes.Process(
+                target=claiming.live, args=(str(ROOT), str(tmp_path), [*arguments], together, number, claims)
+            )
+            for number in range(count)
+        ]
+        for process in every:
+            process.start()
+        for process in every:
+            process.join(120)
+        said = [(tmp_path / f"said-{number}.txt").read_text() for number in range(count)]
+        return [process.exitcode for process in every], said
+
+    return run
+
+
+def alone(folder: Path) -> dict[str, str]:
+    """Run's folder -> who has written there."""
+    return {str(file.parent.relative_to(folder)): file.read_text() for file in folder.rglob("summary.json")}
+
+
+def have_their_own(race, folder, *arguments, count=EIGHT, claims=True):
+    codes, said = race(*arguments, count=count, claims=claims)
+    assert codes == [0] * count, said
+    found = alone(folder)
+    assert sorted(found.values()) == [f"{number}\n" for number in range(count)], found
+    return sorted(found)
+
+
+@pytest.mark.slow
+def test_eight_runs_of_one_second_have_eight_folders(race, tmp_path):
+    first = "outputs/2026-01-31/12-00-00"
+    assert have_their_own(race, tmp_path) == [first, *(f"{first}-{n}" for n in range(2, EIGHT + 1))]
+
+
+def test_three_sweeps_of_one_second_have_three_folders(race, tmp_path):
+    found = have_their_own(race, tmp_path, "-m", "seed=1", count=3)
+    assert found == sorted(f"multirun/2026-01-31/12-00-00{end}/0" for end in ("", "-2", "-3"))
+
+
+def test_without_a_claim_they_share_one_and_are_caught(race, tmp_path):
+    with pytest.raises(AssertionError):
+        have_their_own(race, tmp_path, count=2, claims=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exists", "more"), [(False, ()), (True, ("resume=auto",))])
+def test_of_eight_that_want_the_same_folder_one_gets_it(race, tmp_path, more, exists):
+    if exists:
+        (tmp_path / "mine").mkdir()
+    codes, said = race(f"hydra.run.dir={tmp_path}/mine", *more)
+    assert sorted(codes) == [0] + [1] * (EIGHT - 1), said
+    winner = codes.index(0)
+    assert alone(tmp_path) == {"mine": f"{winner}\n"}
+    for number in set(range(EIGHT)) - {winner}:
+        assert " ".join(said[number].split()).startswith(f"hydra.run.dir={tmp_path}/mine: another run is ")
+        assert "Type " in said[number] and f"resume={tmp_path}/mine" in said[number]
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_a_folder_that_holds_a_run_is_refused_as_it_is_and_goes_on_where_it_is_named(command, tmp_path):
+    run = tmp_path / "run"
+    assert command("max_steps=2", "save_every=1")[0] == 0
+    assert {path.name for path in run.iterdir()} <= {*HYDRAS, *LEFT}  # all of it is known as a run's
+    before = content(run)
+
+    code, said = command("max_steps=3")
+    assert code == 1 and f"another run is here (.hydra). Type resume={run} to go on with it, or another folder." in said
+    assert content(run) == before
+
+    code, said = command(f"resume={run}", "max_steps=2")  # it is done
+    assert code == 1 and "2 steps are done" in said
+    code, said = command(f"resume={run}", "batch_size=0")
+    assert code == 1 and "batch_size=0" in said
+    assert content(run) == before and folders.load(run).status == "done"
+
+    assert command(f"resume={run}/checkpoints/step-00000001.ckpt", "max_steps=3")[0] == 0
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+
+
+def test_a_run_that_failed_and_goes_on_in_its_folder_has_failed_no_more(command, tmp_path):
+    assert command("max_steps=1")[0] == 0
+    (tmp_path / "run" / folders.FAILED).write_text("SIGTERM: ended at once.\n")
+    assert command(f"resume={tmp_path}/run", "max_steps=2")[0] == 0
+    assert folders.load(tmp_path / "run").status == "done"
+
+
+@pytest.mark.parametrize("name", [None, "notes.txt", "train.log", "model"])
+def test_what_somebody_else_has_in_a_folder_stays(command, tmp_path, name):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if name is not None:
+        (folder / name).write_text("mine")
+    before = content(folder)
+    code, said = command("optim.in_backward=true")  # refused when the folder is claimed already
+    assert code == 1 and ("clip=null" in said) == (name in (None, "notes.txt"))
+    assert folder.is_dir() and content(folder) == before
+
+
+def test_where_it_cannot_be_told_what_is_here_nothing_starts(command, tmp_path, monkeypatch):
+    """Hydra takes what its hooks raise for a warning."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("mine")
+    monkeypatch.setattr("lowmem.command.folder_lock._goes_on", lambda *_: 1 / 0)
+    before = content(tmp_path / "run")
+    code, said = command("max_steps=1")
+    assert code == 1 and "cannot be read (division by zero)" in said and content(tmp_path / "run") == before
+
+
+def test_a_refused_run_leaves_no_folder(command, tmp_path):
+    assert command("lr=-1")[0] == 1 and command("optim.in_backward=true")[0] == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_is_not_started_where_another_was_and_the_same_goes_on(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("lowmem.command.sweep.TRAIN", tmp_path / "train.py")
+    summary = json.dumps({"interrupted": False, "overrides": ["seed=1", "max_steps=1"]})
+    (tmp_path / "train.py").write_text(f"open('{tmp_path}/sweep/0/summary.json', 'w').write('''{summary}''')")
+    assert command("-m", "seed=1", "max_steps=1", base=())[0] == 0
+    before = content(tmp_path / "sweep")
+    code, said = command("-m", "seed=1,2", "max_steps=1", base=())
+    assert code == 1 and f"Type sweep.resume={tmp_path}/sweep" in said
+    assert content(tmp_path / "sweep") == before
+    code, said = command("-m", "seed=1", "max_steps=1", base=())
+    assert code == 0 and "job 0 was done already" in said, said
+
+
+@pytest.mark.parametrize(("left", "typed"), [("train.log", ()), ("multirun.yaml", ("-m",))])
+def test_what_goes_on_with_a_folder_can_be_copied_from_what_is_said(command, tmp_path, left, typed):
+    folder = tmp_path / "Müller's run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000001.ckpt").touch()
+    (folder / left).write_text("hydra: {overrides: {task: []}}" if typed else "")
+    key = "sweep" if typed else "run"
+    code, said = command(*typed, f"hydra.{key}.dir={folder}")
+    told = shlex.split(said.partition("Type ")[2].replace(",", " "))
+    assert code == 1 and (f"sweep.resume={folder}" if typed else f"resume={folder}") in told, said
+
+
+def test_a_plan_is_not_gone_on_with(command, tmp_path):
+    """resume=auto, which would be said of another folder without a checkpoint, is refused here too."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.json").touch()
+    for more in ((), ("resume=auto",)):
+        code, said = command(*more)
+        assert code == 1 and "Type another folder." in said and "Traceback" not in said, said

@@ -1,0 +1,143 @@
+"""`generate=`: what a folder's model writes behind a prompt, checked against plain transformers; and who cannot."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lowmem.command import cli
+from lowmem.command.generate import generate
+from lowmem.model.generation import TextGenerator, printable, prompt_ids
+from lowmem.system.errors import Refused
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def run(small, tmp_path_factory):
+    """The folder of a run of two steps."""
+    from lowmem.config.typed_lines import composed
+    from lowmem.fit import fit
+
+    folder = tmp_path_factory.mktemp("generates") / "run"
+    fit(composed([*small, "max_steps=2"]), folder)
+    return folder
+
+
+def greedy(folder, ids, tokens):
+    """Without a cache, one whole pass per token."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([ids])
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0]
+
+
+@pytest.mark.parametrize("folder", ["", "model"])
+def test_a_run_and_its_model_write_what_transformers_does_and_leave_no_folder(command, run, tmp_path, folder):
+    own = f"hydra.run.dir={tmp_path}/outputs/2026-01-31/12-00-00"
+    code, said = command(f"generate={run / folder}", "prompt=def return", "max_new_tokens=5", own)
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    ids = tokenizer("def return")["input_ids"]
+    expected = tokenizer.decode(greedy(run / "model", ids, 5)[len(ids) :])
+    assert code == 0 and said == printable(expected) + "\n"
+    assert not (tmp_path / "outputs").exists()  # nor the folder of the day
+
+
+def test_a_model_that_ends_at_once_is_said_to_beside_the_text(config, run, monkeypatch, caplog):
+    for written, warned in (("", True), (" \n\n", True), (" word\n", False)):
+        caplog.clear()
+        monkeypatch.setattr(TextGenerator, "continuation", lambda *_, written=written: written)
+        assert generate(config(f"generate={run}", "prompt=def")) == written
+        assert ("the model writes nothing that can be seen" in caplog.text) == warned
+
+
+def test_a_temperature_draws_from_the_seed(config, run):
+    def written(*more):
+        return generate(config(f"generate={run}", "prompt=def", "max_new_tokens=8", *more))
+
+    assert written("temperature=1.5") == written("temperature=1.5") != written("temperature=1.5", "seed=1")
+
+
+def test_with_a_template_the_prompt_is_a_users_turn(run):
+    chats = AutoTokenizer.from_pretrained(run / "model")
+    chats.chat_template = TEMPLATE
+    expected = chats("<|im_start|>user\nhi, {a: 1}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    assert prompt_ids(chats, "hi, {a: 1}", chat=True)[0].tolist() == expected
+    assert prompt_ids(chats, [{"role": "user", "content": "hi, {a: 1}"}], chat=False)[0].tolist() == expected
+    assert prompt_ids(chats, "hi", chat=False)[0].tolist() == chats("hi")["input_ids"]
+    chats.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(Refused, match="no users here"):
+        prompt_ids(chats, "hi", chat=True)
+
+
+def test_an_adapter_stands_on_its_base(command, run, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(run / "model"), LoraConfig(target_modules=["c_attn"]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.5)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    tokenizer.save_pretrained(tmp_path / "merged")
+    lines = ("prompt=def return", "max_new_tokens=6")
+    code, said = command(f"generate={tmp_path / 'adapter'}", *lines)
+    merged, alone = (command(f"generate={folder}", *lines)[1] for folder in (tmp_path / "merged", run))
+    assert code == 0 and said.startswith(f"{merged}adapter.path=") and merged != alone  # the log goes to stderr
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    code, said = command(f"generate={tmp_path / 'adapter'}", *lines)
+    assert code == 1 and "does not say which model it belongs to" in said
+
+
+def test_what_cannot_be_is_a_sentence(command, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for lines, says in (
+        (("generate=/none", "prompt=x"), "there is no such run folder"),
+        ((f"generate={tmp_path / 'empty'}", "prompt=x"), "no model is here"),
+        ((f"generate={tmp_path}",), "Type prompt='...'"),
+        (("prompt=x",), "Type generate="),
+        (("generate=x", "prompt=x", "resume=x"), "one command does one of them"),
+    ):
+        code, said = command(*lines)
+        assert code == 1 and says in said and "Traceback" not in said, said
+
+
+def test_it_stops_at_an_end_token_at_the_last_position_and_when_told():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=12, eos_token_id=7, bos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+
+    class Numbers:
+        eos_token_id, chat_template = 7, None
+
+        def decode(self, ids, skip_special_tokens):
+            return "".join(f"{int(i)} " for i in ids)
+
+    writer, ids = TextGenerator(model, Numbers()), torch.tensor([[3, 4, 5]])
+    free = writer.continuation(ids, 100).split()
+    assert len(free) == 9  # 12 positions
+    asked = iter([False, False, True])
+    stopping = TextGenerator(model, Numbers(), stopped=lambda: next(asked))
+    assert stopping.continuation(ids, 100).split() == free[:3]
+    model.generation_config.eos_token_id = int(free[1])
+    assert writer.continuation(ids, 100).split() == free[: free.index(free[1]) + 1]
+    assert writer.continuation(torch.ones(1, 12, dtype=torch.long), 100) == ""
+
+
+def test_the_prompt_is_taken_as_it_was_typed():
+    typed = ["generate=a b", "prompt=What's [1, 2], {a: b}? 7"]
+    from lowmem.config.typed_lines import composed
+
+    assert composed(cli.prepare(typed)).prompt == "What's [1, 2], {a: b}? 7"

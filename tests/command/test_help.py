@@ -1,0 +1,201 @@
+"""What the command line tells about itself: --help, made from the comments of conf/, and tab completion."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from conftest import ROOT
+from lowmem.command import help
+from pages import keys_of
+
+CONF = ROOT / "conf"
+YAMLS = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+COMMENTS = {key: comment for key, comment in help.comments(CONF / "config.yaml").items() if comment}
+
+
+def said(*arguments: str, script: str = "train.py") -> str:
+    """What `python train.py` prints; torch must not be imported for it."""
+    line = [sys.executable, "-X", "importtime", script, *arguments]
+    done = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}, timeout=240
+    )
+    assert done.returncode == 0 and " torch\n" not in done.stderr, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def typed():
+    """`python train.py --help`, as it is typed."""
+    return said("--help")
+
+
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", YAMLS, ids=str)
+def test_every_key_of_a_yaml_is_found_with_its_comment(name):
+    """By a parser that knows YAML; it does not see what stands on one line in braces, nor `override /group`."""
+    found = help.comments(CONF / name)
+    there = {key for key in keys_of(yaml.safe_load((CONF / name).read_text())) if "override" not in key}
+    ends = {key for key in found if not any(other.startswith(f"{key}.") for other in found)}
+    assert found.keys() <= there
+    assert all(any(key.startswith(f"{end}.") for end in ends) for key in there - found.keys())
+    text = (CONF / name).read_text()
+    assert all(f"# {comment}\n" in text for comment in found.values() if comment)
+
+
+def test_the_comments_of_a_yaml(tmp_path):
+    (tmp_path / "a.yaml").write_text("# head\n# on two lines\na: 1 # one\nb:\n  - c: x\n  d: '{e: f}' # g # h\ni: 2\n")
+    assert help.comments(tmp_path / "a.yaml") == {"a": "one", "b": None, "b.c": None, "b.d": "g # h", "i": None}
+    assert help.heading(tmp_path / "a.yaml") == "head on two lines"
+
+
+def test_every_key_with_a_comment_is_shown_with_it(typed):
+    assert len(COMMENTS) > 30
+    for key, comment in COMMENTS.items():
+        assert f"{key.removeprefix('defaults.')}" in typed and unwrapped(comment) in unwrapped(typed), key
+
+
+def test_every_key_that_one_may_type_has_a_comment():
+    """Sections, what the groups fill and Hydra's own part aside."""
+    cfg = OmegaConf.load(CONF / "config.yaml")
+    for key, comment in help.comments(CONF / "config.yaml").items():
+        inside = key.startswith(("trainer.", "callbacks", "hydra")) or key == "defaults"
+        assert comment or inside or OmegaConf.is_config(OmegaConf.select(cfg, key)), key
+    of_plan = help.comments(CONF / "plan.yaml")
+    assert all(of_plan[key] for key in ("gpu", "ram", "search", "node", "rows"))
+
+
+def test_a_comment_that_is_new_is_shown_and_one_that_is_gone_is_not(tmp_path, typed):
+    """The text is made from the files: another conf/ has another help."""
+    shutil.copytree(CONF, tmp_path / "conf")
+    file = tmp_path / "conf" / "config.yaml"
+    text = file.read_text()
+    assert text.count(COMMENTS["clip"]) == 1
+    file.write_text(text.replace(COMMENTS["clip"], "longest stride of an optimizer"))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", return_hydra_config=True)
+    other = unwrapped(help.text(cfg, tmp_path / "conf"))
+    assert "clip=1.0 longest stride of an optimizer" in other and unwrapped(COMMENTS["clip"]) not in other
+    assert unwrapped(COMMENTS["clip"]) in unwrapped(typed)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_choice_of_every_group_is_named(typed, group):
+    start = typed.index(f"  {group}=")
+    entry = typed[start : typed.index("\n  ", typed.index("or ", start))] + typed[start:]
+    for file in (CONF / group).glob("*.yaml"):
+        assert file.stem in unwrapped(entry)
+
+
+def test_it_is_eighty_columns_wide(typed):
+    wide = [line for line in typed.splitlines() if len(line) > 80]
+    assert not wide
+
+
+def test_it_shows_what_is_typed_beside_it():
+    text = said("precision=16-master", "optim=muon", "loss=chunked", "loss.rows=7", "data=text", "--help")
+    assert "loss.rows=7" in text and "tokens whose logits exist at once" in text
+    assert "optim=muon" in text and "Muon on the matrices inside the blocks" in text
+    assert "data.path=???" in text and "master.skips_in_a_row=20" in text
+    assert "loss.rows" not in said("--help")
+
+
+def test_what_is_taken_out_is_shown_as_that():
+    text = said("~clip", "memory=null", "--help")
+    assert "  ~clip " in text and "  ~memory.limit " in text and unwrapped(COMMENTS["clip"]) in unwrapped(text)
+
+
+def test_the_planner_shows_its_own_keys_too():
+    text = unwrapped(said("--help", script="plan.py"))
+    for key, comment in help.comments(CONF / "plan.yaml").items():
+        assert not comment or (f"{key}=" in text and unwrapped(comment) in text)
+    assert "lr=" in text and "python plan.py" in text
+
+
+def test_compare_shows_its_options():
+    assert "comparison.csv" in said("--help", script="compare.py")
+
+
+def test_a_reader_that_reads_no_further_is_no_error():
+    line = f"{shlex.quote(sys.executable)} train.py --help | head -n 1"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stdout.startswith("python train.py") and not done.stderr
+
+
+# --- tab completion --------------------------------------------------------------------------------------------------
+
+
+def completed(line: str, script: str = "train.py") -> list[str]:
+    """As bash asks for it."""
+    environment = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+    words = [sys.executable, script, "-sc", "query=bash"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("python train.py optim=lion", ["optim=lion8bit"]),
+        ("python train.py precision=16-", ["precision=16-master", "precision=16-true"]),
+        ("python train.py precision=16 cli", ["clip=", "clip_value="]),  # Hydra takes 16 for a number
+        ("python train.py -m precision=16,32 optim=adam8bit optim.emb", ["optim.embedding_bits="]),
+    ],
+)
+def test_groups_choices_and_keys_are_completed(line, expected):
+    assert completed(line) == expected
+
+
+def test_the_planners_keys_are_completed():
+    assert completed("python plan.py gp", "plan.py") == ["gpu="]
+
+
+@pytest.fixture
+def in_bash(tmp_path):
+    """(line of bash that installs it) -> what it completes and whether it ran a stranger's script."""
+    (tmp_path / "stranger.py").write_text("open('ran', 'w').close()\n")
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def run(install: str) -> tuple[str, bool]:
+        script = f"""
+            export PATH={shlex.quote(str(tmp_path))}:$PATH
+            cd {shlex.quote(str(ROOT))}
+            {install}
+            try() {{
+                COMP_LINE=$1 COMP_POINT=${{#1}} COMP_CWORD=2
+                hydra_bash_completion
+                echo ${{COMPREPLY[*]}}
+            }}
+            try "python train.py optim=lion"
+            cd {shlex.quote(str(tmp_path))}
+            try "python stranger.py a"
+        """
+        done = subprocess.run(["bash", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240)
+        return done.stdout.split("\n")[0], (tmp_path / "ran").exists()
+
+    return run
+
+
+def test_what_its_page_types_for_it_completes_and_runs_nobody_elses_script(in_bash):
+    install = next(
+        line.strip() for line in (ROOT / "docs/install.md").read_text().splitlines() if "-sc install=bash" in line
+    )
+    assert in_bash(install) == ("optim=lion8bit", False)
+
+
+def test_without_its_second_half_a_strangers_script_is_run(in_bash):
+    """The wrong variant: Hydra's own line, which looks for its decorator and does not ask what it found."""
+    assert in_bash('eval "$(python train.py -sc install=bash)"') == ("optim=lion8bit", True)

@@ -1,0 +1,560 @@
+"""Several ranks of one run: what takes them all along, what is said of it, and that none is left.
+
+Most ranks here are scripts of a few lines in the place of train.py, without torch; the last tests start real ones.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from conftest import ROOT
+from lowmem.command import cli, folder_lock, launch
+from lowmem.config import check
+from lowmem.report import folders
+from lowmem.system import rank_environment, signals
+from lowmem.system.errors import Refused
+from lowmem.system.signals import Ended
+from made_up import WATCHDOG
+
+# What a stand-in has: `rank`, `run`, and how it hears a signal as training does: it ends in order after its window.
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {src!r})
+from lowmem.system import rank_environment as launched
+launched.leashed()
+rank, run = launched.number(), launched.of_run()
+told = []
+(run / f"pid-{{rank}}").write_text(str(os.getpid()))
+def listens():
+    for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sent, lambda number, _: told.append(number))
+    (run / f"listens-{{rank}}").touch()
+def together(what, seconds=20):
+    end = time.monotonic() + seconds
+    while not all((run / f"{{what}}-{{r}}").exists() for r in range(launched.size())) and time.monotonic() < end:
+        time.sleep(0.01)
+def fails(how, said):
+    launched.report(how, said)
+    sys.exit(said if launched.says(said) else 1)
+def stops():
+    launched.report("interrupted", signal.Signals(told[0]).name)
+    sys.exit(128 + told[0])
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """(what each rank does, how many) -> what the command that started them makes of it."""
+    monkeypatch.setattr(launch, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(launch, "SETTLE", 0.3)
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def start(does: str, size: int = 2):
+        (tmp_path / "train.py").write_text(SCRIPT.format(src=str(ROOT / "src")) + does)
+        with signals.handled(signals.at_once):
+            return launch.run(run, ["lr=1"], size)
+
+    start.run = run
+    yield start
+    assert not any(alive(int(file.read_text())) for file in run.glob("pid-*"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def message(ranks, does: str, size: int = 2) -> str:
+    with pytest.raises(launch.RankEnded) as error:
+        ranks(does, size)
+    return str(error.value)
+
+
+def meet(word: str) -> str:
+    """On a busy machine ranks start seconds apart."""
+    return f"(run / f'{word}-{{rank}}').touch()\ntogether('{word}')\n"
+
+
+def test_each_rank_knows_its_place_and_prints_into_its_own_log(ranks, capfd):
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    does = f"print(*(os.environ[key] for key in {keys}), *sys.argv[1:])"
+    assert ranks(does, 3) is None
+    said = [capfd.readouterr().out, *((ranks.run / f"rank-{r}" / "output.log").read_text() for r in (1, 2))]
+    words = [line.split() for line in said]
+    assert [one[:5] for one in words] == [[str(r), str(r), "3", "3", "127.0.0.1"] for r in range(3)]
+    assert all(one[5:] == [*words[0][5:7], "lr=1", f"hydra.run.dir={ranks.run}"] for one in words)
+    assert int(words[0][5]) > 1023 and int(words[0][6]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (memory of the host ran out"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("os._exit(7)", "exit code 7"),
+    ],
+)
+def test_a_rank_that_dies_takes_the_others_along_and_is_named_with_its_last_lines(ranks, end, says):
+    """The other one is deaf and never ends: it waits in a collective."""
+    began = time.monotonic()
+    said = message(
+        ranks,
+        "[signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)]\n"
+        "if rank == 0: print('of rank 0', flush=True); time.sleep(60)\n"
+        f"print('first\\n\\nlast words', flush=True); {end}",
+    )
+    assert time.monotonic() - began < 20
+    log = ranks.run / "rank-1" / "output.log"
+    assert said.startswith(f"Rank 1 of 2: {says}") and f"\nIts last lines ({log}):\n  first\n  last words\n" in said
+    assert "no checkpoint yet. Type the same command again" in said and "rank 0" not in said
+    assert (ranks.run / folders.FAILED).read_text() == said + "\n"
+
+
+def test_a_rank_that_dies_behind_a_checkpoint_is_told_to_go_on_from_it(ranks):
+    (ranks.run / "checkpoints").mkdir()
+    (ranks.run / "checkpoints" / "step-00000002.ckpt").touch()
+    said = message(ranks, "if rank: time.sleep(60)\nos.kill(os.getpid(), 9)")
+    assert f"resume=auto hydra.run.dir={ranks.run} beside" in said
+
+
+def test_of_the_first_rank_the_last_lines_are_those_of_the_runs_log(ranks):
+    said = message(ranks, "if rank: time.sleep(60)\n(run / 'train.log').write_text('step 3')\nos.kill(os.getpid(), 9)")
+    assert "Rank 0 of 2: killed by SIGKILL" in said and f"({ranks.run / 'train.log'}):\n  step 3\n" in said
+
+
+def test_the_cause_is_told_and_not_what_the_others_met_of_it_first(ranks):
+    """Rank 0 sees a connection that closes before anybody sees that rank 1 has died; rank 2 aborts."""
+    launch.SETTLE = 2.0  # put back by the fixture
+    lost = "if rank == 0: fails('lost', 'all_reduce in total: another rank is gone.')\n"
+    lost += "if rank == 2: os.abort()\ntime.sleep(0.15)\n"
+    said = message(ranks, meet("once") + lost + "os.kill(os.getpid(), signal.SIGKILL)", 3)
+    assert said.startswith("Rank 1 of 3: killed by SIGKILL")
+    trace = "Traceback (most recent call last):\\n  line 3\\nZeroDivisionError: a bug"
+    said = message(ranks, meet("again") + lost + f"fails('failed', '{trace}')", 3)
+    assert said.startswith("Rank 1 of 3: ZeroDivisionError: a bug\nIts last lines") and "\n    line 3\n" in said
+    assert "another rank is gone" not in said
+
+
+def test_what_a_library_does_when_its_process_ends_takes_nothing_back(ranks):
+    assert ranks("launched.report('done')\nif rank == 0: os.abort()") is None
+    assert message(ranks, "if rank == 0: os.abort()").startswith("Rank 0 of 2: killed by SIGABRT")
+
+
+def test_a_time_limit_that_all_but_the_one_that_hangs_run_into_names_the_collective(ranks):
+    said = message(
+        ranks, "if rank == 1: time.sleep(60)\nfails('lost', 'all_reduce in total: another rank did not ...')"
+    )
+    assert said == "Rank 0 of 2: all_reduce in total: another rank did not ..."
+
+
+def test_where_nccl_ends_a_rank_its_watchdogs_words_name_the_collective(ranks, capfd):
+    """Of the first rank they are on the terminal alone; those of another one stand before all that follows them. Of
+    several that were aborted the one whose words are understood is told."""
+    aborts = f"print({WATCHDOG!r}, *['a frame'] * 50, sep='\\n', file=sys.stderr, flush=True); os.abort()"
+    for number in (0, 1):
+        first = f"if rank != {number}: os.abort()\n" if number else f"if rank != {number}: time.sleep(60)\n"
+        said = message(ranks, first + aborts)
+        assert said.startswith(f"Rank {number} of 2: allreduce: another rank did not answer in time"), said
+        assert (WATCHDOG in capfd.readouterr().err) == (number == 0)
+
+
+def test_a_rank_that_has_failed_and_does_not_leave_ends_all(ranks, monkeypatch):
+    monkeypatch.setattr(launch, "LEAVES", 1.0)
+    began = time.monotonic()
+    said = message(
+        ranks, "if rank == 1: launched.report('failed', 'a bug')\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)"
+    )
+    assert said == "Rank 1 of 2: a bug" and time.monotonic() - began < 20
+
+
+def test_a_rank_that_has_failed_has_time_for_what_it_still_does(ranks):
+    said = message(
+        ranks, "if rank == 0: time.sleep(60)\nlaunched.report('failed', 'a bug')\ntime.sleep(2)\n(run / 'left').touch()"
+    )
+    assert said == "Rank 1 of 2: a bug" and (ranks.run / "left").exists()
+
+
+def test_what_all_ranks_refuse_is_said_once_and_by_no_rank(ranks, capfd):
+    sentence = "lr=-1: give a positive step size."
+    assert message(ranks, meet("here") + f"fails('failed', '{sentence}')", 3) == sentence
+    assert capfd.readouterr() == ("", "") and not (ranks.run / folders.FAILED).exists()
+    said = message(ranks, f"rank == 1 and fails('failed', '{sentence}')\ntime.sleep(60)", 3)
+    assert said == f"Rank 1 of 3: {sentence}"
+
+
+def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
+    """In a while, when all ranks listen: to this process, or to one rank."""
+
+    def send() -> None:
+        while len([*ranks.run.glob("listens-*")]) < 2:
+            time.sleep(0.01)
+        target = os.getpid() if to is None else int((ranks.run / f"pid-{to}").read_text())
+        for name in names:
+            os.kill(target, signal.Signals[name])
+            time.sleep(apart)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_is_handed_to_all_ranks_once_and_they_end_in_order(ranks, name):
+    signalled(ranks, name, name, apart=0.0)  # twice at once, as of a terminal's whole process group
+    does = "listens()\nwhile not told: time.sleep(0.01)\ntime.sleep(0.4)\n"
+    sent = ranks(does + "(run / f'told-{rank}').write_text(str(told))\nstops()")
+    assert sent == signal.Signals[name]
+    assert [(ranks.run / f"told-{rank}").read_text() for rank in (0, 1)] == [f"[{sent.value}]"] * 2
+
+
+def test_a_second_signal_ends_at_once_also_who_does_not_hear_it(ranks):
+    signalled(ranks, "SIGTERM", "SIGTERM")
+    began = time.monotonic()
+    with pytest.raises(Ended) as ended:
+        ranks("listens()\nwhile rank or len(told) < 2: time.sleep(0.01)\nfails('ended', 'SIGTERM: ended at once.')")
+    assert ended.value.code == 143 and "second signal" in ended.value.said and time.monotonic() - began < 20
+
+
+def test_a_signal_to_one_rank_ends_the_run_as_that_signal(ranks):
+    signalled(ranks, "SIGTERM", to=1)
+    does = "listens()\ntogether('listens')\nwhile not told and not (run / 'told').exists(): time.sleep(0.01)\n"
+    assert ranks(does + "(run / 'told').touch()\ntold = told or [15]\nstops()") == signal.SIGTERM
+
+
+def test_a_signal_before_anything_is_there_to_keep_ends_at_once(ranks):
+    signalled(ranks, "SIGHUP")
+    with pytest.raises(Ended) as ended:
+        ranks("listens()\nwhile not told: time.sleep(0.01)\nsys.exit(129)")
+    assert ended.value.code == 129 and ended.value.said == "SIGHUP: ended at once."
+
+
+def test_ranks_do_not_outlive_who_has_started_them(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "train.py").write_text(
+        SCRIPT.format(src=str(ROOT / "src"))
+        + "launched.ORPHANED = 0.3\nlistens()\nwhile rank or not told: time.sleep(0.01)"
+    )
+    code = (
+        f"from pathlib import Path; from lowmem.command import launch; launch.TRAIN = Path('{tmp_path}/train.py');"
+        f"launch.run(Path('{run}'), [], 2)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
+    until(lambda: len([*run.glob("listens-*")]) == 2)
+    pids = [int(file.read_text()) for file in run.glob("pid-*")]
+    parent.kill()
+    parent.wait()
+    until(lambda: not any(map(alive, pids)), 10)  # one hears SIGTERM, the other one is killed
+
+
+def until(what, seconds=60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# --- the place of a process ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """(environment) of this process from now on."""
+    for key in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "SLURM_STEP_NUM_TASKS",
+        rank_environment.OF_RUN,
+        rank_environment.REPORTS,
+    ):
+        monkeypatch.delenv(key, raising=False)
+    return lambda **env: [monkeypatch.setenv(key, value) for key, value in env.items()]
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "devices=2: 4 processes were started (WORLD_SIZE=4). Type devices=4"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: this is no number of a rank. Start them with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "unset RANK and WORLD_SIZE"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "devices=2: SLURM runs 2 tasks (SLURM_STEP_NUM_TASKS)"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2"},
+            "srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices=2",
+        ),
+    ],
+)
+def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
+    place(**env)
+    with pytest.raises(Refused) as error:
+        cli.prepare(["strategy=ddp", "devices=2"])
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+)
+def test_as_many_as_were_asked_for_are_not(place, env):
+    place(**env)
+    assert cli.prepare(["strategy=ddp", "devices=2"]) == ["strategy=ddp", "devices=2"]
+
+
+def test_a_sweep_in_each_of_several_processes_is_refused(place):
+    place(RANK="0", WORLD_SIZE="2")
+    with pytest.raises(Refused, match=r"each would run the whole sweep. Type python train.py -m ... devices=2"):
+        cli.prepare(["-m", "strategy=ddp", "devices=2", "seed=1,2"])
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("auto", 3), ("cuda", 3), ("cpu", 3), ("cuda", 2)])
+def test_more_ranks_than_cards_are_refused(place, monkeypatch, device, ranks):
+    """Of 8 in all, those that are on this machine."""
+    place(RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    if device == "cpu" or ranks == 2:
+        check._device(device, snapshot=False)
+    else:
+        with pytest.raises(Refused, match=r"devices=8: 3 of these ranks .* has 2 CUDA devices, .* Type devices=2, or"):
+            check._device(device, snapshot=False)
+
+
+def test_ranks_that_would_all_take_the_first_card_are_refused(place, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    place(RANK="1", WORLD_SIZE="2")
+    with pytest.raises(Refused, match="LOCAL_RANK is not set, and all 2 ranks of this machine would take its first"):
+        check._device("cuda", snapshot=False)
+
+
+def test_another_life_of_torchruns_ranks_does_not_read_the_words_of_the_one_before(place):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    place(TORCHELASTIC_USE_AGENT_STORE="True")
+    for life in ("0", "1"):
+        place(TORCHELASTIC_RESTART_COUNT=life)
+        rank_environment._store.cache_clear()
+        assert not rank_environment._store().check(["folder"])
+        rank_environment._store().set("folder", life)
+    rank_environment._store.cache_clear()
+
+
+@pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_what_one_process_does_is_done_by_one(place, env):
+    place(**env)
+    assert cli.prepare(["show=3", "strategy=ddp", "strategy.timeout=9", "devices=2"]) == ["show=3"]
+    assert cli.prepare(["export=null", "strategy=ddp", "devices=2"])[1:] == ["strategy=ddp", "devices=2"]
+
+
+def test_the_folders_of_ranks_are_no_runs(tmp_path):
+    run = tmp_path / "run"
+    for folder in (run, run / "rank-1"):
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text("step\n1\n")
+    (run / "rank-1" / "output.log").write_text("step 1\n")
+    (run / "summary.json").write_text(json.dumps({"interrupted": False, "overrides": []}))
+    assert [one.folder for one in folders.runs_below(tmp_path)] == [run]
+
+
+HYDRAS = """
+hydra: {run: {dir: RUN}, output_subdir: .hydra, overrides: {hydra: ["hydra.run.dir=RUN"]},
+  job_logging: {handlers: {file: {filename: RUN/train.log}}}}
+"""
+
+
+@pytest.mark.parametrize(("number", "file"), [(0, "train.log"), (1, None)])
+def test_a_rank_writes_into_the_folder_that_was_claimed_for_it_and_not_over_hydras_files(
+    place, tmp_path, monkeypatch, number, file
+):
+    (tmp_path / "summary.json").touch()  # another run is here, which a command would refuse
+    place(RANK=str(number), WORLD_SIZE="2", LOWMEM_RANK_OF=str(tmp_path))
+    config = OmegaConf.create(HYDRAS.replace("RUN", str(tmp_path)))
+    monkeypatch.setattr(folder_lock.Claim, "now", None)
+    folder_lock.Claim().on_run_start(config)
+    assert (config.hydra.run.dir, config.hydra.output_subdir) == (str(tmp_path), None)
+    assert config.hydra.job_logging.handlers.file.filename == (str(tmp_path / file) if file else os.devnull)
+    assert folder_lock.Claim.now is None  # who has started it holds the lock
+
+
+@pytest.mark.parametrize("earlier", [None, "of an earlier life"])
+def test_a_refused_run_of_ranks_leaves_the_folder_as_it_was(tmp_path, monkeypatch, earlier):
+    log = tmp_path / "run" / "rank-1" / "output.log"
+    if earlier:
+        log.parent.mkdir(parents=True)
+        log.write_text(earlier)
+    claimed = folder_lock._this(tmp_path / "run", "hydra.run.dir", lambda: True)
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("lr=-1: give a positive step size.")
+    assert claimed.untouched()
+    claimed.give_back()
+    assert log.exists() == bool(earlier) == (tmp_path / "run").exists()
+    assert not earlier or log.read_text() == earlier
+
+
+def test_what_a_rank_has_written_is_no_folder_as_it_was(tmp_path):
+    claimed = folder_lock._this(tmp_path / "run", "hydra.run.dir", lambda: True)
+    (tmp_path / "run" / "rank-1").mkdir()
+    (tmp_path / "run" / "rank-1" / "metrics.csv").touch()
+    assert not claimed.untouched()
+
+
+# --- real commands -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def typed(small, tmp_path):
+    """(arguments) -> the command's process, in a folder of its own, whose words are in `said`."""
+    started = []
+
+    def start(*arguments: str, with_=(), **env: str) -> subprocess.Popen:
+        run = () if "-m" in arguments else (f"hydra.run.dir={tmp_path}/run",)
+        command = [sys.executable, *with_, "train.py", *small, "strategy=ddp", "devices=2", *run, *arguments]
+        out = (tmp_path / "said").open("w")
+        env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | env
+        started.append(subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+    assert not of_run(tmp_path / "run")
+
+
+def of_run(run: Path) -> list[int]:
+    """The processes of ranks of this run that are alive, the first rank's first."""
+    found = {}
+    for one in Path("/proc").glob("[0-9]*"):
+        try:
+            env = dict(line.split("=", 1) for line in (one / "environ").read_text().split("\0") if "=" in line)
+        except (OSError, UnicodeDecodeError):
+            continue
+        if env.get(rank_environment.OF_RUN) == str(run) and alive(int(one.name)):
+            found[env["RANK"]] = int(one.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+@pytest.mark.slow
+def test_a_config_that_every_rank_refuses_is_said_once_and_leaves_nothing(typed, tmp_path):
+    assert typed("optim.in_backward=true", "clip=null").wait(120) == 1
+    said = (tmp_path / "said").read_text()
+    assert said.count("optim.in_backward=true: a gradient would step") == 1 == len(said.splitlines())
+    assert not (tmp_path / "run").exists()
+
+
+LONG = ("max_steps=100000", "save_every=20")
+
+
+def at_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    until(lambda: process.poll() is not None or (run / "checkpoints" / f"step-{step:08d}.ckpt").exists(), 120)
+    assert process.poll() is None, (run.parent / "said").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_and_resume_goes_on(typed, tmp_path, rank):
+    run = tmp_path / "run"
+    process = typed(*LONG)
+    at_step(run, 20, process)
+    os.kill(of_run(run)[rank], signal.SIGKILL)
+    assert process.wait(20) == 1
+    assert f"Rank {rank} of 2: killed by SIGKILL" in (tmp_path / "said").read_text()
+    assert folders.load(run).status == "failed" and f"Rank {rank} of 2" in folders.load(run).reason
+    assert typed("resume=auto", "max_steps=60", "save_every=20", "lr=1e-4").wait(120) == 0, (
+        tmp_path / "said"
+    ).read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 60 and summary["resumed_from"] and folders.load(run).status == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "to"), [("SIGTERM", None), ("SIGINT", None), ("SIGHUP", 0), ("SIGTERM", 1)])
+def test_a_signal_leaves_a_checkpoint_whoever_gets_it(typed, tmp_path, name, to):
+    run = tmp_path / "run"
+    process = typed(*LONG)
+    at_step(run, 20, process)
+    os.kill(process.pid if to is None else of_run(run)[to], signal.Signals[name])
+    assert process.wait(30) == 128 + signal.Signals[name]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["interrupted"] and summary["signal"] == name and not (run / folders.FAILED).exists()
+    assert (run / "checkpoints" / f"step-{summary['steps']:08d}.ckpt").exists()
+    assert "Traceback" not in (tmp_path / "said").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_by_the_time_limit_and_names_the_collective(typed, tmp_path):
+    run = tmp_path / "run"
+    process = typed(*LONG, "strategy.timeout=20")  # on a busy machine one rank may start some seconds before the other
+    at_step(run, 20, process)
+    os.kill(of_run(run)[1], signal.SIGSTOP)
+    assert process.wait(90) == 1
+    said = (tmp_path / "said").read_text()
+    assert "Rank 0 of 2: " in said and "did not answer within 20" in said and "strategy.timeout=" in said
+    # Which collective it waits in depends on where the other was stopped: in DDP's, or in those between two steps.
+    assert re.search(r"Rank 0 of 2: (all_reduce|all_gather|broadcast) in \w+ \(\w+\.py:\d+\)", said), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_command_that_was_killed(typed, tmp_path):
+    run = tmp_path / "run"
+    process = typed(*LONG)
+    at_step(run, 20, process)
+    process.kill()
+    until(lambda: not of_run(run), 30)
+    assert json.loads((run / "summary.json").read_text())["signal"] == "SIGTERM"
+
+
+@pytest.mark.slow
+def test_a_sweep_of_such_jobs_has_a_folder_for_each(typed, tmp_path):
+    process = typed("-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep", "max_steps=2")
+    assert process.wait(240) == 0, (tmp_path / "said").read_text()
+    assert [one.folder.name for one in folders.runs_below(tmp_path / "sweep")] == ["0", "1"]
+    assert all((tmp_path / "sweep" / job / "rank-1" / "output.log").exists() for job in "01")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
+
+
+@pytest.mark.slow
+def test_under_torchrun_there_is_one_folder_and_what_all_refuse_is_said_once(typed, tmp_path):
+    assert typed("max_steps=2", with_=(*TORCHRUN, "2")).wait(120) == 0, (tmp_path / "said").read_text()
+    run = tmp_path / "run"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert (run / "rank-1" / "output.log").read_text() and not (run / "rank-1" / ".hydra").exists()
+    assert typed("max_steps=2", with_=(*TORCHRUN, "2")).wait(120) == 1  # the folder is taken
+    assert (tmp_path / "said").read_text().count("another run is here") == 1
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_are_one_run(typed, tmp_path):
+    """As `srun torchrun` starts them, one on each of two nodes."""
+    where = f"--rdzv-endpoint=127.0.0.1:{launch.free_port()}"
+    agents = (
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=7",
+        where,
+    )
+    first, second = (typed("max_steps=2", with_=agents) for _ in range(2))
+    assert (first.wait(120), second.wait(120)) == (0, 0), (tmp_path / "said").read_text()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert (tmp_path / "run" / "rank-1" / "metrics.csv").exists()

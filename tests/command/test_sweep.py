@@ -1,0 +1,195 @@
+"""Every job of a sweep is a process: what kills one harms no other, and what is done is not done again."""
+
+import json
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from lowmem.command import sweep
+from lowmem.report import folders
+from lowmem.system import signals
+
+FAILING = """
+import os, signal
+from lightning.pytorch import Callback
+
+class Fails(Callback):
+    \"\"\"In the way that `how` has for the seed.\"\"\"
+
+    def __init__(self, seed, how):
+        self.how = how.get(f"s{seed}")
+
+    def on_train_batch_start(self, *_):
+        if self.how == "raise":
+            raise ZeroDivisionError("a bug")
+        if self.how:
+            os.kill(os.getpid(), getattr(signal, self.how))
+"""
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """(seed -> how) -> overrides under which jobs of those seeds fail."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def overrides(**how: str) -> list[str]:
+        table = ",".join(f"{seed}:{way}" for seed, way in how.items())
+        return [f"+callbacks.fails={{_target_:failing.Fails,seed:${{seed}},how:{{{table}}}}}", "max_steps=2"]
+
+    return overrides
+
+
+def summaries(folder: Path) -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
+
+
+@pytest.mark.slow
+def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, failing, tmp_path, monkeypatch):
+    code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
+    assert code == 1 and "Traceback" not in said
+    assert "job 0 done: " in said and "bits per byte" in said
+    assert "job 1 failed: killed by SIGKILL (memory of the host ran out" in said
+    first = summaries(tmp_path / "sweep")
+    assert first.keys() == {"0", "2"}
+    assert said.count("killed by SIGKILL") == 1
+    assert said.rstrip().endswith(f"1 of 3 jobs failed: 1. {tmp_path}/sweep/1/failed.txt says why, in full.")
+    table = said[said.index("run  seed") :].splitlines()  # what differs, and nothing of what does not
+    assert table[0].split()[:3] == ["run", "seed", "loss"] and table[0].endswith("status")
+    assert [line.split()[:2] for line in table[1:4]] == [["0", "0"], ["1", "1"], ["2", "2"]]
+    assert f"{first['2']['val_loss']:.4f}" in table[3] and table[3].endswith("done")
+
+    (tmp_path / "failing.py").write_text(FAILING.replace("if self.how:", "if False:"))
+    code, said = command(f"sweep.resume={tmp_path}/sweep", base=None)
+    assert code == 0, said
+    assert "job 0 was done already" in said and "job 1 done: " in said and "job 2 was done already" in said
+    second = summaries(tmp_path / "sweep")
+    assert second["0"] == first["0"] and second["2"] == first["2"] and second["1"]["steps"] == 2
+    assert not (tmp_path / "sweep" / "1" / folders.FAILED).exists()
+
+
+@pytest.mark.slow
+def test_eighteen_jobs_of_which_three_fail_leave_fifteen_results_and_three_reasons(command, failing, tmp_path):
+    ways = failing(s3="SIGKILL", s8="SIGSEGV", s13="raise")
+    code, said = command("-m", f"seed={','.join(map(str, range(18)))}", *ways)
+    assert code == 1 and len(summaries(tmp_path / "sweep")) == 15
+    reasons = {run.folder.name: run.reason for run in folders.runs_below(tmp_path / "sweep") if run.status == "failed"}
+    assert reasons.keys() == {"3", "8", "13"}
+    assert reasons["3"].startswith("killed by SIGKILL") and reasons["8"] == "killed by SIGSEGV"
+    assert reasons["13"].splitlines()[-1] == "ZeroDivisionError: a bug"
+    assert all(f"job {number} failed: " in said for number in reasons)
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond this many bytes: what a disk does that is full, to the large files alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.slow
+def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(command, small_files, tmp_path):
+    code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
+    assert code == 1 and "Traceback" not in said
+    assert "job 0 failed: " in said and "File too large" in said
+    why = (tmp_path / "sweep" / "0" / folders.FAILED).read_text()
+    assert "step-00000001.ckpt cannot be written: File too large. Nor can " in why
+    assert why.endswith("/model: File too large. Make room. There is no checkpoint to go on from.\n")
+    ended = {run.folder.name: run.status for run in folders.runs_below(tmp_path / "sweep")}
+    assert ended == {"0": "failed", "1": "done"}  # so `sweep.resume=` does the first one again
+
+
+def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import sys; sys.exit('no room on the disk')")
+    monkeypatch.setattr(sweep, "TRAIN", script)
+    (tmp_path / "job").mkdir()
+    monkeypatch.setattr(sweep, "_write", lambda *_: None)
+    ended = sweep.job(tmp_path / "job", 4, ["lr=1"])
+    assert (ended.status, ended.reason) == ("failed", "no room on the disk")
+    assert "job 4 failed: no room on the disk" in capsys.readouterr().out
+
+
+def test_ctrl_c_waits_for_the_job_and_ends_the_sweep(tmp_path, monkeypatch):
+    """The job gets the signal from the terminal too: it ends after its step, with a checkpoint, and exit code 130."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(1)\n"
+        "pathlib.Path(sys.argv[1]).write_text('checkpoint')\n"
+        "sys.exit(130)\n"
+    )
+    monkeypatch.setattr(sweep, "TRAIN", script)
+    (tmp_path / "job").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.job(tmp_path / "job", 0, [str(tmp_path / "written")])
+    assert (tmp_path / "written").read_text() == "checkpoint"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """(what a train.py in its place does) -> how the sweep takes it; `summarised` stands for a summary."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.setattr(sweep, "TRAIN", tmp_path / "train.py")
+    summary = json.dumps({"interrupted": True, "overrides": ["lr=1"]})
+    written = f"pathlib.Path('{tmp_path}/job/summary.json').write_text('''{summary}''')"
+
+    def run(does: str) -> folders.RunFolder:
+        lines = ("import os, pathlib, signal, sys, time", does.replace("summarised", written))
+        (tmp_path / "train.py").write_text("\n".join(lines))
+        return sweep.job(tmp_path / "job", 7, ["lr=1"])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        ("summarised; sys.exit(143)", "ended by SIGTERM"),
+        ("sys.exit(143)", "ended by SIGTERM"),
+        ("summarised; sys.exit(129)", "ended by SIGHUP"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
+        ("sys.exit(0)", "ended with exit code 0 and without a summary"),
+    ],
+)
+def test_a_job_that_was_told_to_end_or_left_no_summary_has_failed(job, tmp_path, capsys, does, reason):
+    ended = job(does)
+    assert (ended.status, ended.reason) == ("failed", reason)
+    assert (tmp_path / "job" / folders.FAILED).read_text() == reason
+    assert f"job 7 failed: {reason}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_path, capsys, name):
+    with signals.handled(signals.at_once), pytest.raises(signals.Ended) as ended:
+        job(
+            f"told = []; signal.signal(signal.{name}, lambda *_: told.append(1))\n"
+            f"os.kill(os.getppid(), signal.{name})\n"
+            "while not told: time.sleep(0.01)\n"
+            f"summarised; sys.exit({128 + signal.Signals[name]})"
+        )
+    assert ended.value.code == 128 + signal.Signals[name]
+    assert folders.load(tmp_path / "job").status == "interrupted"
+    assert f"sweep.resume={tmp_path} goes on" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_sweep_survives_a_signal_to_one_of_its_jobs_and_tells_of_it(command, failing, tmp_path):
+    code, said = command("-m", "seed=0,1", *failing(s0="SIGTERM"))
+    assert code == 1 and "job 0 failed: ended by SIGTERM" in said and "job 1 done: " in said
+    summary = summaries(tmp_path / "sweep")["0"]
+    assert summary["signal"] == "SIGTERM" and summary["steps"] == 1
+    assert (tmp_path / "sweep" / "0" / "checkpoints" / "step-00000001.ckpt").exists()
+
+
+def test_only_a_sweep_can_be_resumed_and_as_it_was(tmp_path, command):
+    code, said = command(f"sweep.resume={tmp_path}", base=None)
+    assert code == 1 and "no sweep was started here" in said and "multirun.yaml" in said
+    code, said = command(f"sweep.resume={tmp_path}", "lr=1e-3", base=())
+    assert code == 1 and "type nothing else beside it" in said

@@ -1,0 +1,159 @@
+"""Cards by name and by size: what a run can have of one, with its context counted once."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import ROOT
+from lowmem.command import help
+from lowmem.config import cards
+from lowmem.plan import at_start
+from lowmem.plan.prediction import PHASES, Need, Prediction
+from lowmem.plan.target import Target
+from lowmem.system.errors import Refused
+from lowmem.system.units import GIB, MIB
+
+NAMES = ["rtx3060", "rtx4060ti-16gb", "rtx4090", "rtx5090", "a10g", "t4", "a100-40gb", "a100-80gb", "h100", "h200"]
+FIELDS = {"total_gib", "context_mib", "tflops", "bandwidth", "link", "peer", "network", "capability", "source"}
+PRODUCTS = {"float32", "tensorfloat32", "bfloat16", "float16"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_has_every_field_and_says_where_from(name):
+    said = cards.cards()[name]
+    assert said.keys() == FIELDS and said["tflops"].keys() == PRODUCTS and said["source"].startswith("https://")
+    assert (
+        all(rate > 0 for rate in said["tflops"].values())
+        and min(said[key] for key in ("bandwidth", "link", "peer", "network")) > 0
+    )
+    card = cards.card(name)
+    assert card.size == round(said["total_gib"] * GIB)
+    assert card.beside - cards.LATER == said["context_mib"] * MIB and 0.1 * GIB < card.beside < GIB
+    assert card.multiplies("bfloat16") == (name != "t4")
+    assert all(map(card.multiplies, ("float32", "tensorfloat32", "float16")))
+
+
+def test_all_of_them_are_listed_where_one_looks():
+    assert set(cards.cards()) == set(NAMES)
+    comment = help.comments(ROOT / "conf" / "plan.yaml")["gpu"]
+    assert all(name in comment and name in (ROOT / "docs" / "cards.md").read_text() for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_none_has_as_much_as_its_name_says(name):
+    sold = {"rtx3060": 12, "rtx4090": 24, "rtx5090": 32, "a10g": 24, "t4": 16, "h100": 80, "h200": 141}
+    sold = sold.get(name) or int(name.partition("-")[2].removesuffix("gb"))
+    assert 0.9 * sold < cards.card(name).size / GIB < sold
+
+
+def test_a_bare_size_keeps_a_share_free_and_assumes_a_context():
+    card = cards.card("12GiB")
+    assert card.size == round(0.98 * 12 * GIB) and card.beside == GIB // 2
+    assert card.rates is None and card.multiplies("bfloat16") and cards.card(None) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [("rtx3070", "rtx3060"), ("RTX 4090", "rtx4090"), ("a100", "a100-"), ("4060ti", "rtx4060ti-16gb"), ("H10", "h100")],
+)
+def test_the_nearest_name_comes_first(word, first):
+    found = cards.nearest(word)
+    assert found[0].startswith(first) and sorted(found) == sorted(NAMES)
+
+
+# --- the context is counted once -------------------------------------------------------------------------------------
+
+
+def predicted(reserved, beside):
+    """What README's recipe for 12 GiB needs: `reserved` of torch's."""
+    phases = {name: Need(reserved, GIB) for name in PHASES}
+    return Prediction(phases, {}, {"libraries": 0}, reserved, reserved, 1, True, beside=beside)
+
+
+RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl gpu=12GiB` makes torch reserve
+
+
+def test_a_card_by_name_holds_what_torch_reserves_and_its_context():
+    card = cards.card("rtx3060")
+    assert predicted(RECIPE, card.beside).fits(Target(True, card))
+    assert predicted(card.size - card.beside, card.beside).fits(Target(True, card))
+    assert not predicted(card.size - card.beside + 1, card.beside).fits(Target(True, card))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_card_that_is_here_is_not_charged_for_its_context_again(monkeypatch, config, twice):
+    """11.75 GiB, of which the context took 0.3: README's recipe fits. Twice: the wrong variant."""
+    free = round((11.75 - 0.3) * GIB)
+    made_up(monkeypatch, free)
+    cfg = config("device=cuda", "plan=check")
+    context = cards.CONTEXT if twice else 0
+    monkeypatch.setattr(at_start, "predict", lambda _, target, __: predicted(RECIPE, target.beside + context))
+    monkeypatch.setattr(at_start, "_host", lambda: 64 * GIB)
+    monkeypatch.setattr(at_start, "_does_not_fit", lambda *_: "it does not fit")
+    assert at_start.could_fit(cfg) != twice
+    if twice:
+        with pytest.raises(Refused, match="it does not fit"):
+            at_start.checked(cfg, [])
+    else:
+        assert at_start.checked(cfg, []).device_need <= free
+
+
+def made_up(monkeypatch, free, capability=(8, 6)):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 12 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_a_limit_is_of_the_allocator_which_holds_no_context(monkeypatch, config):
+    made_up(monkeypatch, 11 * GIB)
+    of_card, capped, above = (
+        at_start._free(config("device=cuda", *typed)) for typed in ((), ("memory.limit=8GiB",), ("memory.limit=12GiB",))
+    )
+    assert (of_card.size, capped.size, above.size) == (11 * GIB, 8 * GIB, 11 * GIB)
+    assert of_card.beside == capped.beside == cards.LATER < 0.2 * GIB
+    assert at_start._free(config("memory.limit=8GiB")) == cards.Card(8 * GIB, "memory.limit")
+    assert at_start._free(config()) is None
+
+
+def test_a_card_that_is_here_says_what_it_multiplies(monkeypatch):
+    made_up(monkeypatch, GIB, (7, 5))
+    assert not cards.here().multiplies("bfloat16") and cards.here().multiplies("float16")
+    made_up(monkeypatch, GIB, (12, 0))
+    for known in (cards.here(), replace(cards.here(), capability=None)):
+        assert known.multiplies("bfloat16")
+        with pytest.raises(Refused, match="Which cards multiply in float8_e4m3fn is not known"):
+            known.multiplies("float8_e4m3fn")
+
+
+def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Refused, match=r"no card is here.*Type gpu=12GiB"):
+        cards.here()
+
+
+# --- what is typed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rows("plan.py-gpu=abc*", "train.py*")
+@pytest.mark.parametrize(
+    ("script", "line", "says"),
+    [
+        ("plan.py", "gpu=abc", "gpu=abc: give a size such as 12GiB"),
+        ("plan.py", "gpu=0GiB", "gpu=0GiB: give a size such as 12GiB"),
+        ("plan.py", "gpu=rtx3070", "or a card: rtx3060, "),
+        ("plan.py", "rows=-1", "rows=-1: give a whole number of at least 1."),
+        ("train.py", "plan=rtx3070", "or a card: rtx3060, "),
+    ],
+)
+def test_bad_input_is_answered_before_torch_is_imported(script, line, says):
+    """Nor anything else that is heavy: in a second, most of which Hydra takes, and 450 modules."""
+    command = [sys.executable, "-X", "importtime", script, line]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=240)
+    imported = [row for row in done.stderr.splitlines() if row.startswith("import time:")]
+    said = "\n".join(row for row in done.stderr.splitlines() if row not in imported)
+    assert done.returncode != 0 and says in " ".join(said.split()) and "Traceback" not in said
+    assert " torch\n" not in done.stderr and len(imported) < 600

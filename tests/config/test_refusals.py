@@ -1,0 +1,503 @@
+"""Every refusal is a sentence before anything is built, and its proof shows what would happen without it."""
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from importlib import import_module
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+import parity
+import streams
+import zero
+from lowmem.config import check, refusals
+from lowmem.config.instantiate import instantiate
+from lowmem.data.loader import Share, WindowLoader
+from lowmem.model import loading as model
+from lowmem.plan import at_start, batch_size
+from lowmem.saving import checkpoint_folder
+from lowmem.system import rank_environment
+from lowmem.system.errors import NotFinite, Refused
+from lowmem.techniques.optim.build import pageable
+from lowmem.techniques.precision import host_masters
+from lowmem.techniques.precision.weights_16bit import Float16Weights
+from lowmem.techniques.strategy import ddp, deepspeed
+from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.strategy.process_group import process_group
+from lowmem.techniques.weights.streamed import Streamed
+from lowmem.training import build
+from lowmem.training.build import optimizer
+from networks import network
+
+# One command line per refusal, in the order of the list.
+TYPED = (
+    ["optim.in_backward=true"],
+    ["optim.in_backward=true", "clip=null", "precision=16"],
+    ["optim.in_backward=true", "clip=null", "accumulation=fixed"],
+    ["precision=bf16-master", "clip=null", "on_nonfinite=skip"],
+    ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
+    ["precision=bf16-master", "optim=paged_adamw8bit"],
+    ["+trainer.strategy=ddp"],
+    ["devices=2"],
+    ["strategy=ddp", "weights=streamed"],
+    ["strategy=ddp", "precision=16-master"],
+    ["strategy=ddp", "optim.in_backward=true", "clip=null"],
+    ["strategy=ddp", "optim=paged_adamw8bit"],
+    ["strategy=fsdp", "optim=adafactor"],
+    ["strategy=pipeline", "optim=adamw4bit"],
+    ["strategy=ddp", "batch_size=auto", "accumulation=effective_batch", "memory.limit=1GiB"],
+    ["strategy=ddp", "plan=auto"],
+    ["strategy=tensor_parallel", "gradient_checkpointing=budget"],
+    ["strategy=pipeline", "adapter=qlora"],
+    ["weights=streamed"],
+    ["weights=streamed", "precision=bf16-master"],
+    ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=budget"],
+    ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer", "adapter=qlora"],
+    ["model.stable_embedding=true", "model.pretrained=true"],
+    ["batch_size=auto", "memory.limit=1GiB"],
+    ["batch_size=auto", "accumulation=effective_batch"],
+    ["memory.limit=1GiB", "gradient_checkpointing=budget"],
+    ["tile.tokens=4", "gradient_checkpointing=budget"],
+    ["optim=adamw4bit"],
+    ["strategy=deepspeed_zero2"],
+    ["strategy=deepspeed_zero2", "precision=bf16-sr"],
+    ["strategy=deepspeed_zero3", "gradient_checkpointing=budget"],
+    ["strategy=deepspeed_zero3", "tile.tokens=4"],
+)
+
+
+def test_every_refusal_has_its_command_line_and_a_test_that_is_its_proof():
+    proofs = [name for name in globals() if name.startswith("test_proof_")]
+    told = "a refusal needs a line in TYPED and a test_proof_<its proof> that runs it with the list emptied"
+    assert [f"test_proof_{refusal.proof}" for refusal in refusals.REFUSALS] == proofs, told
+    assert len(TYPED) == len(proofs), told
+
+
+@pytest.mark.parametrize("index", range(len(TYPED)))
+def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_path, index, monkeypatch):
+    monkeypatch.setattr(build, "data", None)  # calling it would be another error
+    if TYPED[index] == ["optim=adamw4bit"]:
+        monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
+    if TYPED[index] == ["strategy=deepspeed_zero2"]:
+        monkeypatch.setattr(refusals, "find_spec", lambda name: None)
+    code, said = command(*TYPED[index])
+    assert code == 1 and "ype " in said and "Traceback" not in said
+    template = refusals.REFUSALS[index].says
+    assert template[: template.find("{") if "{" in template else None] in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        ["optim.in_backward=true", "clip=null", "clip_value=0.1", "precision=bf16-sr"],
+        ["optim.in_backward=true", "clip=null", "accumulation=effective_batch", "accumulation.size=4"],
+        ["precision=16-true"],
+        ["precision=16-master", "clip_value=0.1", "accumulation=fixed", "optim=lion8bit"],
+        ["precision=bf16-master", "+trainer.strategy=auto", "+trainer.devices=1", "optim=muon"],
+        ["model.stable_embedding=true", "optim=adam8bit", "optim.embedding_bits=32"],
+    ],
+)
+def test_what_can_work_is_not_refused(fit, allowed):
+    summary, _ = fit(*allowed)
+    assert summary["steps"] == 4
+
+
+# --- the proofs: each runs what is refused ---------------------------------------------------------------------------
+
+
+def trained(config, *techniques):
+    return parity.run(config(*parity.overrides(), *techniques, base=()))[1]
+
+
+def test_proof_clipping_in_backward_clips_nothing(config):
+    clipped = trained(config, "optim.in_backward=true", "optim=sgd", "clip=1e-6")
+    free = trained(config, "optim.in_backward=true", "optim=sgd", "clip=null")
+    assert all(torch.equal(clipped[name], free[name]) for name in free)
+
+
+def test_proof_loss_scaling_in_backward_lets_an_overflow_through(config, monkeypatch):
+    update = Float16Weights.update
+
+    def overflowing(self, optimizer, group, p):
+        p.grad.fill_(float("inf"))
+        update(self, optimizer, group, p)
+
+    monkeypatch.setattr(Float16Weights, "update", overflowing)
+    lines = ("optim.in_backward=true", "clip=null", "precision=16-true", "optim=sgd", "max_steps=1")
+    weights = trained(config, *lines)  # skips nothing
+    assert not any(p.isfinite().all() for p in weights.values())
+
+
+def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monkeypatch):
+    steps = []
+    step = torch.optim.AdamW.step
+
+    def counting(self, closure=None):
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            steps.append([id(p) for group in self.param_groups for p in group["params"]])
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counting)
+    trained(config, "optim.in_backward=true", "clip=null", "accumulation=fixed", "batch_size=4", "max_steps=1")
+    assert steps.count(steps[0]) == 3  # the micro-batches of one window of 9 sequences
+
+
+def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
+    fetch, step, stepped = host_masters.HostMasters._fetch, host_masters._step, []
+
+    def broken(self, p, take):
+        if self.masters[id(p)].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
+            p.grad.fill_(float("inf"))
+        fetch(self, p, take)
+
+    def recording(optimizer, group, one, *how):
+        step(optimizer, group, one, *how)
+        stepped.append(one.name)
+
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    monkeypatch.setattr(host_masters.HostMasters, "_fetch", broken)
+    monkeypatch.setattr(host_masters, "_step", recording)
+    with pytest.raises(Refused, match=r"layers\.0\.input_layernorm\.weight is not finite"):
+        trained(config, "precision=bf16-master", "clip=null", "on_nonfinite=skip")
+    assert stepped and not any("layers.0.input_layernorm.weight" in name for name in stepped)
+
+
+def test_proof_masters_take_no_part_in_backward(config, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    lines = ("precision=bf16-master", "clip=null")
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(
+            trained(config, *lines).values(), trained(config, *lines, "optim.in_backward=true").values(), strict=True
+        )
+    )
+
+
+def test_proof_the_state_of_parameters_in_host_memory_is_not_paged(config):
+    made = optimizer(config("optim=paged_adamw8bit"))(torch.nn.Linear(256, 256, bias=False))
+    for p in (p for group in made.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    made.step()
+    assert not any(getattr(t, "is_paged", False) for state in made.state.values() for t in state.values())
+
+
+def test_proof_lightning_starts_processes_with_folders_of_their_own(monkeypatch):
+    """The same command a second time, which nothing tells that it is the second rank of a run that has a folder."""
+    started = []
+
+    class Started:
+        returncode = 0
+
+        def __init__(self, command, env, cwd):
+            started.append((command, env))
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it writes there, too
+    trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "+trainer.strategy=ddp", "+trainer.devices=2"])
+    trainer.strategy.launcher.launch(lambda: None)
+    ((command, env),) = started
+    assert command[-len(sys.argv) + 1 :] == sys.argv[1:]
+    monkeypatch.setattr(os, "environ", env)
+    assert rank_environment.number() == 0 and rank_environment.of_run() is None  # so it claims another
+
+
+def test_proof_one_device_leaves_the_others_idle(fit, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    one, two = fit(folder="one")[0], fit("devices=2", folder="two")[0]
+    same = ("tokens", "train_loss", "val_loss")
+    assert [one[key] for key in same] == [two[key] for key in same]  # nobody else has read a row of them
+
+
+def moved_in(config, *lines):
+    """A module whose weights are where they wait."""
+    cfg = config(*lines, base=())
+    module = build.causal_lm(cfg, model.describe(cfg))
+    plugin = instantiate(cfg.trainer.plugins.precision)
+    plugin.weights = module.weights
+    plugin.convert_module(module)
+    return module
+
+
+def test_proof_each_process_would_hold_all_that_streams(config):
+    """What waits is the whole of each block, in memory that no other process has."""
+    typed = parity.overrides("precision=bf16-master", "weights=streamed")
+    for strategy in ("strategy=auto", "strategy=ddp"):  # whatever the strategy is, it is not asked
+        module = moved_in(config, *typed, strategy)
+        waits = [p for p in module.model.parameters() if module.weights.home(p)]
+        homes = {id(home): home for home in map(module.weights.home, waits)}.values()
+        held = [home.flat for home in homes]
+        assert sum(flat.numel() for flat in held) >= sum(p.numel() for p in waits) > 0.5 * module.model.num_parameters()
+        assert not any(flat.is_shared() for flat in held)
+
+
+def test_proof_each_process_would_step_masters_of_its_own(config):
+    """What several devices would have to exchange is used up on its way to the host of one of them."""
+    seen = []
+
+    class Exchange:
+        def __init__(self, p):  # as DDP does it: a hook that reads the gradient when it is complete
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+
+    plugin = instantiate(config("precision=bf16-master").trainer.plugins.precision)
+    layer = plugin.convert_module(torch.nn.Linear(4, 4))
+    for p in layer.parameters():
+        p.register_post_accumulate_grad_hook(plugin.collect)
+        Exchange(p)
+    layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert seen == [None, None]
+
+
+def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
+    """The others' gradients take this one's back, so that no weight should move."""
+    ready, seen = ddp.DataParallel.before_training, {}
+
+    def cancelled(_, bucket):
+        taken_back = torch.futures.Future()
+        taken_back.set_result(bucket.buffer().zero_())
+        return taken_back
+
+    def among_others(self, module):
+        ready(self, module)
+        self.forward.register_comm_hook(None, cancelled)
+        seen.update(module=module, before=[p.detach().clone() for p in module.model.parameters()])
+
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    monkeypatch.setattr(ddp.DataParallel, "before_training", among_others)
+    monkeypatch.setattr(ddp.DataParallel, "local", lambda self, p: p)  # what hooks of backward are on
+    monkeypatch.setattr(ddp.DataParallel, "parts", lambda self, model: model)
+
+    def moved(*lines):
+        fit("strategy=ddp", "optim=sgd", "optim.weight_decay=0", "max_steps=1", "clip=null", *lines)
+        after = seen["module"].model.parameters()
+        return [not torch.equal(one, other) for one, other in zip(seen["before"], after, strict=True)]
+
+    assert not any(moved("on_nonfinite=stop"))
+    assert any(moved("optim.in_backward=true"))
+
+
+def test_proof_paged_state_is_not_divided(config):
+    """What fills the host's memory: every rank would page the whole of it there."""
+    large = torch.nn.Linear(400, 400, bias=False)
+    with process_group(config("strategy=ddp")) as ranks:
+        made = optimizer(config("optim=paged_adamw8bit"))(large, ranks.local)
+    for p in (p for group in made.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    made.step()
+    assert [state.numel() for state in pageable(made)] == [400 * 400, 400 * 400]
+
+
+@pytest.mark.parametrize(
+    ("optim", "is_another"), [("adafactor", True), ("muon", True), ("adam8bit", True), ("sgd", False)]
+)
+def test_proof_an_optimizer_of_whole_matrices_steps_parts_otherwise(config, optim, is_another):
+    """The first of two ranks has the upper half of a matrix, whose 5,000 elements are no whole blocks."""
+    whole, half = torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False)
+    with torch.no_grad():
+        half.weight.copy_(whole.weight[:50])
+    optimizers = [optimizer(config(f"optim={optim}", "lr=0.1"))(layer) for layer in (whole, half)]
+    for _ in range(3):
+        gradient = torch.randn(100, 100) * torch.logspace(-4, 0, 100)[:, None]
+        whole.weight.grad, half.weight.grad = gradient, gradient[:50].clone()
+        [one.step() for one in optimizers]
+    assert torch.equal(whole.weight[:50], half.weight) != is_another
+
+
+@pytest.mark.parametrize("kind", ["OptimState4bit", "OptimStateFp8", "Tensor"])
+def test_proof_state_of_a_kind_of_its_own_is_not_saved_by_ranks(tmp_path, kind):
+    """As `torch.zeros` it is."""
+    modules = {"OptimState4bit": "subclass_4bit", "OptimStateFp8": "subclass_fp8"}
+    made = getattr(import_module(f"torchao.optim.{modules[kind]}"), kind).zeros if kind in modules else torch.zeros
+    with pytest.raises((ValueError, NotImplementedError)) if kind in modules else nullcontext():
+        checkpoint_folder.save(tmp_path / "step.ckpt", {"state": made((64, 64))}, {}, OneDevice())
+
+
+def test_proof_a_batch_size_that_each_rank_finds_for_itself(config, monkeypatch):
+    """One that has room for less makes more micro-batches, and waits in the last for ranks that have none."""
+    cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=8")
+    numbers = []
+    for room in (8, 4):
+        monkeypatch.setattr(batch_size, "fits", lambda cfg, size, room=room: size <= room)
+        found = batch_size.resolve(cfg).batch_size
+        loader = WindowLoader(parity.Ragged(), Share(found), instantiate(cfg.knowing(batch_size=found).accumulation), 0)
+        numbers.append(len(next(iter(loader)).micro_batches))
+    assert numbers == [1, 2]
+
+
+def test_proof_a_recipe_that_each_rank_chooses_for_itself(config):
+    """By what is free beside it: the fastest recipe fits on one, and another has to be chosen on the other."""
+    keeps_all = ("model.architecture.n_layer=6", "batch_size=16", "gradient_checkpointing=none", "plan=auto")
+    assert [at_start.could_fit(config(*keeps_all, f"memory.limit={free}")) for free in ("1GiB", "3MiB")] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="which compiles them; nobody has compared the numbers")
+def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    typed = ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")
+    with pytest.raises(RuntimeError, match="backend='compiled' raised"):
+        fit("strategy=tensor_parallel", *typed)
+
+
+def test_proof_a_stage_has_4_bits_of_its_own_blocks_alone():
+    from lowmem.techniques.adapter.nf4 import quantise
+    from lowmem.techniques.strategy.stages import Stage, divided
+
+    model = network("llama")
+    quantise(model)
+    Stage(model, divided(model, 2), 0).empty()
+    first, *_, last = model.model.layers
+    assert first.mlp.up_proj.cpu().weight.norm() > 0
+    with pytest.raises(NotImplementedError, match="no data"):
+        last.mlp.up_proj.cpu()
+
+
+def test_proof_weights_that_stream_are_not_there_to_be_stepped():
+    streaming = network("llama")
+    made = torch.optim.AdamW(streaming.parameters())
+    Streamed(streaming).move_in(torch.device("cpu"))
+    for p in streaming.parameters():
+        p.grad = torch.ones(p.shape)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        made.step()
+
+
+def test_proof_autograd_reads_weights_that_have_left(config):
+    arguments = streams.lines("llama", "max_steps=2", policy="none")
+    right = streams.trained(config, ["weights=resident"], "llama", arguments)
+    with suppress(NotFinite):  # with two slots the blocks of either parity find their own weights
+        assert not streams.trained(config, ["weights=streamed", "weights.slots=3"], "llama", arguments).same(right)
+
+
+@pytest.mark.slow
+def test_proof_compiled_blocks_do_not_take_their_weights_as_they_are_called(config):
+    compiled = "gradient_checkpointing.backend=aot_eager_decomp_partition"
+    with pytest.raises(Exception, match="set_ on a graph input"):
+        streams.trained(config, ["weights=streamed"], "llama", streams.lines("llama", compiled, policy="budget"))
+
+
+def test_proof_a_base_in_4_bits_does_not_stream(config):
+    lines = parity.overrides("adapter=qlora", "weights=streamed", "precision=bf16-master")
+    module = moved_in(config, *lines)
+    streaming = [name for name, p in module.model.named_parameters() if module.weights.home(p)]
+    assert streaming and not [name for name in streaming if "_proj" in name and "lora" not in name]
+
+
+def test_proof_a_norm_behind_a_trained_embedding_changes_what_it_computes(fit):
+    from transformers import AutoModelForCausalLM
+
+    from lowmem.model.stable_embedding import stabilise
+
+    _, run = fit("max_steps=150", "lr=1e-2")
+    ids = torch.randint(0, 300, (4, 16))
+    model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    trained_matrix = model.get_input_embeddings().weight
+    before = model(input_ids=ids).logits
+    stabilise(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(trained_matrix)
+    assert (model(input_ids=ids).logits - before).norm() > 0.1 * before.norm()
+
+
+def test_proof_auto_without_an_effective_batch_would_decide_the_update(config):
+
+    from lowmem.plan import batch_size
+
+    with pytest.raises(Exception, match="size"):  # there is nothing whose divisors could be tried
+        batch_size.resolve(config().knowing(batch_size="auto"))
+
+
+def test_proof_auto_on_a_cpu_without_a_limit_has_no_try_that_fails(config, monkeypatch):
+    from lowmem.plan import batch_size
+
+    tried = []
+    monkeypatch.setattr(batch_size, "fits", lambda cfg, size: tried.append(size) or True)
+    cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=4096")
+    assert batch_size.resolve(cfg).batch_size == 4096
+
+
+@pytest.mark.slow
+def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatch):
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    with pytest.raises(Refused, match="Out of memory"):
+        fit("memory.limit=200KiB")
+    compiled = ["gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition"]
+    assert fit("memory.limit=200KiB", *compiled, folder="compiled")[0]["steps"] == 4
+
+
+@pytest.mark.slow
+def test_proof_compiled_blocks_do_not_see_into_slices():
+    from lowmem.data.loader import MicroBatch
+    from lowmem.techniques.gradient_checkpointing.policies import budget
+    from lowmem.techniques.gradient_checkpointing.slices import Tiles
+    from lowmem.techniques.loss.cross_entropy import full
+    from networks import network
+
+    model = network("llama", num_hidden_layers=1)
+    budget(model, 0.5, "aot_eager_decomp_partition")
+    Tiles(model, 4)
+    ids = torch.randint(0, 300, (1, 16))
+    with pytest.raises(ValueError, match="expected 1, got 0"):  # what was kept of a slice is not there
+        full(model, MicroBatch(ids, ids)).backward()
+
+
+@pytest.mark.slow
+def test_proof_without_a_compiler_torch_fails_in_the_first_step(fit, monkeypatch, tmp_path):
+    from torch._inductor import config as inductor
+
+    monkeypatch.setattr(refusals, "REFUSALS", ())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    missing = inductor.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with missing, pytest.raises(Exception, match=r"(?i)compiler|no-such-compiler"):
+        fit("optim=adamw_fp8", "model.architecture.n_embd=64")
+
+
+def test_all_refusals_of_a_command_line_are_said_at_once(command):
+    code, said = command("optim.in_backward=true", "accumulation=fixed", "precision=16")
+    assert code == 1 and all(word in said for word in ("clip=null", "accumulation=none", "precision=bf16"))
+
+
+def test_an_accumulation_that_is_refused_itself_is_a_sentence_too(command):
+    lines = ("optim.in_backward=true", "clip=null", "accumulation=effective_batch", "accumulation.size=10")
+    code, said = command(*lines)
+    assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
+
+
+def test_the_check_is_the_same_from_a_notebook(config):
+    with pytest.raises(Refused, match="clip=null"):
+        check.check(config("optim.in_backward=true"), {})
+
+
+def test_proof_without_its_engine_a_strategy_does_not_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError):
+        deepspeed.imported("cpu")
+
+
+@pytest.mark.slow
+def test_proof_an_engine_that_steps_fp32_does_not_round_to_16_bits():
+    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
+    assert zero.results()["refused"]["stepped"] == "torch.float32"
+
+
+@pytest.mark.slow
+def test_proof_compiled_blocks_do_not_gather_their_weights():
+    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
+    found = zero.results()["refused"]
+    assert found["graphs"] > 4 * found["graphs alone"]
+
+
+@pytest.mark.slow
+def test_proof_slices_do_not_gather_their_weights():
+    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
+    assert "ds_status" in zero.results()["refused"]["slices"]

@@ -1,0 +1,490 @@
+"""Whatever is typed makes a config that can be built, or is answered with a sentence: never a traceback or a hang."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import reduce
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from conftest import ROOT
+from lowmem.command import cli
+from lowmem.config import check, schema
+from lowmem.config.check import check as checked
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import settled
+from lowmem.config.spelling import keys_of
+from lowmem.config.typed_lines import CONF, TEXTS, composed, is_group, parted, quoted, unquoted
+from lowmem.plan import table
+from lowmem.plan.search.recipes import Recipe
+from lowmem.system.errors import Refused
+from lowmem.training.build import optimizer
+
+# --- lines that once ended in a traceback, or were taken without a word ----------------------------------------------
+
+REFUSED = {
+    "precison=16": "nothing reads precison. Type precision=16.",
+    "+precison=16": "nothing reads precison. Type precision=16.",
+    "precison=fp16": "Type precision=bf16, or one of 16, 16-master, ",
+    "precision=bf61": "there is no precision/bf61. Type precision=bf16, or one of 16, ",
+    "optim=adam8bits": "Type optim=adam8bit, or one of ",
+    "otpim=sgd": "Type optim=sgd.",
+    "max_step=3": "Type max_steps=3.",
+    "+max_step=3": "Type max_steps=3.",
+    "++max_step=3": "Type max_steps=3.",
+    "+memory.snapshop=true": "Type memory.snapshot=true.",
+    "checkpoint.every=2": "nothing reads checkpoint.every. Type save_every=2.",
+    "logging_steps=2": "Type log_every=2.",
+    "learning_rate=1e-4": "Type lr=1e-4.",
+    "precision.declares.tried_without_bf16=nan": "a technique declares this of itself",
+    "-m optim=sgd,adamw optim.declares={}": "a technique declares this of itself",
+    "warmup_steps=3": "Type scheduler.warmup_steps=3.",
+    "hydra.run.dri=x": "Type hydra.run.dir=x.",
+    "model.foo=3": "nothing reads model.foo. Type --help for what there is.",
+    "hydra/launcher=slrum": "Type hydra/launcher=slurm",
+    "model.architecture.n_layers=3": "Type model.architecture.n_layer=3.",
+    "loss.rows=7": "only some choices have it. Type loss=chunked beside it.",
+    "+lr=3": "this is there already. Type lr=3.",
+    "~nothing": "there is no nothing to take out.",
+    "--max_steps=3": "this sets nothing. Type max_steps=3",
+    "max_steps": "this sets nothing. Type max_steps=<value>",
+    "--mulitrun": "this sets nothing. Type --multirun, or --help.",
+    "--multirun=1": "this sets nothing. Type --multirun, or --help.",
+    "-m lr=1,2 --cfg job": "--cfg: it shows one run, and -m makes several. Leave -m out.",
+    "hydra=null": "this is no group. Type hydra.<key>=<value>",
+    "hydra.run.dir=": "this is empty. Type hydra.run.dir=<a folder>",
+    "hydra.sweep.dir=''": "this is empty. Type hydra.sweep.dir=<a folder>",
+    "cache_dir=": "this is empty. Type cache_dir=<a folder>",
+    "~fit": "this key is plan. Type plan=check.",
+    "save_every=0min": "give a whole number of steps of at least 1, or minutes, as in 30min.",
+    "=3": "this sets nothing.",
+    "lr=1e-3)": "this cannot be read. Type text with special characters so",
+    "lr=1e-3,1e-4": "several values make a sweep. Type -m beside them",
+    "max_steps=abc": "max_steps=abc: give a whole number of at least 1.",
+    "seed=-1": "give a whole number from 0 to 4294967295.",
+    "seed=99999999999999999999": "give a whole number from 0 to",
+    "gradient_checkpointing=every_k gradient_checkpointing.k=auto": "give a whole number of at least 1.",
+    "scheduler.warmup_steps={}": "give a whole number of at least 0.",
+    "scheduler.total_steps=007": "give a whole number of at least 1.",
+    "loss=chunked \"loss.rows='7'\"": "loss.rows=7: give a whole number of at least 1.",
+    "accumulation=effective_batch accumulation.devices=12GiB": "give a whole number of at least 1.",
+    "accumulation=by_step accumulation.sizes={a:1}": "such as {0:1,3:4}.",
+    "precision=16-master callbacks.masters.skips_in_a_row=a": "give a whole number of at least 1.",
+    "precision=16-master callbacks.masters.clip=-0.1": "give a positive number, or null to switch it off.",
+    "optim.lr=[]": "give a positive step size",
+    "optim.betas=[0.9,2]": "give two numbers of at least 0 and below 1",
+    "optim.weight_decay=-1": "give a number of at least 0.",
+    "optim._partial_=false": "give true, as its yaml does.",
+    "cache_dir=null": "cache_dir=null: give a file or a folder.",
+    "data=text data.path=": "data.path=: give a file or a folder.",
+    "data=text data.path=x data.pattern=/abs": "give a pattern of names below the folder",
+    "data=text data.path=x data.val_path=./x": "data.path too, and validation would be of what was trained on",
+    "weights_dtype=true": "give one of float32, bfloat16, float16.",
+    "\"model.architecture.n_layer='a b'\"": "give a whole number of at least 1.",
+    "model.architecture=1": "give its keys, such as model.architecture.n_layer=6.",
+    "model.attention=true": "model.attention=true: give a text.",
+    "~optim": "a run needs one. Type optim=<one of ",
+    "optim=null": "a run needs one. Type optim=<one of ",
+    "precision=null": "a run needs one. Type precision=<one of ",
+    "logger=true": "there is no logger/true. Type logger=<one of csv, ",
+    "~clip": "clip has no value: type clip=<value>.",
+    "~optim.lr": "optim.lr has no value: type optim.lr=<value>.",
+    "~callbacks": "callbacks has no value",
+    "callbacks=null": "callbacks=null: give parts by their names, each with its _target_.",
+    "memory=null": "memory=null: give its keys: limit, snapshot.",
+    "'lr=${nope}'": "lr: Interpolation key 'nope' not found. Type a value for it",
+    "'lr=${oc.env:NOPE}'": "'NOPE' not found",
+    "'model.lr=${lr}'": "Recursive interpolation",
+    "+trainer.accelerator=gpu": "give nothing: device sets it.",
+    "+trainer.precision=16": "give nothing: precision sets it.",
+    "optim=adafactor optim.relative_step=true": "give false",
+    "optim=adafactor 'optim.scale_parameter={a: 1}'": "give true or false.",
+    "\"output_dir='a,b'\"": "give nothing: the run folder is hydra.run.dir.",
+    "callbacks.in_backward.enabled={}": "give true or false.",
+    "+callbacks.mine.seed=1": "callbacks.mine._target_ has no value",
+    "callbacks.in_backward=null": "callbacks.in_backward=null: give its _target_ and what that takes.",
+    "+trainer.plugins.mine=1": "trainer.plugins.mine=1: give its _target_ and what that takes.",
+    "optim=adam8bit optim.declares.saves.optimizer=x": "a technique declares this of itself",
+    "model=llama-3.2-1b model.architecture.rope_parameters.rope_theta=abc": "give a number.",
+    "debug=1": "give true or false.",
+    "epochs=2 max_steps=3": "epochs and max_steps: each stands in the place of the other. Leave one out.",
+    "scheduler.warmup=0.1 scheduler.warmup_steps=3": "each stands in the place of the other. Leave one out.",
+    "scheduler.warmup=3": "give a share of all steps from 0 to 1, such as 0.03, or null.",
+    "epochs=0": "epochs=0: give a whole number of at least 1, or null.",
+    "data=hub data.path=x data.streaming=true": "no tokenizer can be trained on what is not there yet. Type tokenizer=",
+    "data=mix": "data=mix: it has no parts. Type +data@data.parts.<name>=text",
+    "data=mix +data@data.parts.a=random 'data.shares={b: 1}'": "give one for each of a, or null.",
+    "data=csv data.path=x data.delimiter=ab": "data.delimiter=ab: give one character, such as ';', or the word tab.",
+    "tokenizer=": "tokenizer=: give a folder or a hub id, or null for the model's.",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_it_is_one_sentence_with_what_to_type(line):
+    with pytest.raises(Refused) as refusal:
+        cli.prepare(shlex.split(line))
+    assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
+    for line in (
+        "data=hub data.path=x data.streaming=true tokenizer=x",
+        "data=hub data.path=x data.streaming=true model.pretrained=true",
+        *(f"data=csv data.path=x \"data.delimiter='{one}'\"" for one in (";", "|", "tab", " ")),
+    ):
+        assert cli.prepare(shlex.split(line))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            ["data=jsonl", "data.path=.", "data.prompt=q"],
+            "there is no data.completion. Type data.completion=<a field>.",
+        ),
+        (
+            ["data=hub", "data.path=.", "data.prompt=q", "data.messages=m"],
+            "data.prompt and data.messages: a record is one of text",
+        ),
+        (["tokenizer=/no/such"], "tokenizer=/no/such: there is no such folder. Give one that exists, or a hub id"),
+        (["data=text", "data.path=.", "data.val_path={}"], "data.val_path={}: there is no such file"),
+        (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several have names, as in {news:a,wiki:b}."),
+    ],
+)
+def test_a_place_that_is_none_is_told_before_torch(lines, said):
+    with pytest.raises(Refused, match=re.escape(said)):
+        check.check_places(settled(composed(cli.prepare(lines))))
+
+
+def test_every_error_is_told_at_once():
+    with pytest.raises(Refused) as refusal:
+        cli.prepare(["max_steps=0", "lr=a", "+seeds=1"])
+    assert len(str(refusal.value).splitlines()) == 3  # and none of what takes lr and max_steps over
+
+
+def test_without_the_schema_all_of_them_would_be_taken(monkeypatch):
+    monkeypatch.setattr(cli, "settled", lambda cfg: SimpleNamespace(devices=1))
+    monkeypatch.setattr(cli, "check_values", lambda run: None)
+    for line in ("max_steps=abc", "+precison=16", "weights_dtype=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
+        assert cli.prepare([line]) == [line]
+
+
+def test_what_only_a_signature_tells():
+    for line, says in (("+optim.amsgrad=often", "optim.amsgrad=often: give true or false."), ("+loss.x=1", "'x'")):
+        with pytest.raises(Refused, match=says):
+            checked(settled(composed(cli.prepare([line, "loss=chunked"]))), {})
+
+
+def test_of_a_sweep_too():
+    for line in ("precision=16,bf61", "optim=null,adamw", "precisio"):
+        with pytest.raises(Refused):
+            cli.prepare(["-m", line])
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_a_sweeps_flag_may_stand_anywhere(flag):
+    lines = ["precision='32','16'", "lr=0.1,0.2"]
+    for place in range(3):
+        typed = [unquoted(line) for line in lines]
+        assert cli.prepare([*typed[:place], flag, *typed[place:]]) == [flag, *lines]
+    assert parted(["lr=1", "--cfg", "job", "-m", "job"]) == (["--cfg", "job", "-m"], ["lr=1"], ["job"])
+
+
+@pytest.mark.rows("*precison=16*", "*optim=adamx*", "data=text data.path=/none", "max_steps=abc")
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("max_steps=abc", "precison=16", "~optim", "+max_step=3", "max_steps", "-m optim=adamx"),
+        *("resume=/none", "evaluate=auto", "export=/dev/null/x", "data=text data.path=/none"),
+        *("data=text data.path=. data.val_path=/none", "data=text data.path=. data.encoding=klingon"),
+        "data=text data.path=. data.on_error=explode",
+    ],
+)
+def test_the_command_answers_in_one_line_before_torch_and_leaves_nothing(line, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    places = [f"hydra.{kind}.dir={tmp_path}/run" for kind in ("run", "sweep")]
+    command = [sys.executable, str(ROOT / "train.py"), *shlex.split(line), *places]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert any(word in done.stderr for word in ("ype ", "ive ", "Runs are under")), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"torch.py", "__pycache__"}
+
+
+# --- text as typed ---------------------------------------------------------------------------------------------------
+
+AWKWARD = [
+    "Müller's (old) notes, 2026",
+    "a=b",
+    "#h",
+    "数据",
+    "a b",
+    "[a]",
+    "{a: 1}",
+    "7",
+    "1e-3",
+    "true",
+    "'tis",
+    'the "new" ones',
+    "back\\slash",
+    "ends in \\",
+    "a'b\\'c",
+    "tag(a,b)",
+    "x, y,z",
+    "@!%&;|<>?*$HOME`",
+    "$x",
+    " padded ",
+]
+
+
+@pytest.mark.parametrize("value", AWKWARD)
+def test_a_path_needs_no_quotes_inside(value):
+    keys = ("data.path", "model.name", "resume", "cache_dir", "hydra.run.dir", "logger.wandb.name")
+    typed = ["data=text", *(f"{key}={value}" for key in keys)]
+    read = cli.prepare(typed)
+    cfg = composed(read, whole=True)
+    assert [OmegaConf.select(cfg, key) for key in keys] == [value] * len(keys)
+    assert [unquoted(line) for line in read] == typed
+
+
+def text_values():
+    return st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), max_size=12)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(text_values(), st.sampled_from(TEXTS))
+def test_text_is_read_as_it_was_typed_whatever_it_is(value, key):
+    line = f"{key}={value}"
+    assert quoted(quoted(line)) == quoted(line)
+    if not re.match("~|['\"]", value):  # a home folder; Hydra's own quotes, which may be typed
+        assert unquoted(quoted(line)) == line
+
+
+def test_hydras_own_quotes_may_be_typed():
+    assert composed(cli.prepare(["data=text", "data.path='a, b'"])).data.path == "a, b"
+    assert composed(cli.prepare(["data=text", 'data.path="it\'s"'])).data.path == "it's"
+
+
+def test_a_home_folder_and_null_are_meant(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg = composed(cli.prepare(["data=text", "data.path=~/notes", "data.val_path=null"]))
+    assert cfg.data.path == f"{tmp_path}/notes" and cfg.data.val_path is None
+
+
+def test_in_a_sweep_a_comma_separates_unless_all_of_it_is_there(tmp_path):
+    there = tmp_path / "Müller's (old) notes, 2026"
+    typed = ["-m", "data=text", f"data.path={there}", f"hydra.sweep.dir={tmp_path}/a, b", "model.name=a, b (c)"]
+    read = cli.prepare(typed)
+    assert read[2].endswith("/Müller\\'s (old) notes','2026'") and read[3].endswith("/a, b'")
+    assert read[4] == "model.name=a,'b (c)'"
+    there.mkdir()
+    assert unquoted(cli.prepare(typed)[2]) == typed[2]
+    assert cli.prepare(["-m", "data.path=choice(a,b)"])[1] == "data.path=choice(a,b)"
+
+
+def test_a_printed_recipe_can_be_copied():
+    typed = ["data=text", *(f"data.path={value}" for value in AWKWARD), "accumulation.sizes={0: 1, 3: 4}"]
+    of_one = SimpleNamespace(devices=1, node=8)
+    printed = table.command(typed, Recipe(("optim=sgd",), of_one, 0.0))
+    assert shlex.split(printed) == ["python", "train.py", *typed, "optim=sgd"]
+
+
+def test_an_awkward_path_trains_and_is_remembered_as_typed(command, text_folder, tmp_path):
+    folder = tmp_path / "Müller's (old) notes, #h=1, 数据"
+    folder.symlink_to(text_folder)
+    typed = f"data.path={folder}"
+    code, said = command(typed)
+    assert code == 0, said
+    assert typed in json.loads((tmp_path / "run" / "summary.json").read_text())["overrides"]
+    again = cli.prepare([f"resume={tmp_path / 'run'}"])
+    assert composed(again).data.path == str(folder)
+
+
+@pytest.mark.slow
+def test_an_awkward_path_trains_in_a_sweep(command, text_folder, tmp_path):
+    folder = tmp_path / "Müller's (old) notes, 2026"
+    folder.symlink_to(text_folder)
+    code, said = command(f"data.path={folder}", "seed=0,1", "-m")
+    assert code == 0, said
+    for job in "01":
+        summary = json.loads((tmp_path / "sweep" / job / "summary.json").read_text())
+        assert f"data.path={folder}" in summary["overrides"]
+
+
+# --- the schema ------------------------------------------------------------------------------------------------------
+
+
+def declared(kind) -> set[str]:
+    return {".".join(path) for path, _ in schema._wordings(kind) if "*" not in path and "_target_" not in path}
+
+
+def test_every_key_of_the_config_is_declared_once_and_nothing_else():
+    cfg = composed(["precision=bf16-master"], "plan")
+    groups = {key for key in cfg if is_group(key)} - {"model", "optim"}
+    here = {key for key in keys_of(OmegaConf.to_container(cfg)) if key.partition(".")[0] not in groups}
+    here -= {
+        key for key in here if "_target_" in key or key.startswith(("model.architecture.", "callbacks.", "optim."))
+    }
+    here -= {"trainer.plugins.precision.device"}
+    extra = {f"trainer.{name}" for name in schema.SET_BY} | {"optim.in_backward", "precision.declares"}
+    assert declared(schema.PlanKeys) - groups == (here | extra) - groups
+
+
+def test_a_key_without_a_declaration_is_refused():
+    cfg = composed([])
+    with pytest.raises(Refused, match="nothing reads patience"):
+        settled(OmegaConf.merge(OmegaConf.create({"patience": 3}, flags={"struct": False}), cfg))
+
+
+@pytest.mark.parametrize(
+    "identity",
+    ["torch.optim.AdamW", "lowmem.techniques.scheduler.cosine", "lowmem.techniques.loss.cross_entropy.Chunked", "gpt2"],
+)
+def test_a_technique_needs_no_entry(identity):
+    kinds = {field.alias: field for field in schema.arguments(identity).model_fields.values()}
+    assert all(field.description for field in kinds.values())
+    assert not schema.arguments("no.yaml.names.it").model_fields
+
+
+@pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # of which a command does one
+def test_text_keys_are_text_in_the_schema(one):
+    others = {"resume", "evaluate", "export", "generate", "may_change"} - {one}  # the last takes no numbers
+    others |= set() if one == "generate" else {"prompt"}  # which goes with it alone
+    keys = [key for key in TEXTS if key not in others]
+    lines = ["data=jsonl", "adapter=lora", *(f"{key}={number}" for number, key in enumerate(keys))]
+    cfg = composed(cli.prepare(lines), whole=True)
+    assert [OmegaConf.select(cfg, key) for key in keys] == [str(number) for number in range(len(keys))]
+
+
+# --- drawn from conf/ ------------------------------------------------------------------------------------------------
+
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if is_group(folder.name))
+CHOICES = {group: sorted(file.stem for file in (CONF / group).glob("*.yaml")) for group in GROUPS}
+
+
+GIVEN = {  # what a choice leaves to be said
+    "data=text": ["data.path=x"],
+    "model=hf": ["model.name=x"],
+    "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
+    "accumulation=by_step": ["accumulation.sizes={0: 1, 1: 2}"],
+}
+
+
+def keys() -> list[tuple[str, object, list[str]]]:
+    """(key, value, what must be typed beside it) of every yaml that a run reads."""
+    found = []
+    for file in (CONF / "config.yaml", *(file for group in GROUPS for file in sorted((CONF / group).glob("*.yaml")))):
+        whole, choice = OmegaConf.to_container(OmegaConf.load(file)), f"{file.parent.name}={file.stem}"
+        beside = [] if file.parent == CONF else [choice, *GIVEN.get(choice, [])]
+        prefix = "" if file.parent == CONF or "@package _global_" in file.read_text() else f"{file.parent.name}."
+        for key in keys_of(whole):
+            value = reduce(lambda node, part: node[part], key.split("."), whole)
+            found.append((prefix + key, value, beside))
+    return [one for one in found if one[0].split(".")[0] not in ("hydra", "defaults")]
+
+
+KEYS = keys()
+VALUES = (
+    *("abc", "null", "true", "False", "1", "0", "-1", "7", "1.5", "1e-3", "1e400", "nan", "inf", "007", "'7'", "1_000"),
+    *("[]", "[a]", "[1,2]", "[0.5,0.5]", "{}", "{a: 1}", "{0: 1}", "12GiB", "12GB", "", "a b", "a,b", "???", "auto"),
+    *("${nope}", "${seed}", "${lr}", "${memory}", "${", "${oc.env:NOPE}", "${now:}", "(", "'", "\\", *AWKWARD),
+)
+
+
+@st.composite
+def misspelt(draw, words):
+    word = draw(st.sampled_from(sorted(words)))
+    place = draw(st.integers(0, len(word) - 1))
+    return word[:place] + draw(st.sampled_from(["", "x", "_", ".", "/"])) + word[place + 1 :]
+
+
+@st.composite
+def lines(draw):
+    """Of a group or a key that there is or nearly is, with a value as in its yaml or any other."""
+    value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
+    group = draw(st.sampled_from(GROUPS))
+    choice = draw(st.sampled_from(CHOICES[group]))
+    key, default, beside = draw(st.sampled_from(KEYS))
+    sign = draw(st.sampled_from(["", "", "", "+", "++", "~"]))
+    new = draw(st.sampled_from(["trainer.", "callbacks.x.", "optim.", "model.", "logger.", ""])) + "anything"
+    chosen = [f"{group}={choice}", *GIVEN.get(f"{group}={choice}", [])]
+    right = [chosen] * 3 + [[*beside, f"{key}={as_typed(default)}"]] * 2 + [["++trainer.detect_anomaly=true"]]
+    wrong = [[f"{sign}{group}={draw(st.one_of(misspelt(CHOICES[group]), st.just(value)))}"], [f"~{group}"]]
+    wrong += [[*beside, f"{sign}{key}={value}"]] * 5 + [[*beside, f"{draw(misspelt([key]))}={value}"]]
+    wrong += [[*beside, f"~{key}"], [f"+{new}={value}"], [f"{draw(text_values())}={value}"]]
+    return draw(st.sampled_from(right * 3 + wrong))
+
+
+def as_typed(value: object) -> str:
+    shown = {None: "null", True: "true", False: "false"}
+    return shown[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def outcome(arguments: list[str]) -> str:
+    """As the command goes, up to where data is read and weights are made.
+
+    Raises:
+        Exception: anything but `Refused`: what a user would see as a traceback.
+    """
+    kept = []
+    keep = lambda *a, **k: kept.append(composed(*a, **k)) or kept[-1]  # noqa: E731
+    try:
+        with patch.object(cli, "composed", keep):
+            cli.prepare(arguments)
+    except Refused as refusal:
+        return _sentences(str(refusal), "refused by the words")
+    if not kept:
+        return "left to the job"
+    cfg = kept[0]
+    try:
+        run = settled(cfg)
+        checked(run, {})
+        windows = run.windows
+    except Refused as refusal:
+        return _sentences(str(refusal), "refused by the classes")
+    run = run.knowing(output_dir="x", device=run.runs_on)
+    assert windows is None or windows.largest >= 1
+    for node in (
+        run.loss,
+        run.scheduler,
+        run.gradient_checkpointing,
+        *run.trainer.plugins.every(),
+        *run.callbacks.values(),
+    ):
+        instantiate(node)
+    optimizer(run)(torch.nn.Linear(4, 4))
+    return "runs"
+
+
+def _sentences(said: str, what: str) -> str:
+    for line in said.split("\n"):
+        assert re.search(r"\.[\"']?$", line) and "Traceback" not in line and "hydra.cc" not in line, said
+    assert said.count("\n") < 8, said
+    return what
+
+
+def holds(parts: list[list[str]]) -> None:
+    event(outcome([line for part in parts for line in part]))
+
+
+DRAWN = given(st.lists(lines(), min_size=1, max_size=3))
+# a case takes a quarter of a second: to make one that fails smaller would take minutes
+SLOWLY = {
+    "phases": [Phase.generate],
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+}
+
+test_ten_command_lines = settings(max_examples=10, **SLOWLY)(DRAWN(holds))
+test_five_hundred_command_lines = pytest.mark.slow(settings(max_examples=500, **SLOWLY)(DRAWN(holds)))

@@ -1,0 +1,139 @@
+"""A micro-batch names its tensors and says what it weighs, so that a loss over pairs needs no change of the loop.
+
+The data and the loss are made up here: pairs of rows with a margin each, and a logistic loss of the difference of their
+log-probabilities. Its mean is over pairs, which have any number of tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conftest import SMALL
+from lowmem.data import random_tokens
+from lowmem.data.loader import IGNORED, MicroBatch, Share
+from lowmem.data.mix import Mix
+from lowmem.data.opening import Opened, Wanted
+from lowmem.fit import fit
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.cross_entropy import Loss
+from lowmem.training.build import causal_lm
+
+HERE = __name__
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs(MicroBatch):
+    """Rows 2i and 2i + 1 are the better and the worse answer of pair i."""
+
+    UNIT: ClassVar[str] = "pairs"
+    ROWS: ClassVar[int] = 2
+    margin: Tensor | None = None  # (B,), the same for both rows of a pair
+
+    @property
+    def weight(self) -> int:
+        return int((self.labels != IGNORED).any(1).sum()) // 2
+
+
+class DrawnPairs(random_tokens.Drawn):
+    def __len__(self) -> int:
+        return self.count // 2
+
+    def micro_batch(self, indices: np.ndarray) -> Pairs:
+        rows = super().micro_batch(np.repeat(2 * indices, 2) + np.tile([0, 1], len(indices)))
+        labels = rows.labels.clone()
+        for row, index in enumerate(np.repeat(indices, 2)):
+            labels[row, 5 + index % 7 :] = IGNORED  # pairs differ in their tokens
+        return Pairs(rows.input_ids, labels, margin=torch.from_numpy(np.repeat(indices % 3 / 10, 2)).float())
+
+
+class PairSource(random_tokens.Random):
+    def opened(self, wanted: Wanted) -> Opened:
+        text = super().opened(wanted)
+        pairs = [DrawnPairs(**vars(rows)) for rows in (text.train, text.val[""])]
+        return Opened(text.tokens, pairs[0], {"": pairs[1]})
+
+    @classmethod
+    def example(cls, data: Mapping, batch_size: int, seq_len: int) -> Pairs:
+        rows = super().example(data, 2 * batch_size, seq_len)
+        return Pairs(rows.input_ids, rows.labels, margin=torch.zeros(2 * batch_size))
+
+
+class PairLoss(Loss):
+    needs = Pairs
+
+    def __call__(self, model, batch):
+        logits = model(**batch.inputs, use_cache=False).logits.float()
+        each = F.cross_entropy(logits.transpose(1, 2), batch.labels, ignore_index=IGNORED, reduction="none").sum(1)
+        better, worse = each.view(-1, 2).unbind(1)
+        real = (batch.labels != IGNORED).any(1)[::2]
+        return (F.softplus(better - worse + batch.margin[::2]) * real).sum()
+
+
+PAIRS = f"data._target_={HERE}.PairSource", f"loss._target_={HERE}.PairLoss", "~loss._partial_"
+RUN = ("data=random", "loss=full", "data.rows=48", "data.val_rows=8", "max_steps=3", "optim=sgd", "clip=null", *PAIRS)
+SPLIT = "batch_size=1", "accumulation=fixed", "accumulation.batches=4"
+
+
+def trained(config, folder: Path, *overrides: str) -> dict:
+    return fit(config(*RUN, *overrides, base=SMALL), folder)
+
+
+def test_accumulation_is_the_mean_over_pairs(config, tmp_path, monkeypatch):
+    """Both end at the same loss but for fp32 sums in another order, 1e-7; the weight of a text moves it by 1e-2."""
+    whole = trained(config, tmp_path / "whole", "batch_size=4")
+    parts = trained(config, tmp_path / "parts", *SPLIT)
+    assert parts["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
+    monkeypatch.setattr(Pairs, "weight", MicroBatch.tokens)
+    assert trained(config, tmp_path / "wrong", *SPLIT)["val_loss"] != pytest.approx(whole["val_loss"], rel=1e-3)
+
+
+def test_a_plan_traces_the_pairs(config, tmp_path):
+    """Two pairs are four rows."""
+    pairs = trained(config, tmp_path / "pairs", "plan=check", "batch_size=2")
+    rows = fit(config(*RUN[:-3], "plan=check", "batch_size=4", base=SMALL), tmp_path / "rows")
+    assert pairs["predicted"]["reserved_peak_bytes"] == pytest.approx(
+        rows["predicted"]["reserved_peak_bytes"], rel=0.01
+    )
+
+
+def test_rows_of_a_pair_stay_on_one_device():
+    batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(3))
+    first, second, third = (Share(1, rank, 3).of(batch) for rank in range(3))
+    assert [len(one.input_ids) for one in (first, second, third)] == [2, 2, 2]
+    assert torch.equal(torch.cat([one.margin for one in (first, second, third)]), batch.margin)
+    empty = Share(1, 3, 4).of(batch)
+    assert empty.weight == empty.tokens == 0 and len(empty.margin) == 2 and type(empty) is Pairs
+
+
+def test_named_tensors_move_and_join():
+    batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(2))
+    assert list(batch.tensors) == ["input_ids", "labels", "margin"]
+    both = Pairs.concatenated([batch, batch])
+    assert len(both.margin) == len(both.labels) == 8 and both.position_ids is None
+    assert batch.to(torch.device("meta")).margin.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (PAIRS[1:], "is a mean over pairs and needs a Pairs"),
+        (PAIRS[:1], "is a mean over tokens and needs a MicroBatch"),
+    ],
+)
+def test_a_loss_of_other_data_is_refused(overrides, words, config):
+    """It is refused before weights are loaded, for training and for a plan."""
+    run = config("data=random", "loss=full", *overrides, base=SMALL)
+    with pytest.raises(Refused, match=words):
+        causal_lm(run, None)
+
+
+def test_a_mixture_of_pairs_is_refused():
+    with pytest.raises(Refused, match="not those of a text"):
+        Mix({"a": PairSource(8, 8), "b": random_tokens.Random(8, 8)})

@@ -1,0 +1,134 @@
+"""A mixture of experts: the auxiliary loss that its config asks for is part of what is trained, weighted by tokens."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+import parity
+from lowmem.config.instantiate import instantiate
+from lowmem.data.loader import START, MicroBatch, Window
+from lowmem.model.auxiliary_loss import AuxiliaryLoss
+from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing import policies
+from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.training.build import optimizer
+from lowmem.training.module import CausalLM, Update
+from networks import VOCABULARY, network
+
+FACTOR = 0.25  # of the auxiliary loss
+MIXTRAL = {"router_aux_loss_coef": FACTOR, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def mixture(asked=True, **changes):
+    return network("mixtral", output_router_logits=asked, **MIXTRAL, **changes)
+
+
+def window(*ignored):
+    """Micro-batches of 2 x 12 tokens; ignored: how many labels of each do not count."""
+    torch.manual_seed(3)
+    batches = []
+    for count in ignored:
+        ids = torch.randint(0, VOCABULARY, (2, 13))
+        labels = ids[:, 1:].clone()
+        labels[0, :count] = losses.IGNORED
+        batches.append(MicroBatch(ids[:, :-1], labels))
+    return Window(batches, tokens := sum(batch.tokens for batch in batches), tokens, START)
+
+
+def gradients(config, model, loss, window):
+    """Of one window, as the module makes them."""
+    kept = {}
+
+    class Looks(CausalLM):
+        def on_before_optimizer_step(self, optimizer):
+            kept.update({name: p.grad.clone() for name, p in self.model.named_parameters()})
+
+    cfg = config("optim=sgd", "clip=null", "max_steps=1")
+    module = Looks(model, loss, Update(optimizer(cfg), instantiate(cfg.scheduler)))
+    parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), []).fit(module, Once(window))
+    return kept
+
+
+class Once:
+    def __init__(self, window):
+        self.window = window
+
+    def __iter__(self):
+        yield self.window
+
+
+def expected(model, window, factor=FACTOR):
+    """The mean over the window's tokens of their loss, and of the auxiliary loss of their micro-batch."""
+    total = 0.0
+    for batch in window.micro_batches:
+        output = model(input_ids=batch.input_ids, use_cache=False)
+        total += losses.full(model, batch) + factor * output.aux_loss * batch.tokens
+    model.zero_grad()
+    (total / window.tokens).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def worst(ours, theirs):
+    return max(((ours[name] - g).abs().max() / g.abs().max()).item() for name, g in theirs.items())
+
+
+@pytest.mark.parametrize("loss", [losses.full, losses.Chunked(7)], ids=["full", "chunked"])
+@pytest.mark.parametrize("ignored", [(0,), (0, 9, 3)], ids=["one micro-batch", "three of unequal tokens"])
+def test_it_is_trained(config, loss, ignored):
+    ours, theirs = gradients(config, mixture(), loss, window(*ignored)), expected(mixture(), window(*ignored))
+    assert worst(ours, theirs) < 1e-5
+    # wrong: left out, or of twice the size
+    assert worst(ours, expected(mixture(), window(*ignored), 0.0)) > 1e-2
+    assert worst(ours, expected(mixture(), window(*ignored), 2 * FACTOR)) > 1e-2
+
+
+def test_of_one_micro_batch_it_is_what_the_model_returns_for_labels(config):
+    """The model's own loss shifts labels; the ids of a row that repeats are their own next tokens."""
+    row = torch.full((2, 13), 7)
+    batch = MicroBatch(row[:, :-1], row[:, 1:])
+    model = mixture()
+    output = model(input_ids=batch.input_ids, labels=torch.full_like(batch.input_ids, 7), use_cache=False)
+    plain = losses.full(model, batch) / batch.tokens
+    assert (output.loss - plain).item() == pytest.approx(FACTOR * output.aux_loss.item(), rel=1e-4)
+
+
+def test_it_does_not_matter_whether_blocks_are_computed_again(config):
+    kept = gradients(config, mixture(), losses.full, window(0, 4))
+    model = mixture()
+    policies.every_layer(model)
+    again = gradients(config, model, losses.full, window(0, 4))
+    assert all(torch.equal(again[name], g) for name, g in kept.items())
+
+
+def test_a_model_that_is_not_asked_adds_nothing(config):
+    ours = gradients(config, mixture(asked=False), losses.full, window(0))
+    assert worst(ours, expected(mixture(), window(0), 0.0)) < 1e-5
+
+
+def test_the_models_own_loss_function_is_left_as_it_was(config):
+    model = mixture()
+    before = model.loss_function
+    gradients(config, model, losses.full, window(0))
+    assert model.loss_function is before
+
+
+def test_a_run_shows_it_beside_the_loss(command, tmp_path, small):
+    shape = "{model_type: mixtral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    shape += "num_attention_heads: 2, num_key_value_heads: 1, num_local_experts: 4, output_router_logits: true}"
+    lines = ["model=hf", "model.name=mixture", "model.pretrained=false", f"model.architecture={shape}", "lr=1e-3"]
+    code, said = command(*lines)
+    assert code == 0 and "auxiliary loss" in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["auxiliary_loss"] > 0
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    assert float(rows[0]["auxiliary_loss"]) > 0
+
+
+def test_a_model_that_has_none_is_refused_one():
+    model = network("llama")
+    model.config.output_router_logits = True
+    AuxiliaryLoss(model)
+    with pytest.raises(Refused, match="output_router_logits=false"):
+        model(input_ids=torch.randint(0, VOCABULARY, (1, 4)), use_cache=False)

@@ -1,0 +1,291 @@
+"""Models from files: the weights that were saved, in the dtype that was asked for, once in memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from host_memory import Highest, linux
+from lowmem.config.schema import Model
+from lowmem.model import loading
+from lowmem.system.errors import Refused
+from networks import network
+from new_process import in_a_new_process
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def folder(request, tmp_path, small, config):
+    """A published model: weights in 16 bits, configuration and a tokenizer."""
+    from lowmem.data import token_store
+    from lowmem.data.sources import text_files
+
+    data = config().data
+    texts = text_files.text(data.path, data.pattern, data.val_fraction)
+    tokenizer = token_store.tokenize(texts, tmp_path / "cache", 400).tokenizer
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    network(request.param).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def spec(folder, **changes):
+    how = {"name": str(folder), "pretrained": True, "trust_remote_code": False, "attention": "sdpa"}
+    return Model.model_construct(**how | {"architecture": None, "stable_embedding": False} | changes)
+
+
+def built(how, dtype=torch.float32):
+    return loading.load(loading.Described(how, loading.architecture(how)), dtype)
+
+
+def test_weights_come_in_the_dtype_that_was_asked_for_and_in_training_mode(folder):
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    for dtype in (torch.float32, torch.float16):
+        network = built(spec(folder), dtype)
+        assert network.training and {p.dtype for p in network.parameters()} == {dtype}
+        for (name, ours), theirs in zip(network.named_parameters(), saved.parameters(), strict=True):
+            assert torch.equal(ours, theirs.to(dtype)), name
+
+
+@pytest.mark.rows("llama")
+def test_a_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder, tmp_path):
+    code, said = command("model=hf", f"model.name={folder}", "seq_len=16", "lr=1e-3", "max_steps=4")
+    assert code == 0, said
+    exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "model")
+    assert exported.get_vocab() == PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
+    before, after = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, tmp_path / "run" / "model"))
+    moved = (before.get_input_embeddings().weight.float() - after.get_input_embeddings().weight).abs().max()
+    assert 0 < moved < 0.1  # fine-tuned, not started over
+
+
+def test_without_weights_it_starts_at_random(folder):
+    assert not torch.equal(
+        built(spec(folder, pretrained=False)).get_input_embeddings().weight,
+        built(spec(folder)).get_input_embeddings().weight,
+    )
+
+
+def test_the_yaml_changes_what_it_names(folder):
+    key = "resid_pdrop" if loading.architecture(spec(folder)).model_type == "gpt2" else "attention_dropout"
+    changed = loading.architecture(spec(folder, architecture={"model_type": "any", key: 0.25}))
+    assert getattr(changed, key) == 0.25
+
+
+def test_weights_that_are_missing_are_refused_not_drawn(folder):
+    more = loading.architecture(spec(folder))
+    layers = "n_layer" if more.model_type == "gpt2" else "num_hidden_layers"
+    with pytest.raises(Refused, match="lack the weights"):
+        built(spec(folder, architecture={"model_type": "any", layers: 3}))
+
+
+@pytest.mark.slow
+def test_loading_never_holds_two_copies(tmp_path):
+    """A process of its own: what it holds in anonymous memory at most, over the weights' bytes."""
+    shape = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 50_000, "n_positions": 64}
+    code = """
+import sys, torch, threading, time
+from pathlib import Path
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from lowmem import model, schema
+how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
+spec = schema.Model.model_construct(**how, stable_embedding=False)
+def anonymous():
+    return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
+described = model.Described(spec, model.architecture(spec))
+before, peak, done = anonymous(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous()); time.sleep(0.0005)
+thread = threading.Thread(target=watch); thread.start()
+network = model.load(described, torch.float32)
+done = True; thread.join()
+weights = sum(p.nbytes for p in network.parameters())
+print((max(peak, anonymous()) - before) / weights)
+"""
+    big = AutoModelForCausalLM.from_config(loading._of_type("gpt2", **shape))
+    big.to(torch.bfloat16).save_pretrained(tmp_path)  # another dtype than asked for: every tensor is converted
+    ratio = float(
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=240,
+        ).stdout.split()[-1]
+    )
+    # once, and the allocations around it: importing the model's class, buffers, one tensor in flight
+    assert 0.9 < ratio < 1.5
+
+
+@pytest.mark.rows("dtype1-False")
+@linux
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_a_new_process
+def test_what_is_loaded_from_shards_adds_its_weights_to_memory_and_at_most_one_tensor(tmp_path, dtype, wrong):
+    """In fp32 they are new tensors, one after the other; in the dtype of the files they are the files' pages. Wrong:
+    each file is read before it is copied."""
+    shape = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    config = loading._of_type("llama", **shape, num_attention_heads=4)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    network.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="10MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    with Highest() as highest:
+        read = [load_file(file) for file in tmp_path.glob("*.safetensors")] if wrong else []
+        read = [{name: tensor.clone() for name, tensor in one.items()} for one in read]
+        weights = sum(p.nbytes for p in built(spec(tmp_path), dtype).parameters())
+    largest = 8000 * 512 * dtype.itemsize
+    held = weights if dtype == torch.float32 else 0
+    assert (highest.rise < held + largest + 4e6) != wrong
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ({"n_embd": 32}, "model_type"),
+        ({"model_type": "gpt2", "n_positions": "abc"}, "cannot be made of these values"),
+        ({"model_type": "gpt2", "n_embd": 32.5}, "cannot be made of these values"),
+    ],
+)
+def test_an_architecture_that_is_none_is_a_sentence(architecture, said):
+    with pytest.raises(Refused, match=said):
+        loading.architecture(spec("x", pretrained=False, architecture=architecture))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "longest"), [("xlnet", None), ("gpt2", 1024), ("musicgen", 2048), ("gemma3", 131072)]
+)
+def test_positions_are_those_of_the_text(model_type, longest):
+    try:
+        config = loading._of_type(model_type)
+    except Refused:
+        pytest.skip(f"this transformers makes no {model_type} of default values")  # musicgen, until 5.18 or later
+    assert loading.positions(config) == longest
+
+
+# --- only causal models train ----------------------------------------------------------------------------------------
+
+WIDTHS = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+ENCODERS = {
+    "bert": WIDTHS,
+    "rembert": WIDTHS | {"input_embedding_size": 16, "output_embedding_size": 16},  # says nothing of itself
+    "xlm": {"vocab_size": 300, "emb_dim": 32, "n_layers": 2, "n_heads": 2},
+}
+CAUSAL = {
+    "bert": WIDTHS | {"is_decoder": True},
+    "bloom": {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 2},  # says nothing of itself
+    "bart": {"vocab_size": 300, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2},  # its decoder alone
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2},
+}
+
+
+def at_random(model_type, keys, dtype=torch.float32):
+    how = spec("x", pretrained=False, architecture={"model_type": model_type} | keys)
+    torch.manual_seed(0)
+    return built(how, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_an_encoder_is_refused_by_what_it_sees(model_type, dtype):
+    network = at_random(model_type, ENCODERS[model_type], dtype)
+    with pytest.raises(Refused, match=f"{type(network).__name__} is an encoder here.*Choose a causal model"):
+        loading.check_causal(network)
+    assert network.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_a_causal_model_is_not_and_draws_no_number_for_it(model_type, dtype):
+    network = at_random(model_type, CAUSAL[model_type], dtype)
+    before = torch.get_rng_state()
+    loading.check_causal(network)
+    assert network.training and torch.equal(torch.get_rng_state(), before)
+    assert not loading._looks_ahead(network)  # also where its attention has said so
+
+
+def test_a_model_that_says_it_is_causal_costs_no_pass(monkeypatch):
+    monkeypatch.setattr(loading, "_looks_ahead", lambda _: pytest.fail("looked"))
+    loading.check_causal(at_random("gpt2", CAUSAL["gpt2"]))
+
+
+@pytest.mark.rows("gpt2")
+def test_a_folder_with_an_encoder_does_not_train_and_one_made_a_decoder_does(command, folder, tmp_path):
+    at_random("bert", WIDTHS | {"vocab_size": 400}).save_pretrained(tmp_path / "encoder")
+    PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path / "encoder")
+    lines = ("model=hf", f"model.name={tmp_path}/encoder", "seq_len=16", "lr=1e-3", "max_steps=1")
+    code, said = command(*lines)
+    assert (
+        code == 1
+        and "BertLMHeadModel is an encoder here" in said
+        and "type model.architecture={is_decoder:true}" in said
+    )
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    code, said = command(*lines, "model.architecture={is_decoder:true}")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_encoder_decoder_is_called_that(tmp_path, name, pretrained):
+    widths = {"d_model": 32, "vocab_size": 300}
+    config = AutoConfig.for_model(name, **widths)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    if name == "bart" and not pretrained:  # its decoder alone is a causal model
+        return
+    with pytest.raises(Refused, match=f"{name} cannot be built as a causal model: it is an encoder-decoder"):
+        loading.architecture(spec(tmp_path, pretrained=pretrained))
+
+
+# --- folders -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "~/no such folder", "./x", "a/b/c"])
+def test_a_folder_that_is_not_there_is_called_that(name):
+    for pretrained in (True, False):
+        with pytest.raises(Refused, match="there is no such folder"):
+            loading.architecture(spec(name, pretrained=pretrained))
+    with pytest.raises(Refused, match="there is no such folder"):
+        loading.tokenizer(name, False)
+
+
+def test_a_file_a_hub_id_and_a_home_are_told_apart(folder, monkeypatch):
+    with pytest.raises(Refused, match=f"this is a file.*model.name={folder}"):
+        loading.architecture(spec(folder / "model.safetensors"))
+    with pytest.raises(Refused, match="hub id that this machine reaches"):
+        loading.architecture(spec("somebody/something"))
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert built(spec("~/model")).training and len(loading.tokenizer("~/model", False))
+
+
+def test_a_folder_that_may_not_be_read_is_called_that(folder, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(loading.os, "listdir", denied)  # an administrator may read every folder
+    with pytest.raises(Refused, match=r"permission denied\. Give a folder"):
+        loading.architecture(spec(folder))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_weights_that_were_cut_short_are_a_sentence(folder, kept):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(Refused, match=r"model\.safetensors has .* bytes, .*It is a local file: copy it here again"):
+        loading.architecture(spec(folder))  # before the data is tokenized
+    (folder.parent / "checkpoints").mkdir()
+    with pytest.raises(Refused, match=f"write it again: export={folder.parent}"):
+        loading.architecture(spec(folder))

@@ -1,0 +1,222 @@
+"""Documents that share a row are to a model what they are alone, in logits and gradients, or it is refused."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from documents import split
+from lowmem.data.loader import MicroBatch
+from lowmem.data.packing import rows
+from lowmem.model import packed_attention
+from lowmem.system.errors import Refused
+from lowmem.system.torch_private import attention_taken
+from lowmem.techniques.loss import cross_entropy as losses
+from networks import network
+
+WIDTH, SEQ_LEN, EXACT = 32, 40, 1e-6
+FEW = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": WIDTH}
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EAGER = {"attn_implementation": "eager"}
+# Windows are shorter than documents.
+EXACTLY = {
+    "gpt2": {"n_positions": SEQ_LEN},
+    "llama": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 4, **EAGER},
+    "gemma3_text": {"sliding_window": 4},
+    "mistral": {"sliding_window": 4},
+    "mixtral": MIXTURE,
+}
+LEAKS = {
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": WIDTH, "dropout": 0.0},
+    "bloom": {"n_layer": 2, "n_head": 2, **EAGER},
+    "gpt_oss": {**MIXTURE, "sliding_window": 4, **EAGER},
+    "mamba": {"state_size": 4, **EAGER},
+}
+
+
+def texts():
+    return [np.random.default_rng(i).integers(3, 500, n) for i, n in enumerate((7, 2, 12, 5, 33, 18, 9, 21))]
+
+
+def batch():
+    made = rows(split(*texts()), SEQ_LEN, "documents", "cut", "train")
+    return made.micro_batch(np.arange(len(made)))
+
+
+def alone(model):
+    """The loss of each document by itself, summed."""
+    ids = [torch.from_numpy(document)[None] for document in texts()]
+    return sum(losses.full(model, MicroBatch(of[:, :-1], of[:, 1:])) for of in ids)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def off(model, packed, loss=losses.full):
+    """(loss, gradients) of packed rows against documents by themselves, relative to the largest."""
+    right, wrong = alone(model), loss(model, packed)
+    one, other = gradients(model, right), gradients(model, wrong)
+    return abs(wrong.item() / right.item() - 1), ((one - other).abs().max() / one.abs().max()).item()
+
+
+def logits_off(model, packed, **more):
+    """Of every token, relative to the largest; more: what the model is called with besides."""
+    with torch.no_grad():
+        together = model(**packed.inputs, **({"use_cache": False} | more)).logits
+        apart = []
+        for ids, places in zip(packed.input_ids, packed.position_ids, strict=True):
+            starts = [*(places == 0).nonzero().flatten().tolist(), SEQ_LEN]
+            parts = ids.split([stop - start for start, stop in pairwise(starts)])
+            apart.append(torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts]))
+    return ((together - torch.stack(apart)).abs().max() / torch.stack(apart).abs().max()).item()
+
+
+@pytest.mark.parametrize("model_type", EXACTLY)
+def test_logits_and_gradients_are_those_of_documents_by_themselves(model_type):
+    model, packed = network(model_type, **EXACTLY[model_type]), batch()
+    for shared in (False, True):  # the mask of transformers, and ours
+        if shared:
+            packed_attention.share_mask(model)
+        assert logits_off(model, packed) < EXACT
+        assert max(off(model, packed)) < EXACT
+    assert max(off(model, packed, losses.Chunked(7))) < EXACT
+    assert packed_attention.keeps_apart(model.eval(), packed.input_ids[:, :16])
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "mistral"])
+def test_wrong_ways_to_say_it_leak_and_are_seen(model_type):
+    model, packed = network(model_type, **EXACTLY[model_type]), batch()
+    packed_attention.share_mask(model)
+    ones = torch.ones_like(packed.input_ids)
+    assert logits_off(model, packed, attention_mask=ones) > 1e-3
+    assert logits_off(model, packed, use_cache=True) > 1e-3
+    one_document = replace(packed, position_ids=None)
+    assert off(model, one_document)[1] > 1e-3
+    swapped = replace(packed, position_ids=packed.position_ids.flip(0))  # the boundaries of another row
+    assert off(model, swapped)[1] > 1e-3
+    ids, forward = packed.input_ids[:1, :16], model.forward
+    for more in ({"attention_mask": ones[:1, :16]}, {"use_cache": True}):
+        model.forward = lambda more=more, **inputs: forward(
+            **(inputs | (more if inputs["input_ids"].shape == ids.shape else {}))
+        )
+        assert not packed_attention.keeps_apart(model.eval(), ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", LEAKS)
+def test_a_model_whose_documents_see_each_other_is_refused_by_name(model_type, dtype):
+    """They are called as the others are."""
+    model = network(model_type, **LEAKS[model_type]).to(dtype).eval()
+    packed_attention.share_mask(model)
+    with pytest.raises(Refused, match=rf"in {type(model).__name__} documents of a row see each other.*packing=padded"):
+        packed_attention.verify(model, batch().input_ids[:, :16])
+
+
+def test_lost_positions_are_seen_where_nothing_leaks():
+    """GPT-2's are absolute: the mask alone, with positions that count on, is another function."""
+    model, ids = network("gpt2", **EXACTLY["gpt2"]).eval(), batch().input_ids[:, :16]
+    forward, asked = model.forward, []
+
+    def counting_on(**inputs):
+        if "position_ids" in inputs:
+            asked.append(inputs)
+            same = inputs["position_ids"] == 0
+            document = same.cumsum(1)[:, :, None] == same.cumsum(1)[:, None]
+            inputs["attention_mask"] = (document & document.new_ones(16, 16).tril())[:, None]
+            inputs["position_ids"] = torch.arange(16).expand_as(ids)
+        return forward(**inputs)
+
+    model.forward = counting_on
+    assert not packed_attention.keeps_apart(model, ids) and len(asked) == 2  # no leak was found in the first
+
+
+@pytest.mark.parametrize("model_type", ["opt", "mamba", "llama"])
+def test_padded_rows_need_no_mask(model_type):
+    model = network(model_type, **({**LEAKS, **EXACTLY})[model_type])
+    made = rows(split(*texts()), SEQ_LEN, "padded", "cut", "train")
+    assert max(off(model, made.micro_batch(np.arange(len(made))))) < EXACT
+
+
+# --- one mask for all layers ---------------------------------------------------------------------------------------
+
+
+def masks(model, packed, **autocast):
+    """Storages of (T, T) that wait for backward."""
+    kept = {}
+
+    def pack(tensor):
+        if tensor.shape[-2:] == (SEQ_LEN, SEQ_LEN):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    enabled = {"dtype": torch.bfloat16, "cache_enabled": False} | autocast
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", **enabled):
+        loss = losses.full(model, packed)
+    assert loss.isfinite()
+    return len(kept)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize(("model_type", "different"), [("gpt2", 1), ("llama", 1), ("gemma3_text", 2)])
+def test_every_layer_holds_the_same_mask(model_type, different, enabled):
+    layers = {"n_layer": 6} if model_type == "gpt2" else {"num_hidden_layers": 6}
+    model = network(model_type, **EXACTLY[model_type], **layers)
+    assert masks(model, batch(), enabled=enabled) == 6
+    packed_attention.share_mask(model)
+    assert masks(model, batch(), enabled=enabled) == different
+
+
+def test_where_torchs_attention_was_not_taken_nothing_is_changed():
+    """Under our name GPT-OSS would lose its sinks, without a word."""
+    model, ids = network("gpt_oss", **LEAKS["gpt_oss"]).eval(), batch().input_ids
+    for block in model.model.layers:
+        torch.nn.init.normal_(block.self_attn.sinks)
+    right = model(input_ids=ids, use_cache=False).logits
+    packed_attention.share_mask(model)
+    assert attention_taken(model) == "eager"
+    model.set_attn_implementation(packed_attention.SHARED)  # wrong
+    assert (model(input_ids=ids, use_cache=False).logits - right).abs().max() > 0.01 * right.abs().max()
+
+
+# --- a run ---------------------------------------------------------------------------------------------------------
+
+PACKED = ("data.packing=documents", "seq_len=64", "batch_size=2", "plan=off")
+
+
+def test_a_run_asks_its_model_before_the_first_step(fit, monkeypatch):
+    summary, folder = fit(*PACKED, "max_steps=2")
+    assert summary["steps"] == 2
+    again, _ = fit(*PACKED, f"evaluate={folder}/model", folder="again")
+    assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
+    assert packed_attention.SHARED not in (folder / "model" / "config.json").read_text()
+    assert json.loads((folder / "model" / "config.json").read_text())["model_type"] == "gpt2"
+    monkeypatch.setattr(packed_attention, "keeps_apart", lambda *_: False)
+    fit("max_steps=1", "plan=off", folder="joined")
+    with pytest.raises(Refused, match="GPT2LMHeadModel documents of a row see each other"):
+        fit(*PACKED, f"evaluate={folder}/model", folder="evaluated")
+    with pytest.raises(Refused, match="GPT2LMHeadModel documents of a row see each other"):
+        fit(*PACKED, folder="refused")
+
+
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+def test_a_run_goes_on_to_the_bit(fit, packing):
+    typed = (*PACKED, f"data.packing={packing}", "save_every=1", "max_steps=4", "checkpoint.keep=10", "sample_tokens=0")
+    _, unbroken = fit(*typed)
+    whole = torch.load(unbroken / "checkpoints" / "step-00000004.ckpt", weights_only=True)
+    for done in (1, 3):
+        saved = unbroken / "checkpoints" / f"step-0000000{done}.ckpt"
+        _, folder = fit(*typed, f"resume={saved}", folder=f"from{done}")
+        again = torch.load(folder / "checkpoints" / "step-00000004.ckpt", weights_only=True)
+        assert all(torch.equal(again["state_dict"][name], p) for name, p in whole["state_dict"].items())
+        assert again["lowmem"]["position"] == whole["lowmem"]["position"]
+    with pytest.raises(Refused, match="another order"):
+        fit(*typed, "data.packing=joined", f"resume={saved}", folder="joined")

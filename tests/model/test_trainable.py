@@ -1,0 +1,214 @@
+"""What is frozen has no gradient, state, master or decay, and is in no checkpoint; a resume has the same bits."""
+
+import logging
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+import parity
+from lowmem.config.settle import settled
+from lowmem.config.typed_lines import composed
+from lowmem.memory import ledger
+from lowmem.saving.checkpoint import Saved, complete
+from lowmem.system.errors import Refused
+from lowmem.techniques.precision.host_masters import HostMasters, Master
+from lowmem.techniques.precision.weights_16bit import SixteenBitWeights
+from same import last, same
+from tolerances import allowed, within
+
+FROZEN = ["model.layers.0.*", "model.embed_tokens.*", "*layernorm*"]  # of the parity tests' Llama; its head is tied
+FREEZE = f"freeze=[{','.join(FROZEN)}]"
+PRECISIONS = ["precision=32", "precision=bf16-sr", "precision=bf16-master", "precision=16-true"]
+
+
+def config_of(config, *lines):
+    return config(*parity.overrides(*lines), base=())
+
+
+class Held(Callback):
+    """Bytes of what is held, counted where a step begins and behind it."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+
+    def on_train_batch_end(self, trainer, module, *_):
+        plugin = trainer.precision_plugin
+        self.state = sum(t.nbytes for t in ledger.optimizer_state(trainer.optimizers[0]) if t.dim())
+        self.weights = sum({id(p): p.nbytes for p in module.parameters()}.values())
+        self.masters = sum(t.nbytes for t in plugin.host_tensors())
+
+
+def counted(frozen=FROZEN):
+    """(elements that are trained, all), by names written out here."""
+    from fnmatch import fnmatchcase
+
+    every = {name: p.numel() for name, p in parity._network("float32").named_parameters()}
+    left = {name: n for name, n in every.items() if not any(fnmatchcase(name, pattern) for pattern in frozen)}
+    return sum(left.values()), sum(every.values())
+
+
+def held(config, *lines):
+    look = Held()
+    parity.run(config_of(config, *lines, FREEZE), callbacks=[look])
+    return look
+
+
+def right(look, precision):
+    own, every = counted()
+    wide = precision == "precision=32"
+    gradients = {"precision=32": 4 * own, "precision=bf16-master": 0}.get(precision, 2 * own)
+    masters = own * (4 + 2) if precision == "precision=bf16-master" else 0  # in fp32, and one micro-batch's gradients
+    found = (look.weights, look.gradients, look.state, look.masters)
+    return found == ((4 if wide else 2) * every, gradients, 8 * own, masters)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[:3])
+def test_only_what_is_trained_is_held(config, precision):
+    assert right(held(config, precision), precision)
+
+
+def test_a_master_of_a_frozen_weight_would_be_seen(config, monkeypatch):
+    """The deliberately wrong variant: the host's bytes tell."""
+
+    def convert(self, module):
+        for name, p in module.named_parameters():
+            self.masters[id(p)] = Master(name, p, self.dtype)
+        return module
+
+    monkeypatch.setattr(HostMasters, "convert_module", convert)
+    assert not right(held(config, "precision=bf16-master"), "precision=bf16-master")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("more", [[], ["gradient_checkpointing=every_layer", "loss=chunked"]])
+def test_what_is_frozen_stays_and_the_rest_is_the_oracle(config, precision, more):
+    cfg = config_of(config, precision, *more, FREEZE)
+    (start, theirs) = parity.expected(cfg, "adamw", "none")
+    before, ours = parity.run(cfg)
+    frozen = [name for name in start if torch.equal(theirs[name], start[name])]
+    assert sum(start[name].numel() for name in start if name not in frozen) == counted()[0]
+    for name in frozen:  # rounded once at most
+        rounded = before[name].bfloat16().float() if precision == "precision=bf16-master" else before[name]
+        assert torch.equal(ours[name], rounded), name
+    assert within(parity.errors(start, ours, theirs), allowed(precision, *more)[:2])
+
+
+def test_one_that_is_trained_all_the_same_is_not_the_oracle(config):
+    cfg = config_of(config, FREEZE)
+    start, theirs = parity.expected(cfg, "adamw", "none")
+    _, ours = parity.run(config_of(config, "freeze=[model.layers.0.*]"))
+    assert not within(parity.errors(start, ours, theirs), allowed("precision=32")[:2])
+
+
+def test_a_part_in_fp32_beside_16_bit_weights_is_not_rounded(config):
+    """The update is the optimizer's own, to the bit: also from scaled gradients. Wrong: rounded as the others are."""
+    weight, gradient = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+    exact = torch.nn.Parameter(weight.detach().clone())
+    plugin = SixteenBitWeights()
+    plugin.gradient_scale = 4.0
+    for p, g in ((weight, gradient * 4), (exact, gradient)):
+        optimizer = torch.optim.AdamW([p], lr=1e-3)
+        p.grad = g.clone()
+        if p is weight:
+            plugin.update(optimizer, optimizer.param_groups[0], p)
+        else:
+            optimizer.step()
+    assert torch.equal(weight, exact) and not torch.equal(weight, weight.bfloat16().float())
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+HALF = ("freeze=[*.h.0.*,*.wpe.*]", "save_every=1", "lr=1e-2", "model.architecture.resid_pdrop=0.1")
+
+
+@pytest.fixture
+def pretrained(fit):
+    """Overrides: a folder of weights to start from."""
+    _, folder = fit("max_steps=1", folder="published")
+    lines = ("model=hf", f"model.name={folder / 'model'}", "model.lr=1e-2", "model.seq_len=16", "model.max_steps=4")
+    return [*lines, "model.architecture={resid_pdrop:0.1}"]
+
+
+def resumed(fit, *lines):
+    """(what a whole run's last checkpoint holds, that of one which was stopped, the folder of the latter)."""
+    lines = [*HALF[:3], *(lines if any("hf" in line for line in lines) else (*lines, HALF[3]))]
+    _, whole = fit(*lines, folder="whole")
+    _, part = fit(*lines, "max_steps=2", "scheduler.total_steps=4", folder="part")
+    _, again = fit(*lines, f"resume={part}", folder="again")
+    return last(whole), last(again), part
+
+
+SLOW = [pytest.param(f"precision={name}", marks=pytest.mark.slow) for name in ("32", "bf16-sr")]
+
+
+@pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW])
+def test_a_resume_from_half_a_checkpoint_is_the_unbroken_run(fit, precision):
+    whole, again, _ = resumed(fit, precision)
+    assert all(same(whole[key], again[key]) for key in whole)
+    names = whole["state_dict"].keys()
+    assert names and not any(".h.0." in name or ".wpe." in name for name in names)
+    assert any("lm_head" in name for name in names)  # a tied name too
+
+
+def test_a_resume_on_published_weights_is_the_unbroken_run(fit, pretrained):
+    whole, again, part = resumed(fit, *pretrained)
+    assert all(same(whole[key], again[key]) for key in whole)
+    assert complete(part / "checkpoints")[-1].stat().st_size < 0.7 * sum(
+        file.stat().st_size * 3 for file in (part / "model").glob("*.safetensors")
+    )
+
+
+def test_another_base_is_refused(fit):
+    """Wrong would be to go on from it: it has the same names and shapes."""
+    _, part = fit(*HALF, "max_steps=2", folder="part")
+    with pytest.raises(Refused, match=r"what that run did not train is not in its checkpoint.*seed="):
+        fit(*HALF, f"resume={part}", "seed=1", folder="again")
+    with pytest.raises(Refused, match=r"what this run trains.*freeze="):
+        fit(f"resume={part}", folder="full")
+
+
+def test_a_whole_checkpoint_is_as_strict_as_ever(fit):
+    _, part = fit("max_steps=2", "save_every=1", folder="part")
+    with pytest.raises(Refused, match=r"missing in what this run trains"):
+        fit(*HALF, f"resume={part}", folder="again")
+    with pytest.raises(Refused, match=r"in this model. Type the model= and model.architecture of that run"):
+        fit("model.architecture.n_embd=64", f"resume={part}", folder="other")
+    assert Saved(complete(part / "checkpoints")[-1]).base is None
+
+
+@pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW[:1]])
+def test_half_a_checkpoint_is_evaluated_and_exported_whole(fit, precision):
+    from transformers import AutoModelForCausalLM
+
+    summary, part = fit(*HALF, precision, folder="part")
+    again, _ = fit(*HALF, precision, f"evaluate={part}", folder="evaluated")
+    _, exported = fit(*HALF, precision, f"export={part}", folder="exported")
+    assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-3 if "bf16" in precision else 1e-6)
+    one, other = (AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32) for run in (part, exported))
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=2**-8), name
+    assert summary["trained_parameters"] < summary["parameters"]
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_that_cannot_be_meant_are_refused(fit):
+    with pytest.raises(Refused, match=r"no parameter of GPT2LMHeadModel has a name like \*\.embed\..*transformer\.wte"):
+        fit("freeze=[*.embed.*]")
+    with pytest.raises(Refused, match=r"freeze=\['\*'\]: nothing is left to train"):
+        fit("freeze=['*']")
+
+
+def test_a_name_that_is_no_list_is_refused(config):
+    with pytest.raises(Refused, match=r"freeze=x.*give a list of patterns"):
+        settled(composed(["freeze=x"]))
+
+
+def test_a_tied_head_is_the_embedding(fit, caplog):
+    with caplog.at_level(logging.INFO):
+        summary, _ = fit("freeze=[lm_head.*]", "max_steps=1")
+    embedding = 300 * 32
+    assert summary["parameters"] - summary["trained_parameters"] == embedding
+    assert f"freeze: {summary['trained_parameters']:,} of" in caplog.text

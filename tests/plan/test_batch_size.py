@@ -1,0 +1,87 @@
+"""batch_size=auto finds the largest divisor of the effective batch that fits, and changes nothing but the cut."""
+
+import pytest
+
+from lowmem.config.accumulation import divisors
+from lowmem.fit import OutOfMemory
+from lowmem.plan import batch_size
+from lowmem.system.errors import Refused
+from lowmem.training.training import training_session
+
+AUTO = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=12")
+
+
+def test_bisection_finds_the_largest_that_fits_without_trying_all():
+    for most in range(14):
+        tried = []
+        found = batch_size.largest(divisors(12), lambda n, most=most, tried=tried: tried.append(n) or n <= most)
+        assert found == max((d for d in (1, 2, 3, 4, 6, 12) if d <= most), default=None)
+        assert len(tried) <= 3
+
+
+@pytest.mark.slow
+def test_what_is_found_fits_and_the_next_larger_does_not(fit):
+    typed = {n: fit(*AUTO[1:], f"batch_size={n}", folder=f"typed{n}")[0] for n in (4, 6)}
+    room = typed[4]["peak_bytes"]["device"]
+    assert room < typed[6]["peak_bytes"]["device"]
+    summary, _ = fit(*AUTO, f"memory.limit={room}", folder="auto")  # to the byte
+    assert summary["batch_size"] == 4 and summary["peak_bytes"]["device"] == room
+    # the effective batch stays
+    assert summary["tokens"] == typed[6]["tokens"] == 12 * 16 * 4
+    assert summary["train_loss"] == pytest.approx(typed[6]["train_loss"], rel=1e-4)
+    with pytest.raises(OutOfMemory, match="batch_size=3"):
+        fit(*AUTO[1:], "batch_size=6", f"memory.limit={room}", folder="larger")
+
+
+@pytest.mark.slow
+def test_as_typed_it_is_found_and_trained_with(command):
+    code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "plan=check", "max_steps=1")
+    assert code == 0 and "batch_size=4 fits." in said and "1 micro-batches per optimizer step" in said, said
+
+
+@pytest.mark.slow
+def test_one_try_says_what_fits(config):
+    cfg = config(*AUTO, "memory.limit=100KiB")
+    assert not batch_size.fits(cfg, 1)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_try_writes_no_checkpoint_and_no_model(config, tmp_path, keeps):
+    with training_session(config(), tmp_path, keeps=keeps) as training:
+        assert training.trainer.global_step == 4
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"memory.csv", "metrics.csv", *(["checkpoints"] if keeps else [])}
+
+
+def test_when_nothing_fits_the_sentence_says_what_to_type(config, monkeypatch):
+    monkeypatch.setattr(batch_size, "fits", lambda cfg, size: False)
+    with pytest.raises(Refused, match="gradient_checkpointing=every_layer"):
+        batch_size.resolve(config(*AUTO, "memory.limit=100KiB"))
+
+
+@pytest.mark.slow
+def test_a_try_that_fails_for_another_reason_is_not_taken_for_too_large(config):
+    cfg = config(*AUTO, "memory.limit=1GiB", "model.architecture.n_head=7")
+    with pytest.raises(Refused, match=r"the try with batch_size=\d+ failed"):
+        batch_size.resolve(cfg)
+
+
+def test_a_number_starts_no_tries(config, monkeypatch):
+    monkeypatch.setattr(batch_size, "fits", None)
+    cfg = config("batch_size=4")
+    assert batch_size.resolve(cfg) is cfg
+
+
+def test_the_plan_is_tried_first_and_bisection_goes_below_it(config, monkeypatch):
+    monkeypatch.setattr(batch_size, "could_fit", lambda cfg: cfg.batch_size <= 4)
+    for most, tries in ((4, [4]), (2, [4, 3, 2])):
+        tried = []
+        monkeypatch.setattr(batch_size, "fits", lambda _, n, most=most, tried=tried: tried.append(n) or n <= most)
+        cfg = config(*AUTO, "memory.limit=1MiB", "plan=check")
+        assert batch_size.resolve(cfg).batch_size == most and tried[0] == 4 and len(tried) <= len(tries) + 1
+
+
+def test_what_is_predicted_not_to_fit_is_not_tried(config, monkeypatch):
+    monkeypatch.setattr(batch_size, "fits", None)  # calling it would be an error
+    with pytest.raises(Refused, match="not even one sequence"):
+        batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "plan=check"))

@@ -1,0 +1,112 @@
+"""Runs side by side: whatever state they are in, from whichever machine."""
+
+import csv
+import json
+import re
+
+import pytest
+
+from lowmem.report import folders
+from lowmem.report.compare import compare
+from lowmem.system.units import MIB
+from made_runs import finished
+
+
+def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
+    compare.main([str(sweep)])
+    said = capsys.readouterr().out
+    rows = r"^(\d) .* (done|failed|broken|running)\n  data.path=a/folder.* lr=0\.00\d$"  # below: too long
+    table = dict(re.findall(rows, said, re.MULTILINE))
+    assert [table[str(n)] for n in range(7)] == [*["done"] * 3, "failed", "broken", "broken", "running"]
+    reasons = dict(re.findall(r"^(\d) \w+: (.*)$", said, re.MULTILINE))
+    assert reasons.keys() == {*"3456"}
+    assert "ZeroDivisionError" in reasons["3"] and "summary.json cannot be read (JSONDecodeError" in reasons["4"]
+    assert "ended without a summary" in reasons["5"] and "no summary yet" in reasons["6"]
+    with (sweep / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == [table[str(n)] for n in range(7)]
+    assert float(rows[0]["device GiB"]) == 600 / 1024 and rows[3]["device GiB"] == "" and rows[2]["lr"] == "0.003"
+
+
+def test_folders_from_several_places_are_told_apart(sweep, tmp_path, capsys, monkeypatch):
+    other = finished(tmp_path / "other" / "run", ["lr=0.001", "precision=bf16"])
+    monkeypatch.chdir(tmp_path)
+    compare.main([str(sweep), str(other), str(sweep / "0")])
+    said = capsys.readouterr().out
+    assert "sweep/0" in said and "other/run" in said and said.count("sweep/0 ") == 1 and "precision" in said
+    assert (tmp_path / "comparison.html").exists()
+
+
+def test_a_run_of_several_ranks_is_one_run_with_the_memory_of_its_highest(tmp_path, capsys):
+    ranks = [{"device": size, "host_rss": 3 * size} for size in (400 * MIB, 512 * MIB)]
+    run = finished(tmp_path / "run", ["strategy=fsdp", "devices=2"], 400 * MIB, ranks=ranks)
+    (run / "rank-1").mkdir()
+    (run / "rank-1" / "memory.csv").write_text((run / "memory.csv").read_text())
+    finished(tmp_path / "alone", ["strategy=auto"], 256 * MIB)
+    compare.main([str(tmp_path)])
+    assert "rank-1" not in capsys.readouterr().out
+    with (tmp_path / "comparison.csv").open() as file:
+        rows = {row["run"]: (float(row["device GiB"]), float(row["host GiB"])) for row in csv.DictReader(file)}
+    assert rows == {"alone": (0.25, 0.75), "run": (0.5, 1.5)}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda at: None, "there is no such folder"),
+        (lambda at: at.mkdir(), "no run of train.py is here or below"),
+        (lambda at: at.write_text("x"), "this is a file"),
+        (lambda at: (at / "checkpoint-500").mkdir(parents=True), "no run of train.py is here or below"),
+        (lambda at: (at / ".hydra").mkdir(parents=True), "no run of train.py is here or below"),  # another Hydra tool
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path, make, says):
+    make(tmp_path / "what")
+    with pytest.raises(SystemExit) as stop:
+        compare.main([str(tmp_path / "what")])
+    assert says in stop.value.code and str(tmp_path / "what") in stop.value.code
+
+
+def test_a_summary_of_another_tool_is_broken_and_not_fatal(tmp_path, capsys):
+    for name, text in (("list", "[1, 2]"), ("empty", ""), ("other", '{"loss": 1}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(text)
+    compare.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert said.count("broken: summary.json cannot be read") == 3
+
+
+def test_rows_are_at_most_80_characters_wide_and_runs_that_failed_alike_share_their_reason(tmp_path, capsys):
+    for number in range(4):
+        finished(tmp_path / f"{number}", [f"batch_size={number}", "optim=" + "adamw8bit" * (number % 2)])
+    for number in (1, 2):
+        (tmp_path / f"{number}" / folders.FAILED).write_text("batch_size=0: " + "give a whole number " * 5)
+    compare.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    rows = said[: said.index("1, 2 failed: batch_size=0: ")].splitlines()
+    assert max(map(len, rows)) <= 80 and said.count("give a whole") == 5
+    assert [row.split()[0] for row in rows[2::2]] == [*"0123"] and rows[5] == "  batch_size=1 optim=adamw8bit"
+    finished(tmp_path / "more" / "4", ["batch_size=4"])
+    table = folders.table(folders.runs_below(tmp_path / "more"), ["4"])
+    assert table.splitlines()[1].split() == ["run", "loss", "byte", "tokens/s", "GiB", "GiB", "status"]
+
+
+def test_a_folder_that_cannot_be_written_is_said(sweep, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="Type --to"):
+        compare.main([str(sweep), "--to", str(tmp_path / "file" / "below")])
+
+
+def test_a_run_of_an_earlier_version_is_listed_with_what_it_has(sweep, capsys):
+    """Summaries and tables have grown: what an older one lacks is missing on the page, and nothing else is."""
+    old = json.loads((sweep / "0" / "summary.json").read_text())
+    for key in ("peak_bytes_by_category", "peak_bytes_by_phase", "bits_per_byte", "device", "peak_bytes"):
+        del old[key]
+    (sweep / "0" / "summary.json").write_text(json.dumps(old))
+    (sweep / "0" / "memory.csv").write_text("phase,live_peak_bytes\nforward,5\n")
+    (sweep / "1" / "summary.json").write_text(json.dumps(old | {"predicted": {"recipe": 1}}))
+    compare.main([str(sweep)])
+    with (sweep / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows[:3]] == ["done"] * 3 and rows[0]["tokens/s"] == "1000.0"
+    assert rows[0]["device GiB"] == "" and (sweep / "comparison.html").stat().st_size > 1_000_000

@@ -1,0 +1,67 @@
+"""A run's label is what tells it from the others, and no more."""
+
+from pathlib import Path
+
+import pytest
+
+from lowmem.report.compare.labels import LONG, labels, shortened
+from lowmem.report.folders import RunFolder
+
+
+def runs_of(*typed: str) -> list[RunFolder]:
+    return [RunFolder(Path(str(i)), line.split(), None, "done") for i, line in enumerate(typed)]
+
+
+def numbers(every) -> list[str]:
+    return [str(i) for i in range(len(every))]
+
+
+def test_what_all_have_is_left_out_and_a_word_stands_by_itself():
+    every = runs_of("model=gpt2 precision=bf16 lr=1e-3 loss=full", "model=gpt2 precision=32 lr=3e-3 loss=full")
+    assert labels(every, numbers(every)) == ["bf16 lr=1e-3", "precision=32 lr=3e-3"]
+
+
+def test_a_key_is_its_last_word_unless_two_end_alike():
+    every = runs_of("optim.beta=1 scheduler.steps=1 model.steps=1", "optim.beta=2 scheduler.steps=2 model.steps=2")
+    assert labels(every, numbers(every))[0] == "beta=1 scheduler.steps=1 model.steps=1"
+
+
+def test_none_and_true_do_not_stand_by_themselves():
+    every = runs_of("accumulation=none optim=adamw x=true", "accumulation=fixed optim=sgd x=false", "optim=muon")
+    assert labels(every, numbers(every)) == ["accumulation=none adamw x=true", "fixed sgd x=false", "muon"]
+
+
+def test_runs_that_were_typed_alike_are_told_apart_by_their_names():
+    every = runs_of("lr=1", "lr=1", "lr=2", "")
+    assert labels(every, numbers(every)) == ["0 lr=1", "1 lr=1", "lr=2", "3"]
+    long = [f"2026-01-31/12-00-00/{place}/of/a/cluster/with/a/long/name" for place in ("here", "there")]
+    assert labels(runs_of("lr=1", "lr=1"), long) == ["…here…", "…there…"]
+
+
+@pytest.mark.parametrize(
+    ("values", "short"),
+    [
+        (["notes", "a/short/path"], ["notes", "a/short/path"]),
+        (["/home/me/corpora/of/text/one", "/home/me/corpora/of/text/two"], ["…one", "…two"]),
+        (["/home/me/corpora/one/train.txt", "/home/me/corpora/two/train.txt"], ["…one…", "…two…"]),
+        (["lab/Model-with-a-name-0.6B-chat", "lab/Model-with-a-name-1.7B-chat"], ["…0.6B…", "…1.7B…"]),
+        (["a" * 10 + "b" * 90, "c"], ["a" * 9 + "…" + "b" * 10, "c"]),
+        ([], []),
+    ],
+)
+def test_a_long_value_keeps_what_differs(values, short):
+    assert shortened(values) == short
+
+
+def test_values_of_which_nothing_short_differs_leave_runs_that_are_told_apart_all_the_same():
+    alike = [f"x={'a' * 50}{middle}{'a' * 50}" for middle in "12"]
+    assert labels(runs_of(*alike), numbers(alike)) == [f"{i} {'a' * 9}…{'a' * 10}" for i in range(2)]
+
+
+def test_fifty_labels_are_short_and_no_two_alike(fifty):
+    from lowmem.report import folders
+
+    every = folders.runs_below(fifty)
+    found, whole = labels(every, numbers(every)), [" ".join(run.overrides) for run in every]
+    assert len(set(found)) == 50
+    assert max(map(len, found)) < 6 * LONG < 0.6 * min(map(len, whole))  # what the wrong variant is: whole names

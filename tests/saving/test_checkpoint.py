@@ -1,0 +1,269 @@
+"""Checkpoints stand between windows, are complete or recognised, and a resumed run is the unbroken run."""
+
+import io
+import json
+import os
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from host_memory import Highest, linux, resident
+from lowmem.saving import checkpoint
+from lowmem.system import atomic_files
+from lowmem.system.errors import Refused
+from lowmem.system.process import page_out
+from new_process import in_a_new_process
+from same import same
+
+
+def weights_of(run, step):
+    return torch.load(run / "checkpoints" / f"step-{step:08d}.ckpt", weights_only=True)["state_dict"]
+
+
+# 16 tokens a sequence; windows of 2 x 3 sequences
+WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max_steps=9", "save_every=1000")
+
+
+@pytest.mark.slow
+def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, monkeypatch):
+    """The sequences that completed windows consumed are those of an unbroken run, none twice and none left out."""
+    from lowmem.data.packing import Joined
+    from lowmem.training.module import CausalLM
+
+    # 20 sequences: windows of 6, 6, 6 and a short one of 2
+    monkeypatch.setattr(Joined, "__len__", lambda self: min(self.count, 20))
+    step, read = CausalLM.training_step, []
+
+    def recording(self, window, index):
+        read[-1].append([batch.input_ids.tolist() for batch in window.micro_batches])
+        return step(self, window, index)
+
+    monkeypatch.setattr(CausalLM, "training_step", recording)
+    for stop in (None, 2, 3, 4, 5):
+        read.append([])
+        if stop is not None:
+            fit(*WINDOWED, f"max_steps={stop}", folder=f"part{stop}")
+        fit(*WINDOWED, *([f"resume={tmp_path}/part{stop}"] if stop else []), folder=f"run{stop}")
+    assert [sum(len(b) for b in window) for window in read[0]] == [6, 6, 6, 2, 6, 6, 6, 2, 6]
+    assert all(run == read[0] for run in read[1:])
+
+
+def test_forgetting_the_position_is_caught(fit, monkeypatch):
+    """The deliberately wrong variant: a resume that starts the data over."""
+    from lowmem.data.loader import Position
+
+    _, run = fit(*WINDOWED, folder="whole")
+    fit(*WINDOWED, "max_steps=4", "scheduler.total_steps=9", folder="part")
+    read = checkpoint.Saved.__init__
+
+    def forgetful(self, *arguments):
+        read(self, *arguments)
+        self.position = Position()
+
+    monkeypatch.setattr(checkpoint.Saved, "__init__", forgetful)
+    _, again = fit(*WINDOWED, f"resume={run.parent / 'part'}", folder="again")
+    assert not same(weights_of(run, 9), weights_of(again, 9))
+
+
+def test_resume_as_typed_remembers_what_was_typed(command, tmp_path):
+    assert command("optim=adafactor", "precision=bf16", "max_steps=2")[0] == 0
+    first, second = tmp_path / "run", tmp_path / "second"
+    code, said = command(f"resume={first}", "max_steps=5", f"hydra.run.dir={second}", base=())
+    assert code == 0, said
+    summary = json.loads((second / "summary.json").read_text())
+    assert summary["steps"] == 5 and summary["resumed_from"].endswith("step-00000002.ckpt")
+    assert {"optim=adafactor", "precision=bf16", "max_steps=5"} <= set(summary["overrides"])
+    rows = (second / "metrics.csv").read_text().splitlines()[1:]
+    assert [int(r.split(",")[0]) for r in rows if r.split(",")[3]] == [3, 4, 5]
+
+
+def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):
+    command("max_steps=2")
+    code, said = command(f"resume={tmp_path}/run", "max_steps=2", f"hydra.run.dir={tmp_path}/second")
+    assert code == 1 and "max_steps=4" in said and not (tmp_path / "second").exists()
+
+
+@pytest.mark.rows("optim=adafactor*")
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("model.architecture.n_embd=64", "model.architecture"),
+        ("optim=adafactor", "optim="),
+        ("seed=1", "seed="),
+        ("seq_len=8", "seq_len="),
+    ],
+)
+def test_another_model_or_optimizer_is_a_sentence(command, tmp_path, other, says):
+    command("max_steps=2")
+    code, said = command(f"resume={tmp_path}/run", other, "max_steps=4", f"hydra.run.dir={tmp_path}/second")
+    assert code == 1 and "Traceback" not in said and says in said
+    assert not (tmp_path / "second").exists()
+
+
+def test_an_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch):
+    writer = checkpoint.AtomicCheckpointIO()
+    folder = tmp_path / "checkpoints"
+    writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000001.ckpt")
+
+    def full_disk(_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(atomic_files.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000002.ckpt")
+    assert checkpoint.find(str(tmp_path)).name == "step-00000001.ckpt"
+
+
+def test_the_newest_complete_checkpoint_is_found_and_a_cut_one_is_not(tmp_path):
+    writer, folder = checkpoint.AtomicCheckpointIO(), tmp_path / "checkpoints"
+    for step in (9, 10, 100):
+        writer.save_checkpoint({"x": torch.ones(1000)}, folder / f"step-{step:08d}.ckpt")
+    newest = folder / "step-00000100.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-200])
+    assert checkpoint.find(str(tmp_path)).name == "step-00000010.ckpt"
+    with pytest.raises(Refused, match="step-00000010"):
+        checkpoint.find(str(newest))
+
+
+def test_the_last_two_checkpoints_are_kept(fit):
+    _, run = fit("save_every=1", "max_steps=5")
+    assert [p.name for p in checkpoint.complete(run / "checkpoints")] == ["step-00000004.ckpt", "step-00000005.ckpt"]
+
+
+# --- memory while saving and resuming ---------------------------------------------------------------------------------
+
+TENSORS, EACH = 10, 5_000_000  # 20 MB each
+
+
+@pytest.mark.slow
+@linux
+@pytest.mark.parametrize("wrong", [False, True])
+@in_a_new_process
+def test_saving_adds_next_to_nothing_to_memory(tmp_path, monkeypatch, wrong):
+    """Wrong: the file is built in memory first."""
+    content = {str(i): torch.ones(EACH) for i in range(TENSORS)}
+    save = torch.save
+
+    def whole_at_first(content, stream):
+        save(content, whole := io.BytesIO())
+        stream.write(whole.getbuffer())
+
+    if wrong:
+        monkeypatch.setattr(checkpoint.torch, "save", whole_at_first)
+    with Highest() as highest:
+        checkpoint.AtomicCheckpointIO().save_checkpoint(content, tmp_path / "step-00000001.ckpt")
+    assert (highest.rise < 0.05 * TENSORS * EACH * 4) != wrong
+
+
+@pytest.mark.slow
+@linux
+@pytest.mark.parametrize("let_go", [True, False])
+def test_what_was_copied_out_of_a_mapped_checkpoint_no_longer_counts_as_resident(tmp_path, let_go):
+    path = tmp_path / "step-00000001.ckpt"
+    checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.full((EACH,), i) for i in range(TENSORS)}, path)
+    before = resident("RssFile")
+    mapped = checkpoint.AtomicCheckpointIO().load_checkpoint(path)
+    copies = {name: tensor.clone() for name, tensor in mapped.items()}
+    if let_go:
+        page_out(mapped.values())
+    still = resident("RssFile") - before
+    assert (still < 0.1 * TENSORS * EACH * 8) == let_go
+    assert all(torch.equal(mapped[name], copies[name]) for name in copies)  # read from the file again where it is asked
+
+
+@linux
+def test_letting_go_of_what_is_no_file_loses_nothing():
+    tensor = torch.arange(EACH)
+    page_out([tensor])
+    assert torch.equal(tensor, torch.arange(EACH))
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_flipped_bit_is_found_wherever_it_is_or_changes_nothing(tmp_path, compares):
+    """One in every eleventh byte of a file. Not to compare the digests is the deliberately wrong variant."""
+    content, path = {"x": torch.arange(300), "steps": 7, "name": "a"}, tmp_path / "step-00000001.ckpt"
+    writer = checkpoint.AtomicCheckpointIO()
+    writer.save_checkpoint(content, path)
+    written, missed = path.read_bytes(), 0
+    for at in range(0, len(written), 11):
+        flipped = bytearray(written)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        if not compares or checkpoint.intact(path):
+            with suppress(Exception):  # what cannot be loaded does no harm either
+                missed += not same(writer.load_checkpoint(path), content)
+    assert (missed == 0) == compares
+
+
+def test_a_page_of_zeros_is_found_and_looking_for_it_takes_less_than_two_seconds_per_gb(tmp_path):
+    """Of a processor: by the clock a busy machine tells of others."""
+    path = tmp_path / "step-00000001.ckpt"
+    checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
+    start = time.process_time()
+    assert checkpoint.intact(path)
+    assert (time.process_time() - start) / (path.stat().st_size / 1e9) < 2.0
+    with path.open("r+b") as stream:
+        stream.seek(path.stat().st_size // 3)
+        stream.write(bytes(4096))
+    assert not checkpoint.intact(path)
+
+
+class Bomb:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("trusting", [False, True])
+def test_a_pickle_that_runs_code_is_refused(fit, tmp_path, monkeypatch, trusting):
+    """Trusting: the deliberately wrong variant."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    torch.save({"lowmem": Bomb(tmp_path / "went off")}, run / "checkpoints" / "step-00000001.ckpt")
+    if trusting:
+        load = torch.load
+        monkeypatch.setattr(checkpoint.torch, "load", lambda path, **how: load(path, **how | {"weights_only": False}))
+    for line in (f"resume={run}", "resume=auto", f"evaluate={run}", f"export={run}"):
+        with pytest.raises(Refused, match="no checkpoint of lowmem"):
+            fit(line)
+        assert (tmp_path / "went off").exists() == trusting
+        if trusting:
+            break
+
+
+ORDER = {"sequences": 9, "seq_len": 8, "seed": 1}
+APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "together": 4}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        (ORDER | {"text": "a"}, ORDER | {"text": "b"}, "the text is another. Type the data= of"),
+        (ORDER, ORDER | {"seq_len": 16, "sequences": 4, "text": "a"}, "seq_len is 8 there and 16 here. Type the seq_"),
+        (APART, APART | {"together": 2}, "batch_size is 4 there and 2 here. Type the batch_size= of"),
+        (APART, ORDER | {"text": "a"}, "data.packing is padded there and joined here. Type the data.packing= of"),
+        (APART, APART | {"seed": 2, "documents": "b"}, "the text is another. Type the seed= and data= of"),
+        ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 4, 4, {"text": "a"}]]}, "the text is another. Type the data= of"),
+        (ORDER, ORDER | {"text": "a"}, None),  # of before there were digests
+        ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 3, 3, {"text": "a"}]]}, None),
+    ],
+)
+def test_another_order_is_refused_by_the_keys_that_make_it(there, here, said):
+    saved = SimpleNamespace(order=there, asked="resume=x", optimizer="sgd")
+    module = SimpleNamespace(update=SimpleNamespace(optimizer=SimpleNamespace(name="sgd")))
+    train = SimpleNamespace(order=here)
+    if said is None:
+        return checkpoint.Saved.check_training(saved, module, train)
+    with pytest.raises(Refused) as refused:
+        checkpoint.Saved.check_training(saved, module, train)
+    assert said in str(refused.value) and "{" not in str(refused.value)

@@ -1,0 +1,197 @@
+"""A checkpoint that is a folder is found, checked, gone on from and cleaned up as one that is a file."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lives import Job, live
+from lowmem.config.typed_lines import key
+from lowmem.saving import checkpoint, checkpoint_folder
+from lowmem.saving.checkpoint import complete, find, intact, newest
+from lowmem.system import atomic_files
+from lowmem.system.errors import NotFinite, Refused
+
+RUN = ("strategy=fsdp", "max_steps=3", "save_every=1", "logger=none")
+
+
+@pytest.fixture(scope="module")
+def kept(small, tmp_path_factory):
+    """A run of one process that divides its model among all that there are."""
+    folder = tmp_path_factory.mktemp("kept") / "run"
+    typed = {key(line) for line in RUN}
+    live(Job((*(line for line in small if key(line) not in typed), *RUN), folder, ("as typed",)))
+    return folder
+
+
+@pytest.fixture
+def run(kept, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(kept, tmp_path / "run")
+
+
+def at(run, step):
+    return run / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def damage(path):
+    part = path / "part-00000.bin"
+    numbers = bytearray(part.read_bytes())
+    numbers[len(numbers) // 2] ^= 4
+    part.write_bytes(numbers)
+
+
+def test_the_last_two_are_kept_and_nothing_else(kept):
+    assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == [at(kept, 2).name, at(kept, 3).name]
+    assert complete(kept / "checkpoints") == [at(kept, 2), at(kept, 3)]
+    assert all(map(intact, complete(kept / "checkpoints")))
+
+
+def test_it_is_found_by_its_run_and_by_its_name(kept):
+    assert find(str(kept)) == newest(kept) == at(kept, 3)
+    assert find(str(at(kept, 2))) == at(kept, 2) and find(str(kept / "checkpoints")) == at(kept, 3)
+
+
+def test_one_that_was_given_another_name_is_found_by_it(run):
+    at(run, 3).rename(run / "good")
+    assert find(str(run / "good")) == run / "good"
+
+
+def test_a_damaged_one_is_passed_over_or_refused_with_the_one_before(run):
+    damage(at(run, 3))
+    assert complete(run / "checkpoints")[-1] == at(run, 3) and newest(run) == at(run, 2)
+    with pytest.raises(Refused, match=r"step-00000003.ckpt is damaged: it is not what was written.*step-00000002.ckpt"):
+        find(str(run))
+
+
+@pytest.mark.parametrize("file", ["index.pt", "part-00000.bin"])
+def test_one_without_a_file_is_incomplete(run, file):
+    (at(run, 3) / file).unlink()
+    assert find(str(run)) == at(run, 2)
+    with pytest.raises(Refused, match=r"incomplete; one of its files is missing or cut short.*step-00000002.ckpt"):
+        find(str(at(run, 3)))
+
+
+def test_one_process_evaluates_and_exports_it(kept, fit):
+    evaluated, _ = fit(f"evaluate={kept}", folder="evaluated")
+    _, exported = fit(f"export={kept}", folder="exported")
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (exported, kept))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert evaluated["steps"] == 3 and evaluated["val_loss"] == pytest.approx(summary_of(kept)["val_loss"], abs=1e-6)
+
+
+def summary_of(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_auto_goes_on_from_it_with_a_file_and_from_a_file_with_it(run, fit):
+    """In one folder, in which both stand side by side; a file that stood there is replaced."""
+    fit("resume=auto", "max_steps=4", "save_every=1", folder="run")
+    assert at(run, 4).is_file() and at(run, 3).is_dir() and not at(run, 2).exists()
+    fit("resume=auto", "max_steps=5", "save_every=1", "strategy=fsdp", folder="run")
+    assert at(run, 5).is_dir() and at(run, 4).is_file() and not at(run, 3).exists()
+
+
+def test_another_model_or_optimizer_is_a_sentence(kept, fit):
+    with pytest.raises(Refused, match=r"is \(300, 32\) there and \(300, 64\) in this model"):
+        fit(f"resume={kept}", "model.architecture.n_embd=64", "max_steps=5")
+    with pytest.raises(Refused, match="cannot read the state of AdamW"):
+        fit(f"resume={kept}", "optim=sgd", "max_steps=5")
+
+
+def test_what_was_killed_in_a_save_or_a_removal_is_no_checkpoint_and_goes(run, fit, monkeypatch):
+    monkeypatch.setattr(checkpoint, "delete", lambda path: None)  # it was killed here
+    checkpoint.AtomicCheckpointIO().remove_checkpoint(at(run, 2))
+    monkeypatch.undo()
+    draft = run / "checkpoints" / ".step-00000002.ckpt.writing"
+    assert complete(run / "checkpoints") == [at(run, 3)] and draft.is_dir()
+    fit("resume=auto", "max_steps=4", folder="run")
+    assert not draft.exists()
+
+
+def replaced(path, monkeypatch, error, puts_back):
+    """Another folder is renamed to it, which does not come about."""
+    replace = atomic_files.os.replace
+
+    def broken(source, to):
+        if source == atomic_files.draft_of(path):
+            raise error
+        replace(source, to)
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(atomic_files.os, "replace", broken)
+        if not puts_back:
+            patch.setattr(atomic_files, "put_back", lambda path: None)
+        with atomic_files.atomic_write(path) as draft:
+            draft.mkdir()
+
+
+def test_one_that_is_replaced_is_there_after_whatever_happens(run, monkeypatch):
+    """It is saved again at the same step, after an evaluation that makes it the best."""
+    replaced(at(run, 3), monkeypatch, OSError(28, "No space left on device"), puts_back=True)
+    assert at(run, 3).exists() and intact(at(run, 3))
+    replaced(at(run, 3), monkeypatch, KeyboardInterrupt(), puts_back=False)  # killed between both renames
+    assert not at(run, 3).exists() and atomic_files.old_of(at(run, 3)).exists()
+    assert newest(run) == at(run, 3) and not atomic_files.old_of(at(run, 3)).exists()
+    with atomic_files.atomic_write(at(run, 3)) as draft:
+        draft.mkdir()
+        (draft / "new").touch()
+    assert [file.name for file in at(run, 3).iterdir()] == ["new"] and not atomic_files.old_of(at(run, 3)).exists()
+
+
+def test_an_index_without_room_fails_with_the_number_of_the_system(tmp_path, monkeypatch):
+    """torch's own error has none once it has come to another process."""
+
+    def full(*_):
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("[enforce fail at inline_container.cc:672]") from error
+
+    monkeypatch.setattr(checkpoint_folder.torch, "save", full)
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        checkpoint_folder._Writer(tmp_path, 0, {}).finish(Metadata({}), [])
+    assert failed.value.errno == 28 and failed.value.filename == str(tmp_path / checkpoint_folder.INDEX)
+
+
+def test_a_weight_that_is_not_finite_is_not_saved(config, fit, monkeypatch):
+    from lowmem.training.module import CausalLM
+
+    step = CausalLM.training_step
+
+    def poisoned(self, window, index):
+        done = step(self, window, index)
+        next(self.parts.parameters()).data.view(-1)[0] = float("nan")
+        return done
+
+    monkeypatch.setattr(CausalLM, "training_step", poisoned)
+    with pytest.raises((Refused, NotFinite), match="no longer finite at step 1; nothing was saved"):
+        fit(*RUN, folder="poisoned")
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_divided_model_is_merged_as_that_of_one_process(fit):
+    """It started at random, so it has no base elsewhere."""
+    _, divided = fit(*RUN, "adapter=lora", folder="divided")
+    (content, stored) = checkpoint.sharded.load(at(divided, 3))
+    assert all("lora_" in name for name in stored) and content["lowmem"]["base"]
+    _, alone = fit(f"export={divided}", "adapter=lora", folder="alone")
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (divided, alone))
+    assert ours.keys() == theirs.keys() and not any("lora" in name for name in ours)
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_adapter_beside_a_published_base_is_written_alone_or_merged(kept, fit, merged):
+    base = ("model=hf", f"model.name={kept / 'model'}", "adapter=lora", f"merge={merged}".lower())
+    _, divided = fit(*RUN, *base, folder="divided")
+    _, alone = fit(f"export={divided}", *base, folder="alone")
+    name = "model.safetensors" if merged else "adapter_model.safetensors"
+    ours, theirs = (load_file(folder / "model" / name) for folder in (divided, alone))
+    assert ours.keys() == theirs.keys() and any("lora" in name for name in ours) != merged
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-7
+    assert any(float(one.abs().max()) > 0 for name, one in ours.items() if merged or "lora_B" in name)  # it has learnt

@@ -1,0 +1,188 @@
+"""What an adapter leaves behind is opened by peft and by transformers, and computes what was trained."""
+
+import json
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from lowmem.saving import export_adapter
+from lowmem.saving.export import ModelFolder, Weights
+from lowmem.techniques.adapter import nf4
+from lowmem.techniques.adapter.nf4 import NF4Linear
+from lowmem.techniques.strategy.contract import OneDevice
+
+IDS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
+SAME = 1e-5  # relative, in fp32: products in another order
+ROUNDED = 0.01  # merged matrices rounded to bf16: measured 0.004 to 0.007
+OTHER = 0.05  # whatever is farther computes something else: the original base is at 0.1
+FAMILIES = {
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, "a")))
+
+
+def drawn(family):
+    torch.manual_seed(0)
+    keys = FAMILIES[family] | {"vocab_size": 97, "bos_token_id": None, "eos_token_id": None}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **keys)).eval()
+
+
+def adapted(family="llama", quantised=False, target="all-linear", dora=False):
+    """As training leaves it: its adapter does something."""
+    made = drawn(family)
+    if quantised:
+        nf4.quantise(made)
+    conv = family == "gpt2" and not quantised
+    how = LoraConfig(r=4, lora_alpha=8, target_modules=target, use_dora=dora, fan_in_fan_out=conv)
+    inject_adapter_in_model(how, made)
+    torch.manual_seed(3)
+    for name, p in made.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.05)
+    return made.eval()
+
+
+@torch.no_grad()
+def logits(network, dtype=torch.float32):
+    return network.to(dtype)(input_ids=IDS, use_cache=False).logits.float()
+
+
+def off(network, wanted, dtype=torch.float32):
+    return ((logits(network, dtype) - wanted).norm() / wanted.norm()).item()
+
+
+def exported(network, tokenizer, folder, dtype=None, merged=False, base="somebody/base"):
+    export_adapter.export(network, ModelFolder(folder, tokenizer, dtype), merged, base)
+    return folder
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_opens_the_adapter_and_computes_what_was_trained(tokenizer, tmp_path, family, dora):
+    trained = adapted(family, dora=dora)
+    wanted = logits(trained)
+    folder = exported(trained, tokenizer, tmp_path / "model")
+    assert off(drawn(family), wanted) > OTHER  # the base alone: else nothing would be seen
+    assert off(PeftModel.from_pretrained(drawn(family), folder), wanted) < SAME
+    said = json.loads((folder / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == "somebody/base" and said["task_type"] == "CAUSAL_LM"
+    assert (folder / "tokenizer.json").is_file() and not (folder / "config.json").exists()
+
+
+def test_an_adapter_is_the_same_bytes_each_time(tokenizer, tmp_path):
+    names = {"q_proj", "v_proj", "k_proj", "o_proj", "up_proj", "down_proj", "gate_proj"}
+    one, other = (exported(adapted(target=names), tokenizer, tmp_path / name) for name in "ab")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+    assert json.loads((one / "adapter_config.json").read_text())["target_modules"] == sorted(names)
+
+
+def test_an_adapter_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_path):
+    folder = exported(adapted(), tokenizer, tmp_path / "model", "bfloat16")
+    assert {tensor.dtype for tensor in load_file(folder / "adapter_model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokenizer, tmp_path, quantised, family, dora):
+    trained = adapted(family, quantised, dora=dora)
+    wanted = logits(trained)
+    folder = exported(trained, tokenizer, tmp_path / "model", merged=True)
+    merged = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert merged.state_dict().keys() == drawn(family).state_dict().keys()
+    assert off(merged, wanted) < SAME
+    assert SAME < off(merged, wanted, torch.bfloat16) < ROUNDED
+
+
+class Divided(OneDevice):
+    """Of which this process has all parts."""
+
+    divides = True
+
+
+@pytest.mark.rows("True-*")
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("quantised", "target"), [(False, "all-linear"), (True, "all-linear"), (True, r".*mlp\.(\w+_proj|c_fc)")]
+)
+def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quantised, target, family, dora):
+    """One layer at a time, as it is asked for: also one in 4 bits without an adapter beside it."""
+    whole, divided = (adapted(family, quantised, target, dora) for _ in range(2))
+    folder = exported(whole, tokenizer, tmp_path / "whole", merged=True)
+    weights = Weights(divided, ranks=Divided())
+    export_adapter.export(divided, ModelFolder(tmp_path / "divided", tokenizer), True, None, weights)
+    one, other = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "divided"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_merged_model_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_path):
+    trained = adapted(quantised=True)
+    wanted = logits(trained)
+    folder = exported(trained, tokenizer, tmp_path / "model", "bfloat16", merged=True)
+    merged = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+    assert off(merged, wanted) < ROUNDED
+
+
+def test_what_is_held_in_4_bits_without_an_adapter_is_written_too(tokenizer, tmp_path):
+    trained = adapted(quantised=True, target=["q_proj"])
+    wanted = logits(trained)
+    folder = exported(trained, tokenizer, tmp_path / "model", merged=True)
+    assert off(AutoModelForCausalLM.from_pretrained(folder).eval(), wanted) < SAME
+
+
+@pytest.mark.parametrize("wrong", ["into the original base", "without its scaling"])
+def test_a_wrong_merge_is_far_off(tokenizer, tmp_path, monkeypatch, wrong):
+    trained, original = adapted(quantised=True), drawn("llama")
+    wanted = logits(trained)
+    if wrong == "into the original base":
+        base = {part: original.get_submodule(name.removesuffix(".base_layer")) for name, part in of_4_bits(trained)}
+        monkeypatch.setattr(NF4Linear, "linear", lambda self, dtype: base[self])
+    else:
+        for part in trained.modules():
+            if hasattr(part, "scaling") and isinstance(part.scaling, dict):
+                monkeypatch.setitem(part.scaling, "default", 1.0)
+    folder = exported(trained, tokenizer, tmp_path / "model", merged=True)
+    assert off(AutoModelForCausalLM.from_pretrained(folder).eval(), wanted) > OTHER
+
+
+def of_4_bits(network):
+    return [(name, part) for name, part in network.named_modules() if isinstance(part, NF4Linear)]
+
+
+def test_of_a_random_start_the_merged_model_is_written_whatever_was_typed(tokenizer, tmp_path, caplog):
+    trained = adapted()
+    wanted = logits(trained)
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        folder = exported(trained, tokenizer, tmp_path / "model", merged=False, base=None)
+    assert "started at random" in caplog.text
+    assert off(AutoModelForCausalLM.from_pretrained(folder).eval(), wanted) < SAME
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_without_an_adapter_it_is_the_model(tokenizer, tmp_path, caplog, merged):
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        folder = exported(drawn("llama"), tokenizer, tmp_path / "model", merged=merged)
+    assert ("nothing to merge" in caplog.text) == merged
+    assert off(AutoModelForCausalLM.from_pretrained(folder).eval(), logits(drawn("llama"))) < SAME

@@ -1,0 +1,104 @@
+"""Killed by SIGKILL in a step, a save or after the last step: the same command goes on, and the bits are right."""
+
+import multiprocessing
+import random
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dying
+from conftest import ROOT
+from lowmem.config.typed_lines import key, quoted
+from lowmem.saving.checkpoint import complete
+
+PARAMETERS = 28  # of the small model: steps of its masters per optimizer step
+SAVES = ("half a file", "before the rename", "after the rename")
+RUN = ("precision=bf16-master", "optim=adamw8bit", "save_every=1", "model.architecture.n_embd=64")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Forked from a process that has imported everything and computed nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "dying"])
+    return context
+
+
+@pytest.fixture
+def life(processes, small, tmp_path):
+    """The folder, and (moment, steps) -> exit code of a life of the run in it: the same command line every time."""
+    folder, lives = tmp_path / "run", [0]
+
+    def live(moment, steps=12, renames=True):
+        lives[0] += 1
+        base = [o for o in small if key(o) not in {key(line) for line in RUN}]
+        lines = [*base, *RUN, f"max_steps={steps}", "logger=none", "resume=auto"]
+        process = processes.Process(
+            target=dying.live, args=(str(ROOT), [quoted(o) for o in lines], str(folder), moment, renames)
+        )
+        process.start()
+        process.join(120)
+        return process.exitcode
+
+    return folder, live
+
+
+def saved(file):
+    content = torch.load(file, weights_only=True)
+    return content["state_dict"] | {
+        f"{index}.{key}": value
+        for index, state in content["optimizer_states"][0]["state"].items()
+        for key, value in state.items()
+        if torch.is_tensor(value)
+    }
+
+
+def names_tell_the_truth(folder):
+    files = sorted((folder / "checkpoints").glob("step-*.ckpt"))
+    return files == complete(folder / "checkpoints") and all(map(saved, files))
+
+
+def moments(count, in_saves, seed=0):
+    """The last two come after the last step, the others before."""
+    draw = random.Random(seed)
+    found = [("in a step", draw.randrange(2 * PARAMETERS)) for _ in range(count - in_saves - 2)]
+    found += [(SAVES[i % len(SAVES)], draw.randrange(2)) for i in range(in_saves)]
+    draw.shuffle(found)
+    return [*found, ("in the last evaluation", 0), ("in the export", 0)]
+
+
+def dies_and_goes_on(folder, live, deaths, steps):
+    for number, moment in enumerate(deaths, start=1):
+        assert live(moment, steps) == -signal.SIGKILL, moment
+        assert names_tell_the_truth(folder), moment
+        newest = max((path.name for path in (folder / "checkpoints").glob("step-*.ckpt")), default="no checkpoint")
+        print(f"kill {number:2}: {' '.join(map(str, moment)):<24} left {newest}")
+    assert live(None, steps) == 0
+    assert not list(folder.rglob("*.writing"))
+    return everything(folder)
+
+
+def everything(run):
+    """Of the last checkpoint, and the exported weights."""
+    return saved(complete(run / "checkpoints")[-1]) | load_file(run / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("steps", "deaths"),
+    [
+        pytest.param(6, [("half a file", 1), ("in a step", PARAMETERS + 5), ("in the export", 0)], id="3 times"),
+        pytest.param(40, moments(20, in_saves=8), id="20 times", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deaths):
+    _, run = fit(*RUN, f"max_steps={steps}", "logger=none", folder="unbroken")
+    unbroken, found = everything(run), dies_and_goes_on(*life, deaths, steps)
+    assert found.keys() == unbroken.keys() and all(torch.equal(found[key], unbroken[key]) for key in found)
+
+
+def test_a_writer_without_the_final_rename_is_caught(life):
+    folder, live = life
+    assert live(("half a file", 1), renames=False) == -signal.SIGKILL
+    assert not names_tell_the_truth(folder)

@@ -1,0 +1,126 @@
+"""README.md of model/ says what was measured and how, and nothing of the machine; push= sends the folder."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+
+from lowmem.config.settle import run_of
+from lowmem.saving.model_card import card, command
+
+
+@pytest.fixture
+def whole(fit):
+    summary, run = fit("max_steps=2", "val_every=2")
+    return summary, run
+
+
+def head(text):
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_it_is_made_of_the_summary_alone(whole):
+    summary, run = whole
+    text = (run / "model" / "README.md").read_text()
+    assert text == card(json.loads((run / "summary.json").read_text()))
+    assert head(text) == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["lowmem"]}
+    for said in (
+        f"{summary['val_loss']:.4g}",
+        f"{summary['validation'][0]['perplexity']:.4g}",
+        f"{summary['train_loss']:.4g}",
+        f"{summary['peak_bytes']['device'] / 2**30:.3f} GiB",
+        f"torch {summary['versions']['torch']}",
+        "Trained from a random start on text",
+        "python train.py",
+    ):
+        assert said in text
+    assert not re.search(r"[\s'\"=`(]/\w", text) and str(Path.home()) not in text
+
+
+def test_a_published_base_an_adapter_and_several_sets(whole):
+    sets = [{"name": name, "loss": 1.0, "perplexity": 2.718, "bits_per_byte": 0.5} for name in ("news", "wiki")]
+    changed = {
+        "base_model": "meta-llama/Llama-3.2-1B",
+        "pretrained": True,
+        "adapter_alone": True,
+        "recipe": {"adapter": "qlora", "precision": "bf16"},
+        "validation": sets,
+        "metric": {"accuracy": 0.25},
+        "data": ["chat.jsonl"],
+    }
+    text = card(whole[0] | changed)
+    expected = {"base_model": "meta-llama/Llama-3.2-1B", "library_name": "peft", "pipeline_tag": "text-generation"}
+    assert head(text) == expected | {"tags": ["lowmem", "qlora"]}
+    for said in (
+        "| wiki | 1 | 2.718 | 0.5 |",
+        "| accuracy | 0.25 |",
+        "| adapter | qlora |",
+        "# Llama-3.2-1B, trained on",
+    ):
+        assert said in text
+
+
+def test_the_command_has_no_place_of_the_machine():
+    typed = ["model=hf", "model.name=meta-llama/Llama-3.2-1B", "data=text", "data.path=/home/me/my notes", "lr=1e-4"]
+    more = ["hydra.run.dir=/data/x", "cache_dir=/data/y", "+a.b='~/x/y.txt'", "model.name=../models/mine", "push=me/it"]
+    assert command([*typed, *more]) == (
+        "python train.py model=hf model.name=meta-llama/Llama-3.2-1B data=text 'data.path=<my notes>' lr=1e-4 "
+        """'+a.b='"'"'<y.txt>'"'"'' 'model.name=<mine>'"""
+    )
+
+
+def test_a_data_set_of_the_hub_keeps_its_name():
+    assert command(["data=hub", "data.path=org/chats"]) == "python train.py data=hub data.path=org/chats"
+
+
+def test_the_command_leaves_out_what_typing_it_sets_again():
+    assert command(["experiment=chat_lora_8gb", "max_steps=9", "epochs=null"]) == (
+        "python train.py experiment=chat_lora_8gb max_steps=9"
+    )
+    assert command(["clip=null", "epochs=null"]) == "python train.py clip=null epochs=null"  # typed for themselves
+
+
+# --- push= -----------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """The hub's interface, as far as it is used."""
+
+    calls: list = []  # noqa: RUF012
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self.calls.append(("create_repo", repo_id, private, exist_ok))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.calls.append(("upload_folder", repo_id, {path.name for path in Path(folder_path).iterdir()}))
+        return f"https://hub/{repo_id}"
+
+
+def test_push_uploads_the_whole_folder(fit, monkeypatch, caplog):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Recorded)
+    Recorded.calls = []
+    with caplog.at_level(logging.INFO):
+        fit("max_steps=1", "push=me/it")
+    assert Recorded.calls[0] == ("create_repo", "me/it", True, True)
+    what, name, files = Recorded.calls[1]
+    assert (what, name, len(Recorded.calls)) == ("upload_folder", "me/it", 2) and "https://hub/me/it" in caplog.text
+    assert files >= {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_without_a_network_it_is_a_sentence_and_the_run_is_whole(command, tmp_path):
+    code, said = command("max_steps=1", "push=me/it")
+    run = tmp_path / "run"
+    assert code == 0 and "Traceback" not in said and not (run / "failed.txt").exists()
+    assert "model/ could not be uploaded" in said and f"export={run} push=me/it" in said
+    assert (run / "model" / "README.md").exists() and json.loads((run / "summary.json").read_text())["steps"] == 1
+
+
+def test_where_nothing_is_written_nothing_is_pushed(command):
+    for lines, says in ((("evaluate=x", "push=me/it"), "export=<a run>"), (("push=mine",), "a hub id")):
+        code, said = command(*lines)
+        assert code == 1 and says in said
+    assert run_of(["push=me/it.2-b"]).push == "me/it.2-b"

@@ -1,0 +1,131 @@
+"""Weights that stream are in memory once, however they come and go: from files, into their homes, to a checkpoint and
+back. Measured as what this process, or one of its own, has for itself at most (Linux: RssAnon)."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from host_memory import Highest, linux
+from lowmem.model.loading import _of_type
+from lowmem.saving.checkpoint import AtomicCheckpointIO
+from lowmem.techniques.arithmetic.fp32_halves import joined
+from lowmem.techniques.loss.cross_entropy import full
+from lowmem.techniques.precision.host_masters import BFloat16Master
+from lowmem.techniques.precision.host_masters_callback import MasterWeights
+from lowmem.techniques.precision.host_weight import Halves
+from lowmem.techniques.weights.streamed import Streamed
+from lowmem.training.module import CausalLM, Placement, Update
+from new_process import in_a_new_process
+
+WRONG = ("moving", "saving", "reading")
+KEYS = {"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+
+
+def module():
+    """Its weights in fp32, and bytes of them."""
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(_of_type("llama", **KEYS, num_attention_heads=4))
+    network.to_empty(device="cpu")
+    for p in network.parameters():
+        p.data.fill_(0.1)
+    return CausalLM(network, full, Update(None, None), Placement(Streamed(network))), sum(
+        p.nbytes for p in network.parameters()
+    )
+
+
+def highest(work):
+    """Bytes above what there was before."""
+    with Highest() as found:
+        work()
+    return found.rise
+
+
+@linux
+@pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.slow) for w in WRONG)])
+@in_a_new_process
+def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path, wrong, monkeypatch):
+    """Wrong: somebody still holds what they were made of; they are saved as fp32; all are put together at once."""
+    ours, weights = module()
+    plugin, callback, file = BFloat16Master(), MasterWeights(), tmp_path / "step-00000001.ckpt"
+    plugin.weights, callback.plugin, callback.on_host = ours.weights, plugin, True
+    held = [p.data for p in ours.parameters()] if wrong == "moving" else []
+    rises = {"moving": highest(lambda: plugin.convert_module(ours))}
+
+    def save():
+        checkpoint = {"state_dict": ours.state_dict()}
+        callback.on_save_checkpoint(None, ours, checkpoint)
+        AtomicCheckpointIO().save_checkpoint(checkpoint, file)
+
+    def read():
+        content = AtomicCheckpointIO().load_checkpoint(file)
+        other._rests = content["rests"]
+        other.load_state_dict(content["state_dict"])
+
+    with monkeypatch.context() as patch:
+        if wrong == "saving":
+            patch.setattr(Halves, "kept", property(lambda self: self.whole))
+        rises["saving"] = highest(save)
+    save()
+    other, _ = module()
+    if wrong == "reading":
+        monkeypatch.setattr("lowmem.training.module.joined", lambda *halves: held.append(joined(*halves)) or held[-1])
+    rises["reading"] = highest(read)
+    # one block's 16 bits and those of what does not stream; nothing; one tensor
+    most = {"moving": 0.35, "saving": 0.05, "reading": 0.25}
+    assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
+    for one, two in zip(ours.parameters(), other.parameters(), strict=True):
+        assert torch.equal(plugin.whole(one), two)
+
+
+LOADS = """
+import sys, threading, time, torch
+from pathlib import Path
+from lowmem import model, schema
+from lowmem.techniques.precision.host_masters import BFloat16Master
+from lowmem.techniques.precision.bf16_on_host import BFloat16Stochastic
+from lowmem.techniques.weights.streamed import Streamed
+how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
+spec = schema.Model.model_construct(**how, stable_embedding=False)
+kind, dtype = (BFloat16Master, torch.float32) if sys.argv[2] == "halves" else (BFloat16Stochastic, torch.bfloat16)
+def anonymous():
+    return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
+described = model.Described(spec, model.architecture(spec))
+plugin, peak, done = kind(), 0, False
+before = anonymous()
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous()); time.sleep(0.0005)
+thread = threading.Thread(target=watch); thread.start()
+network = model.load(described, dtype)
+held = [p.data.clone() for p in network.parameters()] if sys.argv[3] == "wrong" else []
+plugin.weights = Streamed(network)
+plugin.convert_module(network)
+done = True; thread.join()
+print(max(peak, anonymous()) - before)
+"""
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["", "wrong"])
+@pytest.mark.parametrize("held", ["halves", "at random"])
+def test_from_files_into_its_homes_a_model_is_in_memory_once(tmp_path, held, wrong):
+    """300 MB in shards. Over what the host holds in the end: a block, a tensor, and what importing the class took."""
+    keys = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(
+            _of_type("llama", **keys, num_attention_heads=8), dtype=torch.bfloat16
+        )
+    network.to_empty(device="cpu")
+    network.save_pretrained(tmp_path, max_shard_size="60MB")
+    many, largest = sum(p.numel() for p in network.parameters()), 20_000 * 1024
+    block = sum(p.numel() for p in network.model.layers[0].parameters())
+    run = [sys.executable, "-c", LOADS, str(tmp_path), held, wrong]
+    peak = int(subprocess.run(run, capture_output=True, text=True, check=True, timeout=240).stdout.split()[-1])
+    # beside masters what does not stream has 16 bits too; without them all that does not has a copy on the host
+    ends = 4 * many + 2 * 2 * largest if held == "halves" else 2 * many + 2 * 2 * largest
+    assert (peak < ends + 2 * block + 4 * largest + 40e6) != bool(wrong)

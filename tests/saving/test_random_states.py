@@ -1,0 +1,92 @@
+"""Dropout goes on where it stopped, if as many processes go on for the same data; else it is drawn anew, and said."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowmem.saving import random_states
+from lowmem.techniques.strategy.contract import OneDevice
+
+CPU = torch.device("cpu")
+
+
+class Several(OneDevice):
+    several = True
+
+    def __init__(self, rank, every):
+        super().__init__()
+        self.rank, self.size, self.data_rank, self.of_all = rank, len(every), every[rank], every
+
+    def all_gather(self, said):
+        return self.of_all if isinstance(said, int) else [said]
+
+
+class Other(Several):
+    """Another strategy."""
+
+
+def saved(kind, data_ranks):
+    """What these processes have drawn, each with a state of its own."""
+    every = []
+    for rank in range(len(data_ranks)):
+        torch.manual_seed(100 + rank)
+        every += random_states.capture(kind(rank, data_ranks), CPU)["random_states"]
+    return {"random_states": every, "strategy": kind.__name__}
+
+
+def drawn_by(ranks, there, window=3):
+    torch.manual_seed(7)
+    random_states.restore(there, ranks, CPU, window)
+    return torch.rand(4)
+
+
+def of(seed):
+    return torch.rand(4, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "goes_on"),
+    [
+        ((Several, [0, 1]), (Several, [0, 1]), True),
+        ((Several, [0, 1]), (Other, [0, 1]), True),  # all differ by their data alone
+        ((Several, [0, 0]), (Several, [0, 0]), True),
+        ((Several, [0, 0]), (Other, [0, 0]), False),  # they share their rows in another way
+        ((Several, [0, 1]), (Several, [0, 0]), False),
+        ((Several, [0, 1]), (Several, [0, 1, 2]), False),
+    ],
+)
+def test_each_goes_on_with_its_own_state_or_all_draw_anew(caplog, there, here, goes_on):
+    content, (kind, data_ranks) = saved(*there), here
+    with caplog.at_level(logging.INFO):
+        drawn = [drawn_by(kind(rank, data_ranks), content) for rank in range(len(data_ranks))]
+    if goes_on:
+        assert all(torch.equal(one, of(100 + rank)) for rank, one in enumerate(drawn)) and not caplog.records
+    else:
+        assert all(torch.equal(one, of(7)) for one in drawn)  # that with which they have seeded themselves
+        assert f"that run had {len(there[1])} processes of Several" in caplog.text
+
+
+def test_one_process_that_goes_on_from_two_seeds_itself_by_the_window(caplog):
+    two = saved(Several, [0, 1])
+    drawn = [drawn_by(OneDevice(), two, window) for window in (3, 4)]
+    assert torch.equal(drawn[0], of(7 + 3)) and torch.equal(drawn[1], of(7 + 4))
+
+
+def test_a_state_of_before_there_were_several(caplog):
+    torch.manual_seed(100)
+    assert torch.equal(drawn_by(OneDevice(), {"random_states": {"cpu": torch.get_rng_state()}}), of(100))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("first", "own", "late"), [(100.0, 0.0, True), (0.0, 100.0, False)])
+def test_when_it_is_time_to_save_the_clock_of_the_first_says(monkeypatch, tmp_path, first, own, late):
+    """Each has waited differently. The deliberately wrong variant asks its own."""
+    from lowmem.saving import checkpoint
+
+    saves = checkpoint.Checkpoints(tmp_path, "1min")
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: own)
+    ranks = SimpleNamespace(broadcast=lambda said: first >= 60.0)
+    assert saves._late(ranks) == late != (own >= 60.0)
+    assert not checkpoint.Checkpoints(tmp_path, 10)._late(None)  # by steps nobody is asked

@@ -1,0 +1,148 @@
+"""A card that is not here, for its two halves that can be made up: copies that run late, and an allocator's figures."""
+
+import random
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+# what NCCL's watchdog prints before it ends a rank
+WATCHDOG = (
+    "[rank1]:[E ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+    "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+)
+
+
+class SlowLane:
+    """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
+
+    registers = True
+
+    def __init__(self):
+        self.copies, self.moved = ThreadPoolExecutor(1), 0
+        self.registered = Counter()  # by address
+
+    def staging(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self):
+        return Reached(None)
+
+    def copy(self, to, source, after):
+        self.moved += to.nbytes
+
+        def late():
+            after.synchronize()
+            time.sleep(0.0005)
+            with torch.no_grad():
+                to.copy_(source)
+
+        return Reached(self.copies.submit(late))
+
+    def hold(self, until):
+        until.synchronize()
+
+    def register(self, memory):
+        self.registered[memory.data_ptr()] += 1
+
+    def unregister(self, memory):
+        self.registered[memory.data_ptr()] -= 1
+
+
+class LateLane(SlowLane):
+    """Whose copies take each a random time, on threads that overtake each other where nothing makes them wait."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.copies, self.draw = ThreadPoolExecutor(4), random.Random(seed)
+
+    def copy(self, to, source, after):
+        self.moved += to.nbytes
+        delay = self.draw.random() * 0.003
+
+        def late():
+            after.synchronize()
+            time.sleep(delay)
+            with torch.no_grad():
+                to.copy_(source)
+
+        return Reached(self.copies.submit(late))
+
+
+class ClockLane:
+    """A device with a clock of its own, that no real time moves: a block's weights take `copying`, one after the other,
+    and whoever computes says so by `computes`. Its host is never ahead of it, which is the worst that can be."""
+
+    registers = False
+
+    def __init__(self, copying):
+        self.copying, self.now, self.link_free, self.waits = copying, 0.0, 0.0, 0
+
+    def computes(self, duration):
+        self.now += duration
+
+    def staging(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self):
+        return At(self.now)
+
+    def copy(self, to, source, after):
+        to.copy_(source)
+        if to.dtype != torch.uint8:  # a few rows of the embedding
+            return At(self.now)
+        self.link_free = max(self.link_free, self.now, after.time) + self.copying
+        return At(self.link_free)
+
+    def hold(self, until):
+        self.waits += until.time > self.now
+        self.now = max(self.now, until.time)
+
+
+class At:
+    def __init__(self, time):
+        self.time = time
+
+    def synchronize(self):
+        pass
+
+
+class Reached:
+    def __init__(self, future):
+        self.future = future
+
+    def synchronize(self):
+        if self.future is not None:
+            self.future.result()
+
+
+class Allocator:
+    """Says more at every question; a peak is what was said last."""
+
+    peak, resets = 10**9, 0
+
+    def stats(self, device):
+        self.peak += 100
+        keys = [f"{kind}_bytes.all.{which}" for kind in ("allocated", "reserved") for which in ("current", "peak")]
+        return dict(zip(keys, (10, self.peak, 20, 2 * self.peak), strict=True)) | {
+            "num_alloc_retries": 3,
+            "num_ooms": 1,
+        }
+
+    def reset(self, device):
+        self.resets += 1
+
+    def install(self, monkeypatch):
+        """For every run from now on, as if the device that it trains on were a card."""
+        from lowmem.memory.meter import MemoryMeter  # and with it Lightning, which a lane does without
+
+        monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        start = MemoryMeter.on_train_start
+
+        def on_cuda(meter, trainer, module):
+            start(meter, trainer, module)
+            meter._cuda = torch.device("cuda")
+
+        monkeypatch.setattr(MemoryMeter, "on_train_start", on_cuda)

@@ -1,0 +1,45 @@
+"""Small models that several tests train, and a loss in fp64."""
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+VOCABULARY, WIDTH = 500, 32
+
+
+def network(model_type="gpt2", **changes):
+    torch.manual_seed(0)
+    if model_type == "gpt2":
+        shape = {
+            "n_positions": 32,
+            "n_embd": WIDTH,
+            "n_layer": 2,
+            "n_head": 2,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        }
+    else:
+        shape = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        known = CONFIG_MAPPING[model_type]()
+        shape |= {
+            key: value for key, value in {"num_key_value_heads": 1, "head_dim": 16}.items() if hasattr(known, key)
+        }
+    config = AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | shape | changes))
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def shaped(model_type, layers=5, dropout=0.0):
+    """A model of that architecture with every kind of dropout it has."""
+    changes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}, "gpt2": {"n_layer": layers}}.get(model_type, {})
+    if model_type != "gpt2":
+        changes["num_hidden_layers"] = layers
+    drops = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout", "attention_dropout")
+    known = CONFIG_MAPPING[model_type]()
+    return network(model_type, **changes, **{name: dropout for name in drops if hasattr(known, name)})
+
+
+def fp64_loss(model: nn.Module, batch):
+    """`full` computes in fp32; in fp64 rounding cannot hide an error."""
+    logits = model(**batch.inputs, use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")

@@ -1,0 +1,282 @@
+"""How the parity tests run lowmem: any configuration, the real module under the real trainer, beside the oracle."""
+
+import json
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+
+import oracle
+from lowmem.config.declarations import SHARED, groups, techniques
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import run_of
+from lowmem.data.loader import MicroBatch, Rows, Share, WindowLoader
+from lowmem.model import loading as model
+from lowmem.training.build import causal_lm, optimizer
+
+SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
+STEPS, LR, DECAY = 4, 1e-2, 2.0
+# Llama: no biases (those of attention keys have no gradient but noise) and RoPE. Matrices of 64 x 64 are the smallest
+# whose state 8-bit optimizers hold in 8 bits.
+MODEL = (
+    "model=llama-3.2-1b",
+    "model.pretrained=false",
+    f"model.architecture.vocab_size={VOCABULARY}",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=128",
+    "model.architecture.num_hidden_layers=3",
+    "model.architecture.num_attention_heads=2",
+    "model.architecture.num_key_value_heads=1",
+    "model.architecture.head_dim=32",
+    "model.architecture.bos_token_id=null",
+    "model.architecture.eos_token_id=null",
+)
+BASE = (
+    *MODEL,
+    f"lr={LR}",
+    f"max_steps={STEPS}",
+    f"seq_len={LENGTH}",
+    "batch_size=8",
+    "scheduler=linear",
+    "scheduler.warmup_steps=0",
+    f"optim.weight_decay={DECAY}",
+    "clip=0.5",
+    "device=cpu",
+    "logger=none",
+)
+CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
+COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # seconds per shape: slow wherever they run
+# Techniques that share their code with another one. `make test` proves that one, `make test-all` proves these too.
+SIBLINGS = (
+    *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
+    *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
+    *(f"accumulation={name}" for name in ("effective_batch", "by_epoch", "by_step")),
+    *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "budget")),
+    *("loss=tiled", "adapter=dora", "adapter=qlora", *COMPILED),
+)
+# All that ship: those that were measured, and what they were compared with.
+SHIPPED = (
+    *json.loads((Path(__file__).parents[2] / "benchmarks/results/techniques.json").read_text())["refused"],
+    *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
+    *("weights=resident", "adapter=none"),
+)
+# What a choice needs besides its name here.
+WITH = {
+    "precision=16": ["trainer.plugins.precision.init_scale=4096"],
+    "precision=16-true": ["trainer.plugins.precision.init_scale=4096"],
+    "precision=16-master": ["trainer.plugins.precision.init_scale=4096"],
+    "accumulation=fixed": ["batch_size=2"],
+    "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
+    "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4, 1: 2}"],
+    "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4, 2: 2}"],
+    "gradient_checkpointing=budget": ["gradient_checkpointing.backend=aot_eager_decomp_partition"],
+    "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
+    "loss=chunked": ["loss.rows=7"],
+    "loss=tiled": ["loss.columns=64"],
+    "optim.in_backward=true": ["clip=null"],
+    # so that a step is as large as AdamW's, or 16-bit weights would not move
+    "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],
+}
+# Sequences per optimizer step, where it is not eight and what is left.
+WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
+
+
+def shipped_but(*names: str) -> tuple[str, ...]:
+    """For `slow_rows`: a technique that somebody adds is none of these, so that `make test` runs its rows."""
+    return tuple(one for one in SHIPPED if one not in names)
+
+
+class Ragged(Rows):
+    """Sequences of different lengths: behind its end, and in a masked stretch, a sequence has no labels."""
+
+    seq_len = LENGTH
+
+    def __init__(self):
+        self.tokens = np.random.default_rng(1).integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
+
+    def __len__(self):
+        return SEQUENCES
+
+    def micro_batch(self, indices):
+        rows = torch.from_numpy(self.tokens[indices])
+        labels = rows[:, 1:].clone()
+        for row, index in zip(labels, indices, strict=True):
+            row[LENGTH - int(index) :] = -100
+            row[:2] = -100
+        return MicroBatch(rows[:, :-1], labels)
+
+
+def overrides(*techniques):
+    lines = [*BASE, *(line for t in techniques for line in WITH.get(t, [])), *techniques]  # what was asked for wins
+    if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # unclipped, steps that large diverge
+        lines += ["lr=0.1", "optim.weight_decay=0.2"]
+    return lines
+
+
+def trainer(cfg, plugins, callbacks, strategy="auto"):
+    """The real one, on the device that `cfg` says."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(
+        accelerator="gpu" if cfg.device == "cuda" else "cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=cfg.max_steps,
+        max_epochs=-1,
+        plugins=plugins,
+        callbacks=callbacks,
+        **dict.fromkeys(off, False),
+    )
+
+
+class Losses(Callback):
+    """Of every window, and the weights by name that its forward pass read."""
+
+    def __init__(self):
+        self.seen, self.read = [], []
+
+    def on_before_backward(self, trainer, module, loss):  # a forward pass has waited for what was still on its way
+        weights, of = module.model.named_parameters(), module.weights.of
+        self.now = {name: of(p).detach().to("cpu", torch.float32, copy=True) for name, p in weights}
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.seen.append(float(outputs["loss"]))
+        self.read.append(self.now)
+
+
+def run(cfg, wide=False, callbacks=()):
+    """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are; callbacks: besides its own.
+
+    Wherever it trained: Lightning brings the module back to the host.
+    """
+    torch.manual_seed(0)
+    module = causal_lm(cfg, model.describe(cfg))
+    before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
+    windows = WindowLoader(Ragged(), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    training = trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), *callbacks])
+    training.fit(module, windows)
+    assert training.global_step == cfg.max_steps and module.skipped_steps == 0
+    after = {name: p.detach() for name, p in module.model.named_parameters()}
+    return before, after if wide else {name: p.float() for name, p in after.items()}
+
+
+def expected(cfg, optim, accumulation, held_in=None):
+    """Weights by name before and after, of the oracle: from the same rounded start, in fp32, on the CPU.
+
+    Args: held_in: the name of the dtype to which weights are rounded after every step; None: that of the run's weights.
+    """
+    clip = None if cfg.clip is None else float(cfg.clip)
+    windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
+    decay, frozen, adapter = float(cfg.optim.weight_decay), tuple(cfg.freeze or ()), _adapter(cfg)
+    dtypes = cfg.loaded_in, held_in or ("float32" if adapter else cfg.weights_dtype)
+    return _expected(*dtypes, optim, windows, clip, float(cfg.lr), decay, frozen, adapter)
+
+
+@cache
+def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen, adapter):
+    network = _network(dtype, adapter)
+    for name, p in network.named_parameters():
+        p.requires_grad_(p.requires_grad and not any(fnmatchcase(name, pattern) for pattern in frozen))
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    rule = oracle.RULES.get(optim, oracle.adamw)
+    return before, oracle.train(network, _read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in))
+
+
+def expected_losses(accumulation, weights, adapter=None, dtype="float32"):
+    """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each. dtype: in which
+    those were loaded that are not given."""
+    windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
+    return oracle.losses(_network(dtype, adapter), _read, windows, SEQUENCES, weights)
+
+
+def _adapter(cfg):
+    """Its name, where there is one."""
+    named = {run_of([f"adapter={name}"]).adapter.target: name for name in techniques("adapter") if name != "none"}
+    return named.get(cfg.adapter.target)
+
+
+def _network(dtype, adapter=None):
+    """In fp32. With an adapter: the oracle's own, that starts with the numbers that the technique drew."""
+    described = model.describe(run_of(MODEL))
+
+    def built():
+        torch.manual_seed(0)
+        return model.load(described, getattr(torch, dtype))
+
+    network = built()
+    if adapter is None:
+        return network.float()
+    instantiate(run_of([f"adapter={adapter}"]).adapter)(network)
+    start, drawn = dict(network.named_parameters()), network.peft_config["default"]
+    plain = built().float()
+    oracle.adapt(plain, start, drawn.lora_alpha, drawn.r)
+    for name, part in plain.named_modules():
+        if name.endswith(".base_layer") and f"{name}.weight" not in start:  # what 4 bits left of it, and no parameter
+            del part.weight
+            part.register_buffer("weight", network.get_submodule(name).weight.float())
+    return plain
+
+
+def trains_vectors(cfg):
+    return any(p.requires_grad and p.dim() < 2 for p in _network("float32", _adapter(cfg)).parameters())
+
+
+def _read(indices):
+    batch = Ragged().micro_batch(np.array(indices))
+    return batch.input_ids, batch.labels
+
+
+def deviations(cfg, *techniques):
+    """From the oracle, relative: (update of matrices, of vectors, the farthest loss of a window at the weights that the
+    run had: what led to them is in the update)."""
+    chosen = dict(technique.split("=") for technique in techniques)
+    accumulation = chosen.get("accumulation", "none")
+    (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
+    before, ours = run(cfg, callbacks=[losses])
+    assert all(torch.equal(before[name], start[name]) for name in start)
+    right = expected_losses(accumulation, losses.read, _adapter(cfg), cfg.loaded_in)
+    apart = (abs(one / other - 1) for one, other in zip(losses.seen, right, strict=True))
+    return *errors(start, ours, theirs), max(apart)
+
+
+def missing(technique, found):
+    """What to add where a technique is farther from the oracle than it may be."""
+    rule = (
+        "its update rule in RULES of tests/support/oracle.py, where it is not AdamW's; "
+        if "optim=" in technique
+        else ""
+    )
+    return (
+        f"{technique} is off by {found} (update of matrices, of vectors, loss). If it computes what it should, add "
+        f"{rule}what it may be off by, with the reason, in UPDATE of tests/support/tolerances.py."
+    )
+
+
+def off_on_one_matrix(cfg, wrong=False):
+    """An optimizer's update after 20 steps, relative to AdamW's; wrong: every second gradient is lost."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 128, bias=False).to(cfg.device)
+    theirs, state = model.weight.detach().cpu().clone(), {}
+    start, made = theirs.clone(), optimizer(cfg)(model)
+    direction = torch.randn(128, 64)
+    for step in range(1, 21):
+        g = direction + torch.randn(128, 64)
+        model.weight.grad = ((g * (step % 2)) if wrong else g).to(cfg.device)
+        made.step()
+        theirs = oracle.adamw(theirs, g, state, step, 1e-2, 0.1, "matrix")
+    return ((model.weight.detach().cpu() - theirs).norm() / (theirs - start).norm()).item()
+
+
+def errors(start, ours, theirs):
+    """Of the total update, relative: (of all matrices together, of all vectors together)."""
+
+    def relative(names):
+        wrong = torch.cat([(ours[n] - theirs[n]).flatten() for n in names]).norm()
+        right = torch.cat([(theirs[n] - start[n]).flatten() for n in names]).norm()
+        return (wrong / right).item() if right else float(wrong > 0)  # where all of a kind are frozen
+
+    matrices = [name for name in theirs if theirs[name].dim() >= 2]
+    return relative(matrices), relative([name for name in theirs if name not in matrices])

@@ -1,0 +1,27 @@
+"""Whether two runs ended in the same: every tensor to the bit, whatever it is nested in."""
+
+import torch
+
+from lowmem.memory.ledger import parts
+from lowmem.saving.checkpoint import complete
+from lowmem.techniques.arithmetic.fp32_halves import joined
+
+
+def last(run):
+    """What the newest checkpoint of a run folder holds of the training itself, each weight whole."""
+    saved = torch.load(complete(run / "checkpoints")[-1], weights_only=True)
+    state, rests = saved["state_dict"], saved.pop("rests", {})
+    whole = {state[name].data_ptr(): joined(state[name], rest) for name, rest in rests.items()}  # a tied one too
+    saved["state_dict"] = {name: whole.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
+    elsewhere = ("loops", "callbacks", "pytorch-lightning_version", "epoch", "hparams_name", "hyper_parameters")
+    return {key: value for key, value in saved.items() if key not in elsewhere}
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and all(map(torch.equal, parts(one), parts(other)))
+    return one == other

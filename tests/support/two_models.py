@@ -1,0 +1,109 @@
+"""The naive loop with two whole models, and the same training by lowmem: what both must agree on to the bit."""
+
+import numpy as np
+import torch
+
+import parity
+from lowmem.config.instantiate import instantiate
+from lowmem.data.loader import Share, WindowLoader
+from lowmem.model import loading
+from lowmem.techniques.precision.cpu_products import widened
+from lowmem.techniques.weights.link import StagedLink
+from lowmem.training.build import causal_lm, optimizer
+
+PRECISIONS = ("16-master", "bf16-master")
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
+CLIPS = {
+    "norm": ["clip=0.5"],
+    "value": ["clip=null", "clip_value=0.002"],
+    "both": ["clip=0.02", "clip_value=0.002"],
+    "off": ["clip=null"],
+}
+
+
+def configured(config, precision, optim, clip, accumulation, scheduler, *more):
+    """Six steps: windows of four micro-batches and, where an epoch ends, a short one."""
+    named = (f"precision={precision}", f"optim={optim}", f"accumulation={accumulation}")
+    lines = parity.overrides(*named, *more)
+    lines = [line for line in lines if line.split("=")[0] not in ("scheduler", "scheduler.warmup_steps")]
+    return config(
+        *lines, f"scheduler={scheduler}", "scheduler.warmup_steps=2", *CLIPS[clip], "max_steps=6", *more, base=()
+    )
+
+
+def build(cfg):
+    torch.manual_seed(0)
+    return causal_lm(cfg, loading.describe(cfg))
+
+
+def windows(cfg):
+    return WindowLoader(parity.Ragged(), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
+
+
+def naive(cfg):
+    """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
+    dtype = torch.float16 if cfg.trainer.plugins.precision.target.endswith(".Float16Master") else torch.bfloat16
+    with widened(dtype, cfg.device):  # another order of additions has other bits
+        return _naive(cfg, dtype)
+
+
+def _naive(cfg, dtype):
+    wide, narrow = build(cfg), build(cfg).model.to(cfg.device)
+    for p in narrow.parameters():
+        p.data = rounded(p.data.cpu(), dtype).to(cfg.device)
+    stepping = optimizer(cfg)(wide.model)
+    schedule = instantiate(cfg.scheduler)(stepping)
+    pairs = list(zip(wide.model.parameters(), narrow.parameters(), strict=True))
+    scale, steps, skipped = cfg.trainer.plugins.precision.arguments.get("init_scale", 1.0), 0, 0
+    for window in windows(cfg):
+        for micro_batch in window.micro_batches:
+            loss = wide.loss(narrow, micro_batch.each(lambda part: part.to(cfg.device))) / window.tokens
+            (loss * scale).backward()
+            for w, p in pairs:
+                gradient = p.grad.float().cpu()
+                w.grad = gradient if w.grad is None else w.grad + gradient
+                p.grad = None
+        gradients = [w.grad for w, _ in pairs]
+        torch._foreach_mul_(gradients, 1 / scale)
+        if all(g.isfinite().all() for g in gradients):
+            if cfg.clip_value is not None:
+                torch.nn.utils.clip_grad_value_(wide.model.parameters(), cfg.clip_value)
+            if cfg.clip is not None:
+                torch.nn.utils.clip_grad_norm_(wide.model.parameters(), cfg.clip)
+            stepping.step()
+            schedule.step()
+            with torch.no_grad():
+                for w, p in pairs:
+                    p.copy_(rounded(w, dtype))
+            steps += 1
+        else:
+            scale, skipped = scale / 2, skipped + 1
+        stepping.zero_grad()
+        if steps == cfg.max_steps:
+            return [w.detach() for w, _ in pairs], [p.detach().cpu() for _, p in pairs], skipped
+
+
+def rounded(wide, dtype):
+    """As masters are: fp16 to nearest even; bf16 half up, so that its fp32 fits 16 more bits."""
+    if dtype == torch.float16:
+        return wide.half()
+    upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
+    return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+def ours(cfg, lane=None):
+    """The same of the real module under the real trainer."""
+    module = build(cfg)
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    if lane is not None:
+        plugins[0].link.close()
+        plugins[0].link = StagedLink(lane, slot_bytes=4096, slots=2)
+    trainer = parity.trainer(cfg, plugins, list(map(instantiate, cfg.callbacks.values())))
+    trainer.fit(module, windows(cfg))
+    assert trainer.global_step == cfg.max_steps
+    parameters = list(module.model.parameters())
+    return [plugins[0].whole(p).detach() for p in parameters], [p.detach() for p in parameters], module.skipped_steps
+
+
+def equal(one, other):
+    return one[2] == other[2] and all(torch.equal(a, b) for k in (0, 1) for a, b in zip(one[k], other[k], strict=True))

@@ -1,0 +1,47 @@
+"""A home folder that cannot be written costs no run: libraries get a temporary folder for their own files."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowmem.command import cli
+from lowmem.system import home
+
+
+@pytest.fixture(params=["read-only", "missing", "unknown"])
+def no_home(request, monkeypatch, tmp_path):
+    """Nobody's home folder. An administrator may write everywhere, so `os.access` answers as it does to other users."""
+    path = {"read-only": tmp_path, "missing": tmp_path / "missing", "unknown": "~"}[request.param]
+    monkeypatch.setattr(os.path, "expanduser", lambda _: str(path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for name in (*home.FOLDERS, "HF_HOME"):
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    return path
+
+
+def test_libraries_get_a_temporary_folder_and_fetched_models_stay(no_home, monkeypatch):
+    monkeypatch.setenv("MPLCONFIGDIR", "/mine")
+    home.replace_if_read_only()
+    folder = Path(os.environ["WANDB_DATA_DIR"])
+    assert folder.is_dir() and os.environ["XDG_CACHE_HOME"] == str(folder)
+    assert os.environ["MPLCONFIGDIR"] == "/mine"
+    assert os.environ["HF_HOME"] == f"{no_home}/.cache/huggingface"
+    home.replace_if_read_only()  # as a process does that this one has started
+    assert os.environ["WANDB_DATA_DIR"] == str(folder)
+
+
+def test_a_home_folder_that_can_be_written_is_left_alone(no_home, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    home.replace_if_read_only()
+    assert not any(name in os.environ for name in home.FOLDERS)
+
+
+def test_every_command_asks_before_it_runs(monkeypatch):
+    order = []
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(home, "replace_if_read_only", lambda: order.append("home"))
+    cli.start(lambda: order.append("command"))
+    assert order == ["home", "command"]

@@ -1,0 +1,219 @@
+"""SIGTERM, SIGINT and SIGHUP in every phase of a run, once and twice: the exit code, what is left, how it goes on.
+
+Every run is a process and every signal a real one. Checked against the run that nobody disturbed: what goes on after a
+signal ends with its weights, bit for bit.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import told
+from conftest import ROOT
+from lowmem.config.typed_lines import key
+from lowmem.saving.checkpoint import complete
+from lowmem.system import signals
+
+# 4 steps, an evaluation of 16 micro-batches after 2 of them, a save after each second one.
+RUN = ("val_every=2", "save_every=2", "val_sequences=64", "sample_tokens=64", "seq_len=16")
+KEEPS = ("step", "evaluation", "save", "sampling")  # phases that end with a checkpoint and the summary
+# That it works at most after a signal: of its processor, as on a busy machine the clock tells of others.
+SECONDS = {"load": 2.0, "step": 4.0, "evaluation": 2.0, "save": 4.0, "sampling": 4.0, "export": 2.0}
+CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
+
+
+@pytest.fixture
+def start(processes, small, tmp_path):
+    """(phase, arguments) -> the process, once it has reached that phase."""
+    started = []
+
+    def run(phase, *arguments, deaf=False):
+        typed = {key(a) for a in (*RUN, *arguments)}
+        lines = [*(a for a in small if key(a) not in typed), *(a for a in RUN if key(a) not in map(key, arguments))]
+        said = tmp_path / f"said-{len(started)}.txt"
+        process = processes.Process(
+            target=told.live, args=(str(ROOT), [*lines, *arguments], phase, str(said), deaf), daemon=True
+        )
+        process.start()
+        started.append(process)
+        process.said = said
+        if phase is None:
+            process.join(120)
+            assert process.exitcode == 0, said.read_text()
+            return process
+        until(said.with_suffix(".reached").exists, process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+
+
+def until(what, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not what():
+        assert process.is_alive() and time.monotonic() < end, process.said.read_text()
+        time.sleep(0.02)
+
+
+def tell(process, *names, apart=0.4) -> float:
+    """Seconds from the last signal to the end, of a processor; by the clock it must be less than what is not cut."""
+    for number, name in enumerate(names):
+        time.sleep(apart * (number > 0))
+        os.kill(process.pid, signal.Signals[name])
+    sent, before, after = time.monotonic(), worked(process), 0.0
+    while process.is_alive() and time.monotonic() < sent + 60:
+        after = max(after, worked(process))
+        time.sleep(0.005)
+    process.join(0)
+    assert time.monotonic() - sent < told.LONG / 2, process.said.read_text()
+    return max(0.0, after - before)
+
+
+def worked(process) -> float:
+    try:
+        return sum(psutil.Process(process.pid).cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def weights(run: Path) -> dict:
+    return torch.load(complete(run / "checkpoints")[-1], weights_only=True)["state_dict"]
+
+
+def drafts(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if "writing" in path.name]
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict:
+    """The weights of the run that nobody disturbed, once there are some."""
+    return {}
+
+
+def goes_on(start, run, folder, whole) -> None:
+    """From its last checkpoint to the weights of the run that nobody disturbed."""
+    if not whole:
+        start(None, f"hydra.run.dir={folder}/whole")
+        whole |= weights(folder / "whole")
+    trained = complete(run / "checkpoints")[-1].name == "step-00000004.ckpt"
+    again = run if trained else folder / "again"  # where its evaluation or its export is missing, that alone is done
+    start(None, f"resume={run}", f"hydra.run.dir={again}")
+    summary = json.loads((again / "summary.json").read_text())
+    assert (summary["steps"], summary["interrupted"]) == (4, False) and summary["val_loss"] is not None
+    assert (again / "model" / "config.json").exists() and not (again / "failed.txt").exists()
+    other = weights(again)
+    assert whole.keys() == other.keys() and all(torch.equal(whole[name], other[name]) for name in whole)
+
+
+def ends_well(start, whole, folder, phase, name, deaf=False):
+    """The table's row, printed (`pytest -s` shows it)."""
+    cache, run = folder / "cache", folder / "run"
+    lines = [f"hydra.run.dir={run}", *([f"cache_dir={cache}"] if phase == "load" else [])]
+    process = start(phase, *lines, deaf=deaf)
+    seconds = tell(process, name)
+    said = process.said.read_text()
+    left = sorted(path.name for path in run.iterdir()) if run.exists() else []
+    row = f"{phase:<11}{name:<8} exit {process.exitcode} after {seconds:.2f} s of work"
+    print(f"{row}; left: {' '.join(left) or 'nothing'}")
+    assert process.exitcode == CODES[name], said
+    assert seconds < SECONDS[phase]
+    assert "Traceback" not in said and drafts(folder) == []
+    if phase in KEEPS:
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["interrupted"] and summary["signal"] == name
+        assert complete(run / "checkpoints")[-1].name == f"step-{summary['steps']:08d}.ckpt"
+        assert (summary["val_loss"] is None) == (phase != "sampling")
+        assert "failed.txt" not in left and "model" not in left
+    elif phase == "load":
+        assert left == [] and list(cache.iterdir()) == []
+    else:
+        assert (run / "failed.txt").read_text() == f"{name}: ended at once.\n"
+        assert complete(run / "checkpoints")[-1].name == "step-00000004.ckpt" and "model" not in left
+        assert not json.loads((run / "summary.json").read_text())["interrupted"]
+    if phase != "load":
+        goes_on(start, run, folder, whole)
+
+
+@pytest.mark.slow_rows("evaluation-*")
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    [
+        ("load", "SIGTERM"),
+        ("step", "SIGHUP"),
+        ("evaluation", "SIGTERM"),
+        ("export", "SIGINT"),
+    ],
+)
+def test_a_signal_ends_a_run_and_nothing_is_lost(start, whole, tmp_path, phase, name):
+    ends_well(start, whole, tmp_path, phase, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("phase", told.PHASES)
+def test_every_signal_in_every_phase(start, whole, tmp_path, phase, name):
+    ends_well(start, whole, tmp_path, phase, name)
+
+
+@pytest.mark.parametrize("phase", [pytest.param("load", marks=pytest.mark.slow), "step"])
+def test_a_handler_that_is_not_installed_is_caught(start, whole, tmp_path, phase):
+    with pytest.raises(AssertionError):
+        ends_well(start, whole, tmp_path, phase, "SIGTERM", deaf=True)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "step",
+        pytest.param("evaluation", marks=pytest.mark.slow),
+        pytest.param("save", marks=pytest.mark.slow),
+        pytest.param("sampling", marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_signal_ends_at_once_and_the_folder_says_so(start, tmp_path, phase):
+    process = start(phase, f"hydra.run.dir={tmp_path}/run")
+    seconds = tell(process, "SIGTERM", "SIGTERM", apart=0.3)
+    assert process.exitcode == 143 and seconds < 2.0, process.said.read_text()
+    assert (tmp_path / "run" / "failed.txt").read_text() == "SIGTERM and a second signal: ended at once.\n"
+    assert drafts(tmp_path) == [] and "Traceback" not in process.said.read_text()
+
+
+@pytest.mark.slow
+def test_one_signal_that_arrives_twice_is_one(start, tmp_path):
+    """As `timeout` sends it, to the process and to its group."""
+    process = start("step", f"hydra.run.dir={tmp_path}/run")
+    tell(process, "SIGTERM", "SIGTERM", apart=0.05)
+    assert process.exitcode == 143 and json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"]
+
+
+def test_what_was_ignored_stays_ignored():
+    """nohup"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.handled(signals.at_once):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(signals.Ended) as ended:
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.value.code == 143 and signals.ending(RuntimeError()) is None
+
+
+def test_a_signal_that_became_another_error_is_found():
+    """torch's writer makes a RuntimeError of it."""
+    try:
+        try:
+            raise signals.Ended(signal.SIGTERM)
+        except signals.Ended:
+            raise RuntimeError("unexpected position")  # noqa: B904
+    except RuntimeError as error:
+        assert signals.ending(error).code == 143
+        error.__context__.__context__ = error  # a circle
+        assert signals.ending(ValueError()) is None

@@ -1,0 +1,443 @@
+"""What lowmem leans on that its packages do not promise: each test names what breaks when a new version changes it."""
+
+import ast
+import re
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import nn
+
+from conftest import ROOT
+from lowmem.system import torch_private
+
+SOURCE = ROOT / "src" / "lowmem"
+INTERNALS = SOURCE / "system" / "torch_private.py"
+
+
+def breaks(what):
+    return f"torch or transformers changed what this leans on: {what}"
+
+
+class Seen(torch_private.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_each_operator_also_in_backward():
+    x = torch.ones(2, 2, requires_grad=True)
+    with Seen() as seen:
+        (x @ x).sum().backward()
+    message = breaks("the memory meter, plans and gradient_checkpointing=selective")
+    assert seen.functions.count(torch.ops.aten.mm.default) == 3, message
+    assert all(isinstance(func, torch_private.OpOverload) for func in seen.functions), message
+
+
+def test_fake_tensors_have_a_storage_without_memory():
+    with torch_private.LeanFakeTensorMode():
+        huge = torch.empty(1 << 40)
+    message = breaks("every plan")
+    assert huge.untyped_storage().nbytes() == 4 << 40 and huge.device.type == "cpu", message
+
+
+def test_a_tensor_without_memory_is_made_as_torch_makes_it():
+    with torch_private.LeanFakeTensorMode() as mode:
+        theirs = torch.empty(3, 4)
+    made = mode.holding(torch.empty(3, 4, device="meta"))
+    message = breaks("every plan")
+    assert type(made) is type(theirs) is torch_private.FakeTensor and made.device == theirs.device, message
+    assert made.__dict__ == theirs.__dict__, message
+    keys = [str(torch._C._dispatch_keys(tensor)) for tensor in (made, theirs)]
+    assert keys[0] == keys[1], message
+
+
+def test_a_group_that_is_not_there_takes_part_in_everything():
+    message = breaks("plans of several devices")
+
+    dist.init_process_group("fake", store=torch_private.FakeStore(), rank=3, world_size=8)
+    try:
+        with Seen() as seen:
+            dist.all_reduce(torch.ones(4))
+        assert [func.namespace for func in seen.functions if "allreduce" in str(func)] == ["c10d"], message
+        with torch_private.LeanFakeTensorMode(), torch_private.unset_fake_temporarily():
+            assert type(torch.ones(1)) is torch.Tensor, message
+        assert torch_private.group_of(dist.group.WORLD) is dist.group.WORLD, message
+        assert torch_private.group_of(dist.group.WORLD.group_name) is dist.group.WORLD, message
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_groups_limit_is_one_that_is_set(group_of_one):
+    torch_private.set_timeout(group_of_one, timedelta(seconds=7))
+    limit = group_of_one._get_backend(torch.device("cpu")).options._timeout
+    assert limit == timedelta(seconds=7), breaks("the time limit of tensor parallelism")
+
+
+def test_what_others_send_is_waited_for_in_place(group_of_one):
+    with Seen() as seen:
+        funcol.wait_tensor(funcol.all_reduce(torch.ones(2), "sum", group_of_one))
+    tensor = torch.ones(2)
+    came = torch_private.WAITS(tensor)
+    message = breaks("plans of tensor_parallel, which would hold twice what is gathered")
+    assert torch_private.WAITS in seen.functions and came.data_ptr() == tensor.data_ptr(), message
+
+
+def test_buckets_are_made_anew_once_and_a_pass_that_left_one_out_is_told(group_of_one):
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    ddp = nn.parallel.DistributedDataParallel(Summed(layers), gradient_as_bucket_view=True)
+    places = []
+    for _ in range(3):
+        ddp(torch.ones(2), 2).backward()
+        places.append([p.grad.data_ptr() for p in layers.parameters()])
+        torch_private.check_reduced(ddp)
+        torch_private.rebuild_buckets(ddp)
+    assert places[0] != places[1] == places[2], breaks("gradients of ddp, which would be there twice for a moment")
+    ddp(torch.ones(2), 1).backward()
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        torch_private.check_reduced(ddp)
+
+
+class Summed(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, count):
+        return sum(layer(x).sum() for layer in self.layers[:count])
+
+
+def test_a_sum_of_which_each_rank_keeps_a_part_is_an_operator(group_of_one):
+    with Seen() as seen:
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2))
+    assert torch_private.ADDS_IN_PARTS in seen.functions, breaks("plans of fsdp over gloo, which adds a copy")
+
+
+def test_numbers_become_a_tensor_by_an_operator_and_are_compared_by_one():
+    with Seen() as seen:
+        torch.equal(torch.tensor([1]), torch.tensor([1]))
+        torch.allclose(torch.tensor([1]), torch.tensor([1]))
+    assert {*torch_private.COMPARES} <= {*seen.functions}, breaks("plans of a pipeline")
+    assert any(func in torch_private.MAKES_OF_NUMBERS for func in seen.functions), breaks("plans of several devices")
+
+
+def test_a_question_for_the_device_is_an_operator():
+    class Counted(torch_private.LeanFakeTensorMode):
+        asked = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.asked += func is torch_private.ASKS_FOR_DEVICE
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    with Counted() as mode:
+        torch.ones(2, requires_grad=True).sum().backward()
+    assert mode.asked, breaks("the time of a plan: that it is answered at once")
+
+
+def test_a_storage_has_one_key_and_no_other_has_it():
+    with torch_private.LeanFakeTensorMode():
+        a, b = torch.empty(4), torch.empty(4)
+    for one, other in ((a, b), (torch.empty(4), torch.empty(4))):
+        key = torch_private.storage_key(one)
+        message = breaks("bytes in memory.csv: a storage would count twice or not at all")
+        assert key == torch_private.storage_key(one[1:]) == torch_private.storage_key(one.untyped_storage()), message
+        assert key != torch_private.storage_key(other), message
+
+
+def test_leaves_of_nested_arguments():
+    nested = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
+    message = breaks("the memory meter and plans")
+    assert [type(leaf) for leaf in torch_private.tree_leaves(nested)] == [torch.Tensor, int, torch.Tensor], message
+    assert torch_private.tree_map_only(torch.Tensor, lambda t: t.item(), nested) == {"a": [1.0, 2], "b": (0.0,)}, (
+        message
+    )
+
+
+def test_a_quantised_tensor_tells_its_parts():
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = OptimState8bit.zeros((4, 256), True, 256, "cpu")
+    message = breaks("bytes of 8-bit optimizer states")
+    assert torch_private.is_traceable_wrapper_subclass(state) and state.__tensor_flatten__()[0], message
+    assert not torch_private.is_traceable_wrapper_subclass(torch.ones(1)), message
+
+
+def test_a_checkpoint_opens_and_closes_around_code_that_others_call():
+    saved, repeated, x = [], [], torch.ones(3, requires_grad=True)
+
+    def again():
+        repeated.append(True)
+        return x.exp()
+
+    def save(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        opened = torch_private.open_checkpoint(again)
+        next(opened)
+        y = x.exp()
+        next(opened, None)
+    message = breaks("gradient_checkpointing=every_k and sqrt")
+    assert not sum(t.numel() for t in saved) and not repeated, message  # torch 2.11 saves an empty tensor
+    y.sum().backward()
+    assert repeated == [True] and torch.equal(x.grad, x.detach().exp()), message
+
+
+def test_a_schema_tells_what_an_operator_changes():
+    aten, message = torch.ops.aten, breaks("gradient_checkpointing=selective and the times of plans")
+    assert not torch_private.schema(aten.mul.Tensor).is_mutable and torch_private.schema(aten.mul_.Tensor).is_mutable, (
+        message
+    )
+    (written,) = [a.name for a in torch_private.schema(aten.mul_.Tensor).arguments if a.is_write]
+    (view,) = torch_private.schema(aten.view.default).returns
+    assert written == "self" and view.alias_info is not None and not view.alias_info.is_write, message
+
+
+def test_attention_is_the_operator_that_a_dispatch_mode_sees():
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with Seen() as seen:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    message = breaks("gradient_checkpointing=selective would not keep attention, precision=16 not widen it")
+    assert {torch_private.ATTENTION_ON_CPU, torch_private.ATTENTION_BACKWARD_ON_CPU} <= {*seen.functions}, message
+    assert torch_private.ATTENTION_ON_CPU in torch_private.ATTENTION and len({*torch_private.ATTENTION}) == 4, message
+
+
+@pytest.mark.parametrize("name", ["FLASH", "EFFICIENT", "CUDNN", "MATH"])
+def test_attention_of_a_card_has_shapes_and_gradients_without_one(name):
+    of_each = {
+        "FLASH": lambda *qkv: torch_private.ATTENTION_FLASH(*qkv, 0.1, True),
+        "EFFICIENT": lambda *qkv: torch_private.ATTENTION_EFFICIENT(*qkv, None, True, 0.1, True),
+        "CUDNN": lambda *qkv: torch_private.ATTENTION_CUDNN(*qkv, None, True, 0.1, True),
+        "MATH": lambda *qkv: torch_private.ATTENTION_MATH.decompose(*qkv, None, 0.1, True),
+    }
+    message = breaks("plans for cards: what attention saves there")
+    with torch_private.FakeTensorMode(), Seen() as seen:
+        q, k, v = (torch.empty(2, 4, 64, 16, requires_grad=True) for _ in range(3))
+        out = of_each[name](q, k, v)[0]
+        assert type(out.grad_fn).__name__.startswith("ScaledDotProduct") == (name != "MATH"), message
+        out.sum().backward()
+    assert q.grad.shape == k.grad.shape == v.grad.shape == (2, 4, 64, 16), message
+    assert bool({*torch_private.ATTENTION_BACKWARD} & {*seen.functions}) == (name != "MATH"), message
+
+
+def test_a_question_for_a_number_is_an_operator():
+    with Seen() as seen:
+        assert bool(torch.ones(()) > 0)
+    assert torch_private.READ_A_NUMBER in seen.functions, breaks("plans of what asks whether gradients are finite")
+
+
+def test_grouped_products_are_an_operator():
+    a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    with torch_private.LeanFakeTensorMode() as fake:
+        out = torch_private.GROUPED_PRODUCTS(*map(fake.from_tensor, (a, b)), offs=fake.from_tensor(ends))
+    assert out.shape == (4, 8), breaks("plans of mixtures of experts")
+
+
+def test_what_asks_for_the_tokens_of_an_expert_is_an_operator():
+    with Seen() as seen:
+        rows, columns = torch.where(torch.eye(3) > 0)
+        parts = torch.arange(5).split([2, 3])
+    assert [len(one) for one in (rows, columns, *parts)] == [3, 3, 2, 3]
+    message = breaks("plans of mixtures whose experts are called one by one")
+    assert torch_private.NONZERO in seen.functions and torch_private.SPLIT in seen.functions, message
+
+
+def test_a_module_tells_that_it_was_compiled_itself():
+    module = nn.Linear(2, 2)
+    message = breaks("the meter would track compiled code, which it cannot see into")
+    assert not torch_private.compiled_itself(module), message
+    module.compile(backend="eager")
+    assert torch_private.compiled_itself(module), message
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        return ((x @ self.weight).sigmoid() @ self.weight).sigmoid()
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(0.0, 1), (1.0, 3)])
+def test_a_budget_reaches_the_compiler(fraction, kept):
+    torch.compiler.reset()
+    block = Block()
+    block.compile(backend=torch_private.within_budget(fraction, "aot_eager_decomp_partition"))
+    out = block(torch.ones(512, 8, requires_grad=True))
+    activations = [t for t in out.grad_fn.saved_tensors if t.numel() == 512 * 8]
+    assert len(activations) == kept, breaks("gradient_checkpointing=budget")
+
+
+def test_replaced_kernels_are_torchs_own_again_afterwards():
+    x = torch.ones(2)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch_private.replaced_kernels() as ours,
+    ):  # torch says it once a process
+        ours.impl("neg", lambda t: t + 41.0, "CPU")
+        within = torch.neg(x)
+    message = breaks("precision=16 on a CPU without its products: the next job of a sweep would have ours")
+    assert within.tolist() == [42.0, 42.0] and torch.neg(x).tolist() == [-1.0, -1.0], message
+
+
+def test_torch_tells_which_operators_a_cards_autocast_has():
+    found = [torch_private.has_kernel(name, "AutocastCUDA") for name in ("layer_norm", "exp", "relu")]
+    assert found == [True, True, False], breaks("plans of precision=16 and bf16 for a card")
+
+
+def test_a_backward_pass_is_told_from_what_is_not():
+    x, seen = torch.ones(1, requires_grad=True), []
+    x.register_hook(lambda _: seen.append(torch_private.in_backward()))
+    x.sum().backward()
+    assert seen == [True] and not torch_private.in_backward(), breaks(
+        "weights=streamed: weights come when they are needed"
+    )
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_torch_tells_whether_this_cpu_has_units(name):
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    message = breaks("16-bit precisions on this CPU: a product would take 10 to 100 times as long")
+    assert asked is not None or not torch.backends.mkldnn.is_available(), message
+    assert torch_private.cpu_multiplies_in(name) in (True, False), message
+    assert torch_private.cpu_multiplies_in("a dtype of which torch says nothing")
+
+
+def test_transformers_leaves_a_mask_out_for_tensors_without_memory():
+    from transformers.utils import import_utils
+
+    with torch_private.LeanFakeTensorMode():
+        x = torch.empty(1)
+        before = import_utils.is_tracing(x)
+        with torch_private.tensors_count_as_real():
+            within = import_utils.is_tracing(x)
+    assert (before, within) == (True, False), breaks("plans: each would count a mask of (B, 1, T, T)")
+
+
+# --- nothing else does ------------------------------------------------------------------------------------------------
+
+PUBLIC_ALL_THE_SAME = {
+    "_version": "a tensor's count of changes in place: torch's notes on autograd",
+    "_record_memory_history": "torch's notes on CUDA memory",
+    "_dump_snapshot": "torch's notes on CUDA memory",
+    "_asdict": "of a named tuple: Python's own",
+    "_fields": "of a named tuple: Python's own",
+    "_replace": "of a named tuple: Python's own",
+    "torch.utils._pytree": "a logger's name",
+}
+
+
+def is_private(name):
+    """Of a dotted name: whether any part of it is."""
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def own_names(trees):
+    """Whatever lowmem's own objects call by such a name: methods, and attributes that are set."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    bodies = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
+    methods = {part.name for part in bodies if isinstance(part, ast.FunctionDef)}
+    return methods | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def private_of_others(tree, own):
+    """Names of other packages that begin with an underscore: read of an object, imported, or given as a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.Import):
+            yield from filter(is_private, (alias.name for alias in node.names))
+        elif isinstance(node, ast.ImportFrom) and not node.module.startswith(("lowmem", "__future__")):
+            yield from filter(is_private, (node.module, *(alias.name for alias in node.names)))
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"(torch|lightning|transformers)[.\w]+", str(node.value)):
+            yield from filter(is_private, [node.value])
+
+
+def found(files):
+    trees = {file: ast.parse(file.read_text()) for file in files}
+    own = own_names(trees.values())
+    return {(file.name, name) for file, tree in trees.items() for name in private_of_others(tree, own)}
+
+
+def test_no_other_file_touches_a_private_part_of_another_package():
+    others = [file for file in SOURCE.rglob("*.py") if file != INTERNALS]
+    touched = found(others)
+    assert {(file, name) for file, name in touched if name not in PUBLIC_ALL_THE_SAME} == set()
+    assert {name for _, name in touched} == PUBLIC_ALL_THE_SAME.keys()  # an exception that nobody needs is none
+
+
+def test_every_way_to_touch_one_is_seen(tmp_path):
+    lines = (
+        "import torch._dynamo",
+        "from torch._ops import OpOverload",
+        "from torch.utils.checkpoint import _checkpoint",
+        "tensor.untyped_storage()._cdata",
+        "patch('transformers.utils._hidden.thing')",
+        "self._ours = self._theirs + self.__dict__",
+    )
+    (tmp_path / "a.py").write_text("\n".join(lines))
+    seen = {name for _, name in found([tmp_path / "a.py"])}
+    assert seen == {
+        *("torch._dynamo", "torch._ops", "_checkpoint", "_cdata", "transformers.utils._hidden.thing", "_theirs")
+    }
+
+
+def test_transformers_tells_which_attention_it_has_taken():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=8)
+    taken = [
+        torch_private.attention_taken(GPT2LMHeadModel._from_config(config, attn_implementation=name))
+        for name in ("sdpa", "eager")
+    ]
+    assert taken == ["sdpa", "eager"], breaks("data.packing=documents")
+
+
+def test_transformers_asks_one_function_where_documents_begin():
+    """And takes tensors without memory for a single document, unless it is told otherwise."""
+    from transformers import masking_utils
+
+    places = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])
+    message = breaks("every plan of data.packing=documents")
+    theirs = masking_utils.find_packed_sequence_indices(places)
+    assert theirs.tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]], message
+    assert masking_utils.find_packed_sequence_indices(places[1:]) is None, message
+    with torch_private.boundaries_count_as_real():
+        assert torch.equal(masking_utils.find_packed_sequence_indices(places), theirs), message
+        assert masking_utils.find_packed_sequence_indices(places[1:]) is not None, message
+
+
+def test_deepspeed_tells_what_a_process_holds_of_a_parameter():
+    fragments = pytest.importorskip("deepspeed.utils.tensor_fragment", reason="DeepSpeed is optional")
+    place = fragments.tensor_fragment(
+        *(None,) * len(fragments.tensor_fragment.__dataclass_fields__)  # whatever else it may have
+    )
+    place.lp_fragment_address, place.hp_fragment = fragments.fragment_address(numel=2, start=3), torch.ones(2)
+    p = nn.Parameter(torch.zeros(8))
+    p._hp_mapping, p._index_in_param_group = None, 0
+    assert torch_private.deepspeed_fragment(p) is None
+    p._hp_mapping = place
+    held, start, gradient = torch_private.deepspeed_fragment(p)
+    assert held is place.hp_fragment and start == 3 and gradient.func == place.get_lp_grad_fragment
+
+
+def test_each_part_is_used_and_tested():
+    names = set(torch_private.__all__)
+    elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file != INTERNALS)
+    here = (Path(__file__)).read_text()
+    assert {name for name in names if not re.search(rf"\b{name}\b", elsewhere)} == set()
+    assert {name for name in names if f"torch_private.{name}" not in here} == set()

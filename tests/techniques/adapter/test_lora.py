@@ -1,0 +1,213 @@
+"""LoRA and DoRA: what is adapted, what is refused, from where they start and what a checkpoint holds of them."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lowmem.config.check import check, check_places
+from lowmem.config.settle import settled
+from lowmem.config.typed_lines import composed
+from lowmem.model.trainable import trainable
+from lowmem.system.errors import Refused
+from lowmem.techniques.adapter.freeze import freeze
+from lowmem.techniques.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
+from same import last, same
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 97,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 32}
+KINDS = (LoRA, DoRA)
+
+
+def network(kind="llama", dtype=torch.float32, **keys):
+    torch.manual_seed(0)
+    sizes = GPT2 | {"bos_token_id": 0, "eos_token_id": 0} if kind == "gpt2" else SIZES
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | keys), dtype=dtype).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(8)[None]).logits
+
+
+def folder(at, model, **changes):
+    """As peft writes one, of a model with an adapter."""
+    from peft import get_peft_model_state_dict
+
+    at.mkdir()
+    held = get_peft_model_state_dict(model, save_embedding_layers=False)
+    save_file({PREFIX + name: one.contiguous() for name, one in held.items()}, at / WEIGHTS)
+    config = model.peft_config["default"].to_dict() | changes
+    (at / CONFIG).write_text(json.dumps(config, default=lambda one: sorted(one) if isinstance(one, set) else str(one)))
+    return str(at)
+
+
+def moved(model):
+    with torch.no_grad():
+        for _, p in trainable(model):
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+# --- what is adapted --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_a_model_starts_as_it_was_with_an_adapter_in_fp32(kind, dtype, adapter):
+    model = network(kind, dtype)
+    before = logits(model)
+    adapter()(model)
+    assert torch.equal(logits(model), before)
+    assert {p.dtype for _, p in trainable(model)} == {torch.float32}
+    assert all("lora_" in name for name, _ in trainable(model))
+    assert not any("lm_head" in name or "embed" in name or "wte" in name for name, _ in trainable(model))
+
+
+def test_magnitudes_measured_in_16_bits_would_change_the_model(monkeypatch):
+    """The deliberately wrong variant: as peft measures them."""
+    monkeypatch.setattr("lowmem.techniques.adapter.lora._measure", lambda part: None)
+    model = network("llama", torch.bfloat16)
+    before = logits(model)
+    DoRA()(model)
+    assert not torch.equal(logits(model), before)
+
+
+def test_freezing_what_an_adapter_has_frozen_is_told(caplog):
+    model = network("gpt2")
+    freeze(model, ["transformer.wte.*", "*.wte.weight"])
+    assert "changes nothing" not in caplog.text
+    LoRA()(model)
+    freeze(model, ["*.wpe.*", "*.h.0.*"])
+    assert "freeze: *.wpe.* changes nothing" in caplog.text and "h.0.* changes" not in caplog.text
+
+
+def test_it_says_what_is_adapted_and_what_is_not(caplog):
+    with caplog.at_level(logging.INFO):
+        LoRA(r=4)(network("mixtral"))
+        LoRA(target=["c_attn"])(network("gpt2"))
+    mixtral, gpt2 = (record.message for record in caplog.records)
+    assert "8 of 8 linear layers" in mixtral and "4 fused tensors of experts such as" in mixtral
+    assert "2 of 8 linear layers are adapted (c_attn)" in gpt2 and "the head, which is tied to them" in gpt2
+
+
+@pytest.mark.parametrize("target", ["*.q_proj", "q_proj", "model.layers.0.*", "*.layers.0.self_attn.[qv]_proj"])
+def test_patterns_choose_layers(target):
+    model = network()
+    LoRA(target=[target])(model)
+    names = {name.split(".lora_")[0] for name, _ in trainable(model)}
+    expected = {"*.q_proj": 2, "q_proj": 2, "model.layers.0.*": 7}.get(target, 2)
+    assert len(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (["lm_head"], "lm_head is none"),
+        (["embed_tokens"], "model.embed_tokens is none"),
+        (["q_porj"], r"LlamaForCausalLM has no layer of that name. Type some of \[down_proj,gate_proj"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(target, says):
+    with pytest.raises(Refused, match=says):
+        LoRA(target=target)(network())
+
+
+def test_a_layer_that_another_computes_with_is_refused():
+    with pytest.raises(Refused, match=r"peft cannot adapt this MambaForCausalLM .*out_proj.* Type adapter.target"):
+        LoRA()(AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1)))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("adapter.r=0", "whole number of at least 1, or null"),
+        ("adapter.alpha=-1", "a positive number, or null"),
+        ("adapter.dropout=1", "below 1"),
+        ("adapter.target=q_proj", "all-linear, or a list of names"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(config, line, says):
+    with pytest.raises(Refused, match=says):
+        settled(composed(["adapter=lora", line]))
+    check(config("adapter=lora", "adapter.target=[q_proj]", "adapter.r=null"), {})
+
+
+# --- from where it starts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_it_starts_from_a_folder_of_pefts(tmp_path, adapter):
+    theirs = network()
+    adapter(r=4, alpha=2, target=["q_proj", "up_proj"])(theirs)
+    path, ours = folder(tmp_path / "a", moved(theirs)), network()
+    adapter(path=path)(ours)
+    assert not torch.equal(logits(ours), logits(theirs))
+    load(ours, path)
+    assert torch.equal(logits(ours), logits(theirs))
+    assert ours.peft_config["default"].r == 4
+
+
+def test_what_contradicts_a_folder_is_refused(tmp_path, config):
+    theirs = network()
+    LoRA(r=4)(theirs)
+    path = folder(tmp_path / "a", theirs)
+    with pytest.raises(Refused, match=r"adapter.r=8: .* has 4. Leave adapter.r out"):
+        LoRA(r=8, path=path)
+    with pytest.raises(Refused, match="without DoRA's magnitudes"):
+        DoRA(path=path)
+    with pytest.raises(Refused, match=r"adapter.target=\['q_proj'\]: .* adapts others \(q_proj, k_proj"):
+        LoRA(target=["q_proj"], path=path)(network())
+    with pytest.raises(Refused, match=r"has modules_to_save, which is not trained here"):
+        LoRA(path=folder(tmp_path / "b", theirs, modules_to_save=["lm_head"]))
+    with pytest.raises(Refused, match=r"there are no adapter_config.json and"):
+        LoRA(path=str(tmp_path))
+    with pytest.raises(Refused, match=r"there is no such folder"):
+        check_places(config("adapter=lora", f"adapter.path={tmp_path / 'none'}"))
+    wider = network(hidden_size=64)
+    LoRA(path=path)(wider)
+    with pytest.raises(Refused, match=r"its tensors are not those of this model's layers"):
+        load(wider, path)
+    held = load_file(tmp_path / "a" / WEIGHTS)
+    save_file(dict(list(held.items())[1:]), tmp_path / "a" / WEIGHTS)
+    with pytest.raises(Refused, match=r"its tensors are not those"):
+        load(theirs, path)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_a_folder_and_a_resume_does_not_read_it(fit, tmp_path):
+    """In 16 bits beside fp32, with what dropout draws: resumed it has the bits of the unbroken run."""
+    theirs = network("gpt2", vocab_size=300, n_positions=256)
+    LoRA(r=4)(theirs)
+    path = folder(tmp_path / "start", moved(theirs))
+    lines = ("adapter=lora", f"adapter.path={path}", "adapter.dropout=0.1", "precision=bf16-true", "max_steps=3")
+    summary, whole = fit(*lines, folder="whole")
+    fit(*lines, "max_steps=1", "scheduler.total_steps=3", folder="part")
+    (tmp_path / "start" / WEIGHTS).write_bytes((tmp_path / "start" / WEIGHTS).read_bytes()[:-4] + b"\x00\x01\x02\x03")
+    _, again = fit(*lines, f"resume={tmp_path / 'part'}", folder="again")
+    one, other = last(whole), last(again)
+    assert all(same(one[key], other[key]) for key in one)
+    assert all("lora_" in name and p.dtype == torch.float32 for name, p in one["state_dict"].items())
+    assert summary["trained_parameters"] == sum(p.numel() for p in one["state_dict"].values())
+
+
+@pytest.mark.parametrize("precision", ["precision=bf16-master", pytest.param("precision=32", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_an_adapter_is_evaluated(fit, precision):
+    summary, run = fit("adapter=dora", precision, "lr=1e-2", folder="run")
+    found, _ = fit("adapter=dora", precision, f"evaluate={run}", folder="evaluated")
+    assert found["val_loss"] == summary["val_loss"]
+    with pytest.raises(Refused, match=r"adapter= and freeze="):
+        fit(precision, f"evaluate={run}", folder="without")

@@ -1,0 +1,200 @@
+"""QLoRA as runs: what they leave is opened again, and is predicted."""
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from lowmem.command.generate import generate
+from lowmem.config import cards
+from lowmem.plan.cost.machine import Machine
+from lowmem.plan.cost.step_time import of_trace
+from lowmem.plan.prediction import needs
+from lowmem.plan.search.derive import Derivation
+from lowmem.plan.target import Target
+from lowmem.plan.tracing.trace import trace
+from lowmem.system.errors import Refused
+from lowmem.techniques.adapter.lora import load
+
+WORDS = ("def", "return", "self", "for", "in", "if", "else", "class", "import", "x", "=", "(", ")", ":", "0", "1")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a published model."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 20}
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", **sizes, bos_token_id=17, eos_token_id=17)
+    ).save_pretrained(folder)
+    ids = {word: number for number, word in enumerate([*WORDS, "?", "<end>"])}
+    tokenizer = Tokenizer(WordLevel(ids, "?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="?").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def of_base(base, fit):
+    def run(*lines, folder):
+        return fit("model=hf", f"model.name={base}", "seq_len=16", "max_steps=3", "lr=1e-2", *lines, folder=folder)
+
+    return run
+
+
+@pytest.mark.rows("*qlora*")
+@pytest.mark.parametrize("adapter", ["lora", "dora", "qlora"])
+def test_the_folder_of_an_adapter_is_evaluated_as_the_run_was(of_base, adapter):
+    summary, run = of_base(f"adapter={adapter}", "precision=bf16-master", folder="run")
+    assert not (run / "model" / "config.json").exists()
+    again, _ = of_base("precision=bf16-master", f"evaluate={run / 'model'}", folder="again")
+    assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
+    assert again["parameters"] == summary["parameters"] > summary["trained_parameters"]
+
+
+def test_merged_it_is_evaluated_as_a_plain_model(of_base, base):
+    summary, run = of_base("adapter=qlora", "merge=true", folder="run")
+    merged, _ = of_base(f"evaluate={run / 'model'}", folder="merged")
+    alone, _ = of_base(f"evaluate={base}", folder="alone")
+    assert merged["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
+    assert abs(alone["val_loss"] / summary["val_loss"] - 1) > 0.01
+
+
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_merged_beside_a_base_of_16_bits_it_is_written_in_fp32(of_base, adapter):
+    """Or a part of what was trained would be rounded away."""
+    lines = (f"adapter={adapter}", "precision=bf16-master", "merge=true")
+    summary, run = of_base(*lines, folder="run")
+    held = load_file(run / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.float32}
+    again, _ = of_base(f"evaluate={run / 'model'}", folder="wide")
+    assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-3)
+
+
+@pytest.mark.rows("bf16-master")
+@pytest.mark.parametrize("trained", ["32", "bf16-master"])
+def test_its_base_is_quantised_from_what_it_was_in_training(of_base, trained, monkeypatch):
+    """Whatever the precision is of whoever opens it: 4 bits of rounded weights are other bits."""
+    _, run = of_base("adapter=qlora", f"precision={trained}", folder="run")
+    opened = []
+    monkeypatch.setattr(
+        "lowmem.training.build.load", lambda network, path: (load(network, path), opened.append(network))
+    )
+    for precision in ("32", "bf16-master"):
+        of_base(f"precision={precision}", f"evaluate={run / 'model'}", folder=f"of{precision}")
+    of_base("adapter=qlora", f"adapter.path={run / 'model'}", "max_steps=1", folder="on")
+    same = [torch.cat([p for name, p in one.named_buffers() if name.endswith("codes")]) for one in opened]
+    assert len(same) == 3 and torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    monkeypatch.setattr("lowmem.training.build.base_dtype", lambda path: None)
+    other = "32" if trained == "bf16-master" else "bf16-master"
+    of_base(f"precision={other}", f"evaluate={run / 'model'}", folder="wrong")
+    wrong = torch.cat([p for name, p in opened[-1].named_buffers() if name.endswith("codes")])
+    assert not torch.equal(wrong, same[0])
+
+
+def test_a_folder_is_opened_beside_the_base_that_it_was_trained_on(of_base, caplog):
+    _, four = of_base("adapter=qlora", "max_steps=1", folder="four")
+    _, plain = of_base("adapter=lora", "max_steps=1", folder="plain")
+    with pytest.raises(Refused, match=r"learnt beside a base in 4 bits.* Type adapter=qlora"):
+        of_base("adapter=lora", f"adapter.path={four / 'model'}", folder="refused")
+    assert "in 4 bits. If it was not" not in caplog.text
+    of_base("adapter=qlora", f"adapter.path={plain / 'model'}", "max_steps=1", folder="warned")
+    assert "nothing in it says that its base was in 4 bits" in caplog.text
+
+
+def test_an_adapter_that_names_no_base_is_refused_its_evaluation(of_base, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(Refused, match="does not say which model it belongs to"):
+        of_base(f"evaluate={tmp_path}", folder="run")
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+PHASES = ("forward", "backward", "step", "evaluation")
+SHAPE = (
+    *("model.architecture.n_embd=64", "model.architecture.n_layer=7", "model.architecture.vocab_size=300"),
+    *("seq_len=64", "batch_size=4"),
+)
+
+
+def resolved(cfg):
+    return cfg.resolved()
+
+
+def far_off(config, folder, lines, adapter):
+    """Phases in which the trace of an adapter is more than 1 % off what was measured."""
+    with (folder / "memory.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["live_peak_bytes"]]
+    steady = [row for row in rows if row["step"] == "3" or row["phase"] == "evaluation"]
+    measured = {row["phase"]: int(row["live_peak_bytes"]) for row in steady}
+    phases = trace(resolved(config(f"adapter={adapter}", *lines)), on_card=False).phases
+    return [phase for phase in PHASES if abs(phases[phase].total / measured[phase] - 1) > 0.01]
+
+
+@pytest.mark.rows("bf16-every_layer")
+@pytest.mark.parametrize("checkpointing", ["none", "every_layer"])
+@pytest.mark.parametrize("precision", ["32", "bf16", "bf16-master"])
+def test_a_run_is_predicted(config, fit, precision, checkpointing):
+    lines = ["model.architecture.n_layer=3", *(line for line in SHAPE if "n_layer" not in line)]
+    lines += ["max_steps=3", "val_every=3", f"precision={precision}", f"gradient_checkpointing={checkpointing}"]
+    _, folder = fit("adapter=qlora", *lines)
+    assert far_off(config, folder, lines, "qlora") == []
+    assert far_off(config, folder, lines, "lora")  # wrong: its base is not in 4 bits
+
+
+@pytest.mark.slow
+def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
+    """Whose weights are buffers: blocks are counted with them."""
+
+    def composed(recipe):
+        lines = [line for line in SHAPE if line.split("=")[0] not in recipe]
+        return resolved(config(*lines, *(f"{key}={value}" for key, value in ({"adapter": "qlora"} | recipe).items())))
+
+    rates = replace(Machine("a card", **cards.named(cards.REFERENCE).rates), overhead=0.0)
+    recipe = {"precision": "bf16-master", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
+    cfg = composed(recipe | {"batch_size": "4"})
+    shapes, seconds = Derivation(composed, 7, (1, 4), Target(on_card=True), rates).trace(
+        recipe | {"batch_size": "4"}, cfg
+    )
+    itself = trace(cfg, on_card=True)
+    assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
+    derived, traced = (needs(found, cfg, Target(on_card=True), 0) for found in (shapes, itself))
+    for phase, need in traced.phases.items():
+        assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
+        assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
+    assert shapes.blocks[1] == itself.blocks[1] and 7 * itself.blocks[1] < shapes.weights
+    lora = trace(composed(recipe | {"batch_size": "4", "adapter": "lora"}), on_card=True)
+    assert shapes.parameters == itself.parameters == lora.parameters
+    assert itself.weights < 0.6 * lora.weights
+
+
+@pytest.mark.slow
+def test_what_is_merged_grows_on_the_host(config):
+    cfg = resolved(config("adapter=qlora", "precision=bf16-master", *SHAPE))
+    shapes = trace(cfg, on_card=True)
+    both = (cfg.knowing(merge=on) for on in (False, True))
+    alone, merged = (needs(shapes, one, Target(on_card=True), 0).phases["save"].host for one in both)
+    assert merged - alone == 4 * shapes.parameters - shapes.weights
+
+
+@pytest.mark.rows("qlora")
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_generate_writes_what_the_run_last_did(of_base, config, adapter):
+    lines = (f"adapter={adapter}", "sample_tokens=6", "sample_prompts=[def return]")
+    _, run = of_base(*lines, folder="run")
+    row = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
+    assert row["greedy"] and not (run / "model" / "config.json").exists()
+    assert generate(config(f"generate={run}", "prompt=def return", "max_new_tokens=6")) == row["greedy"]
+
+
+def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed(of_base, caplog):
+    of_base("adapter=lora", "max_steps=1", "push=me/it", folder="run")
+    assert "only this machine has" in caplog.text and "could not be uploaded" not in caplog.text

@@ -1,0 +1,57 @@
+"""Boundaries on a card: pinned, on a stream of their own, back in time. What a CPU does of it is in test_limit.py."""
+
+import pytest
+import torch
+
+from lowmem.techniques.gradient_checkpointing import boundary
+from lowmem.techniques.gradient_checkpointing.boundary import OnHost
+
+pytestmark = pytest.mark.gpu
+ELEMENTS = 5_000_000  # 20 MB: a segment of its own
+LONG = 200_000_000  # cycles that the stream of the copies is kept busy: a tenth of a second
+
+
+@pytest.fixture
+def busy():
+    """The stream of the copies has something else to do first."""
+    torch.cuda.empty_cache()
+    stream = boundary._stream(torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+    return stream
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_it_is_back_before_it_is_read(busy, monkeypatch, wrong):
+    """Wrong: nobody waits for the stream of the copies."""
+    tensor = torch.randn(ELEMENTS, device="cuda", requires_grad=True)
+    kept = tensor.detach().clone()
+    torch.cuda.current_stream().synchronize()
+    if wrong:
+        monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+    back = OnHost.chain()(tensor).fetch()
+    assert torch.equal(back, kept) != wrong
+    assert back.requires_grad and back.is_cuda
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_its_memory_on_the_device_is_not_used_again_before_it_has_left(busy, monkeypatch, wrong):
+    if wrong:
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    tensor = torch.ones(ELEMENTS, device="cuda")
+    made, place = OnHost.chain()(tensor), tensor.data_ptr()
+    assert made.host.is_pinned()
+    del tensor
+    other = torch.full((ELEMENTS,), 2.0, device="cuda")
+    torch.cuda.synchronize()
+    assert (other.data_ptr() == place) == wrong
+    assert bool((made.host == 1.0).all()) != wrong
+
+
+def test_fetching_one_starts_the_one_before(busy):
+    make = OnHost.chain()
+    tensors = [torch.full((ELEMENTS,), float(n), device="cuda") for n in range(3)]
+    made = [make(tensor) for tensor in tensors]
+    assert torch.equal(made[2].fetch(), tensors[2]) and made[1].back is not None and made[0].back is None
+    assert torch.equal(made[1].fetch(), tensors[1]) and torch.equal(made[0].fetch(), tensors[0])

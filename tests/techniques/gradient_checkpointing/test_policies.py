@@ -1,0 +1,313 @@
+"""Computing blocks again gives the same gradients from fewer bytes: any model, any segment, dropout on."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from host_memory import peak
+from lowmem.config.declarations import techniques
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import run_of
+from lowmem.data.loader import MicroBatch
+from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing import policies as checkpointing
+from lowmem.techniques.loss import cross_entropy as losses
+from networks import network, shaped
+from tolerances import GENERATED, PARTITIONED
+
+# Every policy of conf/ that saves anything, but those that compile blocks, which round differently.
+SEGMENTED = {
+    name: instantiate(run_of([f"gradient_checkpointing={name}"]).gradient_checkpointing)
+    for name, technique in techniques("gradient_checkpointing").items()
+    if technique.saves and not technique.compiles_blocks
+}
+partitioned = partial(checkpointing.budget, fraction=0.2, backend="aot_eager_decomp_partition")
+SHAPES = ("gpt2", "llama", "qwen3", "opt", "gpt_neox", "gemma", "gemma2", "gemma3_text", "mistral")
+WIDTH, VOCABULARY = 32, 500
+
+
+@pytest.fixture
+def batch():
+    return MicroBatch(torch.randint(0, VOCABULARY, (2, 32)), torch.randint(0, VOCABULARY, (2, 32)))
+
+
+def gradients(model, batch):
+    torch.manual_seed(1)
+    loss = losses.full(model, batch)
+    loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None] + [torch.rand(1)]  # and the next random number
+
+
+@pytest.mark.rows("*-0.3")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_segments_give_the_same_bits_on_any_architecture(model_type, dropout, batch):
+    kept = gradients(shaped(model_type, dropout=dropout), batch)
+    for name, apply in SEGMENTED.items():
+        model = shaped(model_type, dropout=dropout)
+        apply(model)
+        again = gradients(model, batch)
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)), (
+            f"gradient_checkpointing={name} changes the gradients of {model_type}: open a Segment around the blocks"
+        )
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(s, marks=[] if s == "gpt2" else pytest.mark.slow) for s in SHAPES])
+def test_the_partitioner_keeps_within_its_budget_and_rounds_a_little_differently(model_type, batch):
+    kept = gradients(shaped(model_type), batch)
+    model = shaped(model_type)
+    partitioned(model)
+    again = gradients(model, batch)
+    everything = torch.cat([g.flatten() for g in kept])
+    error = (torch.cat([g.flatten() for g in again]) - everything).norm() / everything.norm()
+    assert error < PARTITIONED
+
+
+@pytest.mark.slow
+def test_budget_through_inductor(fit):
+    plain, _ = fit("seq_len=32")
+    budget, _ = fit("seq_len=32", "gradient_checkpointing=budget", "gradient_checkpointing.fraction=0.1", folder="b")
+    assert budget["val_loss"] == pytest.approx(plain["val_loss"], rel=GENERATED)
+
+
+def test_forgetting_the_random_state_is_caught(batch, monkeypatch):
+    """The deliberately wrong variant: the repetition draws other dropout masks."""
+    kept = gradients(shaped("gpt2", dropout=0.3), batch)
+    again = checkpointing.Call.again
+
+    def forgetful(self, hidden):
+        self.random_state = torch.get_rng_state()
+        torch.rand(1)
+        return again(self, hidden)
+
+    monkeypatch.setattr(checkpointing.Call, "again", forgetful)
+    model = shaped("gpt2", dropout=0.3)
+    checkpointing.sqrt(model)
+    assert not all(torch.equal(a, b) for a, b in zip(kept, gradients(model, batch), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model_type", "forgetful"), [("gpt2", False), ("llama", False), ("gpt2", True)])
+def test_on_a_card_segments_give_the_same_bits(model_type, batch, deterministic, monkeypatch, forgetful):
+    """With dropout, whose masks the card draws; forgetful: the repetition draws other ones."""
+    if forgetful:
+        monkeypatch.setattr(checkpointing.torch.cuda, "set_rng_state", lambda *_: None)
+
+    def on_card(apply):
+        model = shaped(model_type, dropout=0.3).cuda()
+        apply(model)
+        return [*gradients(model, [part.cuda() for part in batch]), torch.rand(1, device="cuda")]
+
+    kept = on_card(checkpointing.none)
+    for name, apply in SEGMENTED.items():
+        again = on_card(apply)
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)) != forgetful, name
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+class Thin(nn.Module):
+    """A layer whose interior is as large as its boundary."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("apply", "exponent", "within"), [(checkpointing.none, 1.0, 0.05), (checkpointing.sqrt, 0.5, 0.07)]
+)
+def test_memory_of_thin_layers_grows_with_the_depth_or_its_root(apply, exponent, within):
+    depths, peaks = (16, 36, 64, 144, 256, 400), []
+    for n in depths:
+        model = nn.Sequential(*(Thin() for _ in range(n))).train()
+        apply(model)
+        x = torch.randn(256, 16, requires_grad=True)
+        x.grad = torch.zeros_like(x)
+        peaks.append(peak(model, lambda model=model, x=x: model(x).sum(), inputs=[x]))
+    assert np.polyfit(np.log(depths), np.log(peaks), 1)[0] == pytest.approx(exponent, abs=within)
+
+
+BOUNDARY = 4 * 128 * 64 * 4  # batch x tokens x width x bytes of fp32
+
+
+def block_peak(apply, layers):
+    """In boundaries. A small vocabulary: the blocks are what counts."""
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": None}  # gpt2's are not in this vocabulary
+    model = network(n_layer=layers, n_embd=64, n_positions=128, vocab_size=50, **ends)
+    apply(model)
+    ids = torch.randint(0, 50, (4, 128))
+    return peak(model, lambda: losses.full(model, MicroBatch(ids, ids))) / BOUNDARY
+
+
+@pytest.mark.slow
+def test_memory_of_transformer_blocks_by_the_formulas_of_the_readme():
+    depths = (4, 16, 64)
+    kept, every, root, away = (
+        [block_peak(apply, n) for n in depths]
+        for apply in (checkpointing.none, checkpointing.every_layer, checkpointing.sqrt, checkpointing.offload)
+    )
+    interior = (kept[2] - kept[0]) / (depths[2] - depths[0])  # of one block, 22 to 34 boundaries
+    assert 22 < interior < 34
+    for one, other in ((0, 1), (1, 2)):  # one boundary more per block
+        assert (every[other] - every[one]) / (depths[other] - depths[one]) == pytest.approx(1, rel=0.02)
+    for n, found in zip(depths[1:], root[1:], strict=True):
+        assert found == pytest.approx(math.sqrt(n) * (1 + interior), rel=0.1)
+    assert away[0] == away[1] == away[2] < every[0]  # the boundaries are in host memory
+
+
+def test_selective_keeps_products_and_attention_and_less_than_half_of_the_rest():
+    kept, some, least = (
+        block_peak(apply, 16) for apply in (checkpointing.none, checkpointing.selective, checkpointing.every_layer)
+    )
+    # qkv 3, attention 1 and its statistics, projection 1, mlp 4 + 1, and the boundary: 11 to 12 of ~28 per block
+    assert least < some < 0.5 * kept
+
+
+def test_a_smaller_budget_saves_more_of_what_autograd_saves():
+    """The bytes that the compiled blocks keep for backward, counted where autograd stores them."""
+    saved = []
+    for fraction in (1.0, 0.5, 0.0):
+        model = network(n_layer=2, n_embd=64, n_positions=64)
+        checkpointing.budget(model, fraction, "aot_eager_decomp_partition")
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        sizes = {}
+
+        def pack(tensor, sizes=sizes, parameters=parameters):
+            if tensor.untyped_storage()._cdata not in parameters:
+                sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids = torch.randint(0, VOCABULARY, (2, 64))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model.transformer(input_ids=ids, use_cache=False).last_hidden_state.sum()
+        saved.append(sum(sizes.values()))
+        loss.backward()
+    assert saved[0] > 1.3 * saved[1] and saved[1] > 1.3 * saved[2]
+
+
+# --- behaviour --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apply", SEGMENTED.values(), ids=SEGMENTED)
+def test_frozen_inputs_work_and_evaluation_keeps_nothing_and_repeats_nothing(apply, batch):
+    model = shaped("gpt2")
+    apply(model)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    losses.full(model, batch).backward()
+    assert model.transformer.h[0].mlp.c_fc.weight.grad is not None
+    calls = []
+    model.transformer.h[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    model.eval()
+    losses.full(model, batch).backward()  # with gradients: dropout and checkpointing are off all the same
+    assert len(calls) == 1
+    with torch.no_grad():
+        losses.full(model.train(), batch)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_block_that_raises_leaves_autograd_as_it_was(batch, k):
+    """A hook that stayed on torch's stack would drop the saved tensors of the next job of a sweep."""
+    model = shaped("gpt2")
+    checkpointing.every_k(model, k)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("at the second block of a segment")
+
+    handle = model.transformer.h[1].mlp.register_forward_pre_hook(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        losses.full(model, batch)
+    handle.remove()
+    x = torch.ones(2, requires_grad=True)
+    y = (x * x).sum()
+    assert y.grad_fn.next_functions[0][0]._saved_self is x
+    assert all(
+        torch.equal(a, b) for a, b in zip(gradients(model, batch), gradients(shaped("gpt2"), batch), strict=True)
+    )
+
+
+class Meddling(nn.Module):
+    """Changes the hidden states between two blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Thin() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) * 1.5
+        return x
+
+
+def test_a_model_that_changes_the_states_between_blocks_is_cut_there():
+    results = []
+    for apply in (checkpointing.none, partial(checkpointing.every_k, k=2), checkpointing.every_layer):
+        torch.manual_seed(0)
+        model = Meddling().train()
+        apply(model)
+        x = torch.randn(8, 16, requires_grad=True)
+        model(x).sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient(k):
+    model = nn.Sequential(Thin(), Thin()).train()
+    checkpointing.every_k(model, k)
+    x = torch.randn(8, 16, requires_grad=True)
+    entering = x * 1.0
+    loss = model(entering).sum()
+    entering.add_(1.0)
+    with pytest.raises(RuntimeError, match="in place"):
+        loss.backward()
+
+
+def test_offloaded_boundaries_do_not_outlive_their_graph(batch):
+    import gc
+    import weakref
+
+    from lowmem.techniques.gradient_checkpointing import boundary
+
+    alive = weakref.WeakSet()
+    made = boundary.OnHost.__init__
+
+    def counted(self, *arguments, **named):
+        made(self, *arguments, **named)
+        alive.add(self)
+
+    boundary.OnHost.__init__ = counted
+    try:
+        model = shaped("gpt2")
+        checkpointing.offload(model)
+        for _ in range(3):
+            losses.full(model, batch)  # forward passes that never see backward
+    finally:
+        boundary.OnHost.__init__ = made
+    gc.collect()
+    assert not alive
+
+
+def test_what_cannot_be_segmented_is_refused():
+    with pytest.raises(Refused, match="gradient_checkpointing=none"):
+        checkpointing.every_layer(nn.Linear(2, 2))
+    with pytest.raises(Refused, match="k=0"):
+        checkpointing.every_k(nn.Sequential(Thin()), 0)
+    with pytest.raises(Refused, match="fraction=2"):
+        checkpointing.budget(nn.Sequential(Thin()), 2, "inductor")
+
+
+def test_the_blocks_of_a_mixture_of_experts_are_its_layers():
+    layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList(Thin() for _ in range(8))}) for _ in range(3))
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})})
+    assert checkpointing.blocks(model) == list(layers)

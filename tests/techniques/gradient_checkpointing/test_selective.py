@@ -1,0 +1,248 @@
+"""What selective checkpointing keeps: gradients are those of no checkpointing, whatever a model changes in place."""
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
+
+from host_memory import peak
+from lowmem.data.loader import MicroBatch
+from lowmem.techniques.gradient_checkpointing import policies as checkpointing
+from lowmem.techniques.gradient_checkpointing import selective
+from lowmem.techniques.loss import cross_entropy as losses
+from networks import network
+
+BATCH, TOKENS, WIDTH = 2, 8, 16
+
+
+def scaled(x, h):
+    x *= 2
+
+
+def gated(x, h):
+    x.mul_(torch.sigmoid(h))
+
+
+def added(x, h):
+    x += h
+
+
+def through_a_view(x, h):
+    x.view(-1, WIDTH)[:, :5].mul_(3)
+
+
+def unseen_by_autograd(x, h):
+    x.data.mul_(2)
+
+
+def without_a_count(x, h):
+    torch._foreach_mul_([x], 2.0)
+
+
+def untouched(x, h):
+    pass
+
+
+CHANGES = (scaled, gated, added, through_a_view, unseen_by_autograd, without_a_count)
+
+
+class Block(nn.Module):
+    """Changes the product of a linear layer before it is used."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.change = change
+
+    def forward(self, h):  # (B, T, W)
+        x = self.up(h)  # a product of (B * T, W), and a tensor of (B, T, W) in the same memory
+        self.product = weakref.ref(x.untyped_storage())
+        self.change(x, h)
+        return h + self.down(torch.tanh(x))
+
+
+class HandsOut(nn.Module):
+    """Hands its product out beside something that was computed from it; the model then changes the product."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, h):
+        x = self.up(h)
+        return x, torch.exp(x + 1).mean()
+
+
+class ChangesOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(HandsOut() for _ in range(3))
+
+    def forward(self, h):
+        total = 0.0
+        for block in self.blocks:
+            h, extra = block(h)
+            h.mul_(2)
+            h, total = torch.tanh(h), total + extra
+        return h * total
+
+
+def stack(change):
+    return nn.Sequential(*(Block(change) for _ in range(3))).train()
+
+
+MODELS = {change.__name__: partial(stack, change) for change in CHANGES} | {"after the block": ChangesOutputs}
+
+
+def gradients(make, apply):
+    torch.manual_seed(0)
+    model = make().train()
+    apply(model)
+    x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+    model(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def watch_nothing(monkeypatch):
+    """The deliberately wrong variant."""
+    monkeypatch.setattr(selective.Kept, "see", lambda *_: None)
+    monkeypatch.setattr(selective, "_written", lambda *_: ())
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_result_changed_in_place_gives_the_same_bits(make, monkeypatch):
+    kept = gradients(make, checkpointing.none)
+    assert equal(kept, gradients(make, checkpointing.selective))
+    watch_nothing(monkeypatch)
+    assert not equal(kept, gradients(make, checkpointing.selective))
+
+
+def gemma3n():
+    """Its blocks add to products in place."""
+    shape = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 500, "laurel_rank": 8}
+    shape |= {
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0] * 2,
+    }
+    model = network("gemma3n_text", **shape)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)  # some start as zeros, behind which gradients are zero
+    return model
+
+
+def test_a_real_architecture_that_changes_its_products(monkeypatch):
+    ids = torch.randint(0, 500, (2, 16))
+
+    def bits(apply):
+        model = gemma3n()
+        apply(model)
+        losses.full(model, MicroBatch(ids, ids)).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    kept = bits(checkpointing.none)
+    assert equal(kept, bits(checkpointing.selective))
+    watch_nothing(monkeypatch)
+    assert not equal(kept, bits(checkpointing.selective))
+
+
+@torch.library.custom_op("lowmem_test::attention", mutates_args=())
+def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """As CUDA's: where dropout is on, one operator that draws random numbers by itself."""
+    return x * torch.rand(x.shape).gt(dropout_p) if dropout_p else x.clone()
+
+
+attention.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+class Drops(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.up, self.dropout = nn.Linear(WIDTH, WIDTH, bias=False), dropout
+
+    def forward(self, h):
+        return h + nn.functional.dropout(attention(torch.tanh(self.up(h)), self.dropout), 0.3)
+
+
+def test_what_draws_after_attention_with_dropout_draws_the_same_numbers_again(monkeypatch):
+    monkeypatch.setattr(selective, "EXPENSIVE", (*selective.EXPENSIVE, attention._opoverload))
+
+    def make(dropout):
+        return nn.Sequential(*(Drops(dropout) for _ in range(3)))
+
+    for dropout in (0.0, 0.3):
+        kept = gradients(partial(make, dropout), checkpointing.none)
+        assert equal(kept, gradients(partial(make, dropout), checkpointing.selective))
+    monkeypatch.setattr(selective, "_drew_from", lambda *_: None)  # the deliberately wrong variant
+    assert not equal(kept, gradients(partial(make, 0.3), checkpointing.selective))
+
+
+@pytest.mark.parametrize(("change", "held"), [(untouched, True), (scaled, False)])
+def test_a_result_is_held_until_backward_unless_it_was_changed(change, held):
+    model = nn.Sequential(Block(change)).train()
+    checkpointing.selective(model)
+    loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
+    assert (model[0].product() is not None) == held
+    loss.backward()
+    assert model[0].product() is None
+
+
+@pytest.mark.parametrize("change", [untouched, scaled])
+def test_tensors_without_memory_take_the_same_bytes(change):
+    """What the planner predicts."""
+
+    def bytes_at_peak():
+        model = stack(change)
+        checkpointing.selective(model)
+        x = torch.randn(BATCH, TOKENS, WIDTH)
+        return peak(model, lambda: model(x).sum(), inputs=[x])
+
+    found = bytes_at_peak()
+    with FakeTensorMode():
+        assert bytes_at_peak() == found
+
+
+def test_a_second_backward_pass_is_an_error_not_a_wrong_gradient():
+    model = nn.Sequential(Block(untouched)).train()
+    checkpointing.selective(model)
+    loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="every_layer"):
+        loss.backward()
+
+
+def test_functions_that_are_compiled_inside_a_block_stay_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def compiled():
+        torch.compiler.reset()
+        model = stack(untouched)
+        for block in model:
+            block.change = torch.compile(gated, backend=backend)
+        return model
+
+    kept = gradients(partial(stack, gated), checkpointing.none)
+    assert equal(kept, gradients(compiled, checkpointing.selective)) and graphs
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_let_through():
+    """It is no operator but a function of functions, which most dispatch modes do not admit."""
+    x = torch.randn(1, 2, 16, 16)
+    forward, again = selective.contexts()
+    with forward:
+        first = flex_attention(x, x, x)
+    with again:
+        assert torch.equal(flex_attention(x, x, x), first)

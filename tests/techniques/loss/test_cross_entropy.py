@@ -1,0 +1,306 @@
+"""The chunked loss is the full loss, in every precision, and never holds all logits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2LMHeadModel
+
+from lowmem.data.loader import MicroBatch
+from lowmem.memory.ledger import Ledger
+from lowmem.memory.tracker import StorageTracker
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.techniques.loss.head import Head
+from networks import VOCABULARY, WIDTH, network
+from tolerances import BF16, FP16, FP32_REORDERED
+
+ROWS = 7
+
+
+@pytest.fixture
+def batch():
+    ids = torch.randint(0, VOCABULARY, (3, 20))
+    labels = torch.randint(0, VOCABULARY, (3, 20))
+    labels[0, :5] = labels[2, 17:] = losses.IGNORED
+    return MicroBatch(ids, labels)
+
+
+def value_and_gradients(model, loss, batch, scale=1.0):
+    model.zero_grad()
+    value = loss(model, batch)
+    (value * scale).backward()
+    return value.item(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def worst(ours, theirs):
+    """Largest difference of any gradient, relative to that gradient's largest element."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True))
+
+
+def worst_of_shared(ours, theirs):
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True) if a is not None)
+
+
+def chunked(model, batch):
+    return losses.Chunked(ROWS)(model, batch)
+
+
+# What stands around the product with the head: nothing, a factor or a cap (each under a name of its own), layers.
+AROUND = {
+    "gpt2": {},  # tied head
+    "llama": {"tie_word_embeddings": False},
+    "gemma2": {"final_logit_softcapping": 0.2, "attn_implementation": "eager"},
+    "recurrent_gemma": {"logits_soft_cap": 0.2, "attn_implementation": "eager", "lru_width": WIDTH},
+    "cohere": {"logit_scale": 0.5},
+    "granite": {"logits_scaling": 2.0},
+    "modernbert-decoder": dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")], 0),
+}
+
+
+def oracle(model, batch):  # written out, so that `full` is checked too
+    logits, labels = model(**batch.inputs, use_cache=False).logits.double(), batch.labels
+    kept = labels != losses.IGNORED
+    return -torch.log_softmax(logits[kept], -1)[torch.arange(int(kept.sum())), labels[kept]].sum()
+
+
+@pytest.mark.parametrize("model_type", AROUND)
+def test_chunked_is_full(model_type, batch):
+    model = network(model_type, **AROUND[model_type])
+    value, gradients = value_and_gradients(model, oracle, batch, 0.37)
+    for loss in (losses.full, chunked):
+        ours, our_gradients = value_and_gradients(model, loss, batch, 0.37)
+        assert ours == pytest.approx(value, rel=FP32_REORDERED)
+        assert worst(our_gradients, gradients) < FP32_REORDERED
+
+
+@pytest.mark.parametrize("model_type", [t for t in AROUND if t not in ("gpt2", "llama")])
+def test_a_loss_that_leaves_out_what_stands_around_the_head_is_caught(model_type, batch, monkeypatch):
+    """As `chunked` did for years of models: the head's matrix on what leaves the body, and nothing else."""
+    model = network(model_type, **AROUND[model_type])
+    value, gradients = value_and_gradients(model, oracle, batch)
+
+    def bare(model, inputs):
+        return Head(
+            model.get_output_embeddings(),
+            model.base_model(**inputs, use_cache=False).last_hidden_state,
+            None,
+        )
+
+    monkeypatch.setattr(losses, "enter", bare)
+    ours, our_gradients = value_and_gradients(model, chunked, batch)
+    assert max(abs(ours / value - 1), worst_of_shared(our_gradients, gradients)) > 100 * FP32_REORDERED
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
+def test_under_autocast_chunked_is_as_close_to_fp32_as_full_is(dtype, tolerance, batch):
+    model = network()
+    _, exact = value_and_gradients(model, losses.full, batch)
+    with torch.autocast("cpu", dtype=dtype):
+        for loss in (losses.full, chunked):
+            assert worst(value_and_gradients(model, loss, batch)[1], exact) < tolerance
+
+
+@pytest.mark.parametrize("wrong", ["chunk dropped", "mean of chunks", "ignored counted"])
+def test_a_wrong_loss_is_caught(wrong, batch):
+    model = network()
+    value, gradients = value_and_gradients(model, losses.full, batch)
+
+    def broken(model, batch):
+        labels = batch.labels
+        if wrong == "chunk dropped":
+            labels = labels.clone()
+            labels[1, 6:13] = losses.IGNORED
+        if wrong == "ignored counted":
+            labels = labels.clamp(min=0)
+        return chunked(model, replace(batch, labels=labels)) / (9 if wrong == "mean of chunks" else 1)
+
+    ours, our_gradients = value_and_gradients(model, broken, batch)
+    assert abs(ours / value - 1) > 100 * FP32_REORDERED
+    assert worst(our_gradients, gradients) > BF16
+
+
+def test_evaluation_needs_no_gradient(batch):
+    model = network().eval()
+    with torch.no_grad():
+        assert chunked(model, batch).item() == pytest.approx(losses.full(model, batch).item(), rel=FP32_REORDERED)
+
+
+def test_a_frozen_head_gets_no_gradient(batch):
+    model = network("llama", tie_word_embeddings=False)
+    model.lm_head.weight.requires_grad_(False)
+    chunked(model, batch).backward()
+    assert model.lm_head.weight.grad is None and model.model.embed_tokens.weight.grad is not None
+
+
+def largest_tensor(loss, batch):
+    with StorageTracker({}) as tracker:
+        loss(network(), batch).backward()
+    return max(size for _, _, size in tracker.events)
+
+
+def test_chunked_never_holds_all_logits(batch):
+    logits = 3 * 20 * VOCABULARY * 4
+    assert largest_tensor(losses.full, batch) == logits
+    # what is left is the gradient of the head's weight, V x H, against V x (batch x tokens)
+    assert largest_tensor(chunked, batch) == VOCABULARY * WIDTH * 4 < logits
+
+
+def peak(batch, loss=chunked):
+    model = network()
+    ledger = Ledger()
+    ledger.own("weights", lambda: list(model.parameters()))
+    with StorageTracker(ledger.storages()) as tracker:
+        loss(model, batch).backward()
+    return max(point.total for point in tracker.timeline())
+
+
+def test_the_bytes_do_not_depend_on_how_many_labels_count(batch, monkeypatch):
+    """A prediction knows no numbers, and takes all to count."""
+    every = replace(batch, labels=batch.labels.clamp(min=0))
+    few = replace(batch, labels=batch.labels.where(torch.arange(20) % 2 == 0, losses.IGNORED))
+    assert peak(few) <= peak(every)
+
+    def at_once(model, batch):
+        """Wrong: those that count are copied before the first chunk."""
+        chosen, enter = batch.labels.flatten() != losses.IGNORED, losses.enter
+        copied = lambda *of: (head := enter(*of))._replace(hidden=head.hidden.flatten(0, 1)[chosen][None])  # noqa: E731
+        monkeypatch.setattr(losses, "enter", copied)
+        return chunked(model, replace(batch, labels=batch.labels.flatten()[chosen][None]))
+
+    nearly = replace(batch, labels=every.labels.index_fill(1, torch.tensor([3]), losses.IGNORED))
+    assert peak(nearly) <= peak(every) < peak(nearly, at_once)
+
+
+def test_an_evaluation_holds_one_chunk_at_a_time(batch):
+    """With a head that is frozen, as beside an adapter, its chunks are the peak of training and evaluation alike."""
+
+    def largest(evaluates, rows):
+        model = network()
+        model.requires_grad_(False)
+        model.transformer.wte.weight.data = torch.randn(2000, WIDTH)
+        model.transformer.h[0].mlp.c_fc.weight.requires_grad_(not evaluates)
+        with StorageTracker({}) as tracker:
+            losses.Chunked(rows)(model, batch)
+        return max(point.total for point in tracker.timeline())
+
+    assert largest(True, 15) <= largest(False, 15)
+    head, chunk = 2000 * WIDTH * 4, 15 * 2000 * 4
+    assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; with those of the chunk before, 4
+
+
+def test_of_no_label_at_all_the_loss_is_nothing(batch):
+    batch = replace(batch, labels=torch.full_like(batch.labels, losses.IGNORED))
+    for loss in (losses.full, chunked):
+        value, gradients = value_and_gradients(network(), loss, batch)
+        assert value == 0.0 and not any(g.any() for g in gradients)
+
+
+def test_a_model_is_called_with_what_the_micro_batch_says(batch):
+    """In each of its forward passes, those of the chunks included."""
+    model, seen = network("gemma2", **AROUND["gemma2"]), []
+    batch = replace(batch, position_ids=torch.arange(20).remainder(7).expand(3, -1))
+    model.forward = lambda _forward=model.forward, **inputs: seen.append(inputs) or _forward(**inputs)
+    for loss in (losses.full, chunked):
+        loss(model, batch)
+    losses.Chunked(ROWS).verify(model.eval(), batch)
+    assert len(seen) > 60 / ROWS
+    for inputs in seen:
+        assert inputs == {**batch.inputs, "use_cache": False}
+
+
+def test_a_head_that_is_no_matrix_is_refused(batch):
+    headless = network()
+    headless.set_output_embeddings(nn.Identity())
+    with pytest.raises(Refused, match="loss=full"):
+        chunked(headless, batch)
+
+
+def test_a_head_that_is_applied_twice_is_refused(batch):
+    class Twice(type(network())):
+        def forward(self, **inputs):
+            super().forward(**inputs)
+            return super().forward(**inputs)
+
+    twice = network()
+    twice.__class__ = Twice
+    with pytest.raises(Refused, match="once to every token"):
+        chunked(twice, batch)
+
+
+class AcrossTokens(GPT2LMHeadModel):
+    """Logits that no row of the head's product determines alone."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits - output.logits.mean(dim=1, keepdim=True)
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_before_the_first_step_the_logits_are_compared_with_the_models_own(dtype, batch):
+    model = network().to(dtype).eval()
+    loss = losses.Chunked(ROWS)
+    loss.verify(model, batch)
+    model.__class__ = AcrossTokens
+    with pytest.raises(Refused, match="another function"):
+        loss.verify(model, batch)
+
+
+def test_a_run_verifies_its_loss_before_its_first_step(fit, monkeypatch):
+    fit("loss=chunked")
+    monkeypatch.setattr(losses, "agrees", lambda *_: False)
+    fit("loss=full")
+    with pytest.raises(Refused, match="loss=chunked"):
+        fit("loss=chunked", folder="other")
+
+
+@pytest.mark.parametrize("rows", [0, -3, "abc", None, True, 1.5])
+def test_a_chunk_has_at_least_one_token(rows):
+    with pytest.raises(Refused, match="whole number of tokens"):
+        losses.Chunked(rows)
+
+
+class ByPlace(GPT2LMHeadModel):
+    """Logits that depend on where a token stands."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        places = torch.arange(output.logits.shape[1], dtype=output.logits.dtype)[:, None]
+        output.logits = output.logits * (1 + places / 10)
+        return output
+
+
+class Masked(GPT2LMHeadModel):
+    """Some logits are as small as numbers can be, and the others three times the product."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits * self.factor
+        output.logits[..., 0] = torch.finfo(output.logits.dtype).min
+        return output
+
+
+class Readout(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden) / 4
+
+
+def test_a_place_a_mask_or_a_head_of_its_own_kind_hides_nothing(batch):
+    loss = losses.Chunked(ROWS)
+    model = network().eval()
+    model.__class__ = ByPlace
+    with pytest.raises(Refused, match="another function"):
+        loss.verify(model, batch)
+    model.__class__ = Masked
+    model.factor = 3.0
+    loss.verify(model, batch)
+    model = network("llama", tie_word_embeddings=False).eval()
+    model.lm_head.register_forward_hook(lambda _, __, product: product * 3)
+    with pytest.raises(Refused, match="another function"):
+        loss.verify(model, batch)
+    model = network("llama", tie_word_embeddings=False).eval()
+    model.lm_head.__class__ = Readout
+    with pytest.raises(Refused, match="linear head"):
+        loss.verify(model, batch)

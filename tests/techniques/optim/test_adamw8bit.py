@@ -1,0 +1,325 @@
+"""AdamW with 8-bit state on the host: its error beside bitsandbytes', its fused pass, its two ways of computing."""
+
+import logging
+
+import bitsandbytes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowmem.techniques.arithmetic import fp32_halves
+from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
+from lowmem.techniques.optim import adamw8bit, compiled
+from lowmem.techniques.optim.adamw8bit import BLOCK, HostAdamW8bit
+from lowmem.techniques.optim.contract import Step
+
+KINDS = ("gaussian", "heavy tails", "scales", "sparse", "sparse rows", "constant", "constant in time")
+RULE = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+needs_compiler = pytest.mark.skipif(compiled.library(adamw8bit.SOURCE) is None, reason="no C++ compiler")
+WAYS = [pytest.param("native", marks=needs_compiler), "torch"]
+
+
+@pytest.fixture
+def way(request, monkeypatch):
+    """Which of the two ways of computing a step is taken."""
+    if request.param == "torch":
+        monkeypatch.setattr(adamw8bit, "library", lambda source: None)
+    return request.param
+
+
+def gradients(kind, n, steps):
+    """(n,) per step."""
+    draw = torch.Generator().manual_seed(1)
+    scale = torch.exp(2 * torch.randn(n, generator=draw))  # e**-8 to e**8 within a block
+    still = torch.randn(n, generator=draw)
+    for _ in range(steps):
+        noise = torch.randn(n, generator=draw)
+        yield (
+            1e-3
+            * {
+                "gaussian": noise,
+                "heavy tails": noise / torch.rand(n, generator=draw).clamp(min=1e-4),
+                "scales": noise * scale,
+                "sparse": noise * (torch.rand(n, generator=draw) < 0.02),
+                "sparse rows": noise * (torch.rand(n // BLOCK, generator=draw) < 0.1).repeat_interleave(BLOCK),
+                "constant": torch.ones(n),
+                "constant in time": still,
+            }[kind]
+        )
+
+
+def trained(make, kind, n=1 << 16, steps=20):
+    p = nn.Parameter(torch.zeros(n))
+    optimizer = make([p])
+    for g in gradients(kind, n, steps):
+        p.grad = g
+        optimizer.step()
+    return p.detach()
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_error_after_20_steps_is_no_worse_than_bitsandbytes(kind, way):
+    exact = trained(lambda p: torch.optim.AdamW(p, **RULE), kind)
+    ours = trained(lambda p: HostAdamW8bit(p, **RULE), kind)
+    theirs = trained(lambda p: bitsandbytes.optim.AdamW8bit(p, **RULE), kind)
+    error, allowed = (((found - exact).norm() / exact.norm()).item() for found in (ours, theirs))
+    assert error <= max(allowed, 1e-6), (error, allowed)  # 1e-6: a constant gradient is exact in both, but for fp32
+
+
+def longest_step(steps=200):
+    """In units of lr, of any element; one in a thousand has a gradient 1e6 times as large as others of its block."""
+    torch.manual_seed(0)
+    large = torch.where(torch.rand(1 << 16) < 1e-3, 1.0, 1e-6)
+    p = nn.Parameter(torch.zeros(1 << 16))
+    optimizer, longest = HostAdamW8bit([p], **RULE), 0.0
+    for _ in range(steps):
+        before = p.detach().clone()
+        p.grad = torch.randn(1 << 16) * large
+        optimizer.step()
+        longest = max(longest, (p.detach() - before).abs().max().item() / RULE["lr"])
+    return longest
+
+
+# The longest step of AdamW itself is |m| / sqrt(v) <= (1 - 0.9) / sqrt((1 - 0.95) (1 - 0.9^2 / 0.95)) = 1.2 of lr; a
+# code is off by up to half of its distance from the next, which is all of the smallest one.
+LONGEST = 2.4
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_no_element_explodes_because_its_second_moment_was_rounded_to_zero(way):
+    assert longest_step() < LONGEST
+
+
+def test_codes_of_zero_are_caught(monkeypatch):
+    """The deliberately wrong variant: a second moment may be 0."""
+    monkeypatch.setattr(adamw8bit, "library", lambda source: None)
+    monkeypatch.setattr(adamw8bit, "LEAST", 0)
+    assert longest_step(20) > 100
+
+
+def stepped(n, dtype=torch.float32, rounded=None, reading=AS_STORED, steps=3, threads=2, scale=1.0, bits=8):
+    """(weights, state, rounded weights) after some steps from gradients that are stored in `dtype`, times `scale`."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(n))
+    out = None if rounded is None else torch.empty(n, dtype=rounded)
+    optimizer, before = HostAdamW8bit([{"params": [p], "state_bits": bits}], lr=1e-2), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for _ in range(steps):
+        gradient = (torch.randn(n) * 1e-3 * scale).to(dtype)
+        optimizer.step_from(Step(gradient, optimizer.param_groups[0], p, reading, out))
+    torch.set_num_threads(before)
+    return p.detach(), optimizer.state[p], out
+
+
+def same(one, other):
+    return torch.equal(one[0], other[0]) and all(
+        torch.equal(one[1][key], other[1][key]) for key in one[1] if torch.is_tensor(one[1][key])
+    )
+
+
+SIZES = (4096, 4097, 5000, BLOCK * 77 + 255)  # whole blocks, and tails
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", SIZES)
+def test_the_same_bits_for_one_and_two_threads(n):
+    assert same(stepped(n, threads=1), stepped(n, threads=2))
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("n", [100, *SIZES])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fused_pass_has_the_bits_of_its_parts(n, dtype, way):
+    """Reading 16 bits, unscaling, limiting, clipping and rounding, and the same done before and after a plain step."""
+    reading = Reading(2.0**-10, 2e-3, 0.37)
+    fused = stepped(n, dtype, dtype, reading, scale=1024)
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(n))
+    optimizer = HostAdamW8bit([p], lr=1e-2)
+    for _ in range(3):
+        p.grad = (torch.randn(n) * 1e-3 * 1024).to(dtype).float() * 2.0**-10
+        nn.utils.clip_grad_value_([p], 2e-3)
+        p.grad *= 0.37
+        optimizer.step()
+    assert same(fused, (p.detach(), optimizer.state[p]))
+    assert torch.equal(fused[2], AS_MASTERS[dtype](p.detach()))
+
+
+def every_magnitude(dtype):
+    """Subnormals, halves between neighbours, overflow, what is not finite."""
+    torch.manual_seed(0)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    ties = torch.cat([every[:-1] / 2 + every[1:] / 2, every * (1 + 2.0**-9)])
+    wide = torch.cat([every, ties, torch.randn(1 << 16) * torch.exp(8 * torch.randn(1 << 16))])
+    return torch.cat([wide, torch.tensor([65519.0, 65520.0, 2.0**-25, 2.0**-25 * 1.0001, -0.0, 3e38])])
+
+
+def half_up(wide):
+    """bf16 of fp32, as masters are rounded."""
+    upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
+    return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+AS_MASTERS = {torch.bfloat16: half_up, torch.float16: Tensor.half}
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("dtype", AS_MASTERS)
+def test_weights_are_rounded_as_masters_are(dtype, way):
+    wide = every_magnitude(dtype)
+    p, out = nn.Parameter(wide.clone()), torch.empty(wide.numel(), dtype=dtype)
+    optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
+    optimizer.step_from(Step(torch.zeros(wide.numel(), dtype=dtype), optimizer.param_groups[0], p, narrow=out))
+    finite, expected = ~wide.isnan(), AS_MASTERS[dtype](wide)
+    assert torch.equal(out.view(torch.int16)[finite], expected.view(torch.int16)[finite])
+    assert out[~finite].isnan().all()
+    even = torch.equal(expected[finite], wide.to(dtype)[finite])
+    assert even == (dtype == torch.float16)  # rounded the other way, bf16 would be seen here
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_are_read_as_torch_reads_them(dtype):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    sixteen, wide = (nn.Parameter(torch.zeros(every.numel())) for _ in range(2))
+    for p, g in ((sixteen, every), (wide, every.float())):
+        optimizer = HostAdamW8bit([p], lr=1.0)
+        optimizer.step_from(Step(g, optimizer.param_groups[0], p))
+    assert torch.equal(sixteen, wide)
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", SIZES)
+def test_torch_operators_compute_the_same_without_a_compiler(n, monkeypatch, caplog):
+    native = stepped(n, torch.bfloat16, torch.bfloat16, steps=1)
+    compiled.library.cache_clear()
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        plain = stepped(n, torch.bfloat16, torch.bfloat16, steps=1)
+    compiled.library.cache_clear()
+    assert "no C++ compiler is on the PATH" in caplog.text and "torch operators" in caplog.text
+    # fused multiply-adds round once where operators round twice: 6e-8 of a weight of up to 5, and a code that lies
+    # between two may become either
+    torch.testing.assert_close(native[0], plain[0], rtol=0, atol=1e-6)
+    assert all((native[1][key].int() - plain[1][key].int()).abs().max() <= 1 for key in ("m", "u"))
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):
+    source = tmp_path / "broken.cpp"
+    source.write_text("this is not C++")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        found = compiled.library(source)
+    assert found is None
+    if compiled.library(adamw8bit.SOURCE) is not None:
+        assert "failed (" in caplog.text and "broken" in caplog.text
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_cached_by_source_compiler_and_processor(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
+    first = compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS)
+    monkeypatch.setattr(compiled, "_compile", None)  # calling it would be an error
+    assert compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS) == first and first.is_file()
+    with pytest.raises(TypeError):
+        compiled._built(compiler, adamw8bit.SOURCE, [*compiled.FLAGS, "-ffp-contract=off"])
+    for changed in ("adamw8bit.cpp", "half.hpp"):
+        folder = tmp_path / changed
+        folder.mkdir()
+        for name in ("adamw8bit.cpp", "half.hpp"):
+            text = adamw8bit.SOURCE.with_name(name).read_text()
+            (folder / name).write_text(text + ("//\n" if name == changed else ""))
+        with pytest.raises(TypeError):
+            compiled._built(compiler, folder / "adamw8bit.cpp", compiled.FLAGS)
+
+
+def test_what_the_native_step_cannot_read_is_refused():
+    for p in (nn.Parameter(torch.zeros(8192).bfloat16()), nn.Parameter(torch.zeros(128, 64).T)):
+        p.grad = torch.zeros_like(p)
+        if compiled.library(adamw8bit.SOURCE) is not None:
+            with pytest.raises(ValueError, match="contiguous fp32"):
+                HostAdamW8bit([p], lr=1e-3).step()
+
+
+# --- weights in two halves -------------------------------------------------------------------------------------------
+
+
+def in_halves(n, dtype, reading=AS_STORED, bits=8, scale=1.0, between=lambda rest: None):
+    """What `stepped` returns, of weights that are never whole: the parameter is one number expanded."""
+    torch.manual_seed(0)
+    upper, rest = fp32_halves.halves(torch.randn(n))
+    p = nn.Parameter(torch.full((1,), torch.nan, dtype=torch.bfloat16).expand(n))
+    optimizer = HostAdamW8bit([{"params": [p], "state_bits": bits}], lr=1e-2)
+    for _ in range(3):
+        gradient = (torch.randn(n) * 1e-3 * scale).to(dtype)
+        optimizer.step_from(Step(gradient, optimizer.param_groups[0], p, reading, upper), rest)
+        between(rest)
+    assert p.isnan().all() and p.untyped_storage().nbytes() == 2
+    return fp32_halves.joined(upper, rest), optimizer.state[p], upper
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("n", [100, *SIZES])
+@pytest.mark.parametrize("dtype", compiled.DTYPES)
+def test_halves_are_stepped_with_the_bits_of_whole_weights(n, dtype, way):
+    reading = Reading(2.0**-10, 2e-3, 0.37)
+    for bits in (8, 32):
+        whole = stepped(n, dtype, torch.bfloat16, reading, scale=1024, bits=bits)
+        found = in_halves(n, dtype, reading, bits, scale=1024)
+        assert same(found, whole) and torch.equal(found[2], whole[2])
+        assert [v.dtype for v in found[1].values() if torch.is_tensor(v)] == [
+            v.dtype for v in whole[1].values() if torch.is_tensor(v)
+        ]
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_a_lower_half_that_is_lost_between_two_steps_is_seen(way):
+    """The deliberately wrong variant: as if the 16-bit weights were stepped themselves."""
+    whole = stepped(5000, torch.bfloat16, torch.bfloat16)
+    assert not same(in_halves(5000, torch.bfloat16, between=Tensor.zero_), whole)
+
+
+def unmoved(wide):
+    """Whether a step of no length leaves the bits of all these weights, in halves, as they are."""
+    upper, rest = fp32_halves.halves(wide)
+    p = nn.Parameter(wide)
+    optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
+    optimizer.step_from(Step(torch.zeros(wide.shape), optimizer.param_groups[0], p, narrow=upper), rest)
+    return torch.equal(upper.view(torch.int16), half_up(wide).view(torch.int16)) and torch.equal(
+        fp32_halves.joined(upper, rest).view(torch.int32), wide.view(torch.int32)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_a_step_of_no_length_leaves_every_bit_of_both_halves(way):
+    wide = every_magnitude(torch.bfloat16)
+    assert unmoved(wide[wide.isfinite()])
+
+
+@needs_compiler
+def test_halves_rounded_to_nearest_even_in_the_pass_are_seen(monkeypatch, tmp_path):
+    """The deliberately wrong variant, compiled."""
+    for name in ("adamw8bit.cpp", "half.hpp"):
+        text = adamw8bit.SOURCE.with_name(name).read_text()
+        (tmp_path / name).write_text(text.replace("(bits(x) + 0x8000u) >> 16", "BFloat16(x).upper"))
+    monkeypatch.setattr(adamw8bit, "SOURCE", tmp_path / "adamw8bit.cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wide = every_magnitude(torch.bfloat16)
+    assert compiled.library(adamw8bit.SOURCE) is not None and not unmoved(wide[wide.isfinite()])
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # the inverse is still finite; it is not
+def test_a_block_of_next_to_nothing_counts_as_nothing(way, tiny):
+    """Its codes would come from infinity, and of the zeros among them from what is no number."""
+    p = nn.Parameter(torch.ones(4096))
+    optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)
+    gradient[::2] = tiny
+    for _ in range(2):
+        optimizer.step_from(Step(gradient, optimizer.param_groups[0], p))
+    state = optimizer.state[p]
+    assert not state["m"].any() and (state["u"] == adamw8bit.LEAST).all() and p.eq(1).all()

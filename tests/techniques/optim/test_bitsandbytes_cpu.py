@@ -1,0 +1,202 @@
+"""bitsandbytes' 8-bit step on a CPU in one pass: torch operators' bits, its error beside bitsandbytes', its state."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from test_adamw8bit import KINDS, gradients
+from torch import nn
+
+from lowmem.plan.tracing.stand_in import unseen
+from lowmem.techniques.optim import bitsandbytes_cpu, compiled
+from lowmem.techniques.optim.bitsandbytes_cpu import EXACTLY, SOURCE
+from lowmem.training.build import optimizer
+
+BLOCK = 256
+OPTIMIZERS = ("adam8bit", "paged_adamw8bit", "lion8bit")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+needs_compiler = pytest.mark.skipif(compiled.library(SOURCE, EXACTLY) is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def as_bitsandbytes_does(monkeypatch):
+    """() -> from now on as where there is no compiler."""
+    return lambda: monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
+
+
+@pytest.fixture
+def make(config):
+    """(optim, weights, overrides) -> (parameter, optimizer)."""
+
+    def made(optim, weights, *overrides):
+        model = nn.Linear(*reversed(weights.shape), bias=False, dtype=weights.dtype)
+        model.weight.data.copy_(weights)
+        return model.weight, optimizer(config(f"optim={optim}", "lr=1e-3", *overrides))(model)
+
+    return made
+
+
+def widely_spread(dtype, steps=6, rows=73, columns=333):
+    """Gradients whose magnitudes lie 1e-12 to 1e6 apart within a block, rows of zeros; the last block is not whole."""
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        noise = torch.randn(rows, columns, generator=draw)
+        spread = 10 ** (2 * torch.randn(rows, columns, generator=draw).clamp(-4, 2))
+        gradient = 1e-3 * noise * spread
+        gradient[5:9] = 0
+        yield gradient.to(dtype).clamp(-6e4, 6e4)
+
+
+def in_operators(name, p, state, g, step, config, floor=1):
+    """The same step, written down plainly: as bitsandbytes' operators, but for the codes. Returns: the new weights."""
+    (beta1, beta2), lr, keep = config["betas"], config["lr"], 1 - config["lr"] * config["weight_decay"]
+    g, p = g.float().flatten(), p.float().flatten().mul(keep)
+    m = _decoded(state, 1)
+    if name == "lion":
+        p.add_((m * beta1 + g * (1 - beta1)).sign(), alpha=-lr)
+        m.mul_(beta2).add_(g, alpha=1 - beta2)
+    else:
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v = _decoded(state, 2).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        root = v.double().sqrt().float()  # some of torch's own roots are one bit off
+        p.addcdiv_(m, (root / (1 - beta2**step) ** 0.5).add_(config["eps"]), value=-lr / (1 - beta1**step))
+        _encode(v, state, 2, floor)
+    _encode(m, state, 1, 0)
+    return p
+
+
+def _decoded(state, i):
+    tops = state[f"absmax{i}"].repeat_interleave(BLOCK)[: state[f"state{i}"].numel()]
+    return state[f"qmap{i}"][state[f"state{i}"].flatten().long()] * tops
+
+
+def _encode(x, state, i, floor):
+    scale = state[f"qmap{i}"]
+    blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    top = blocks.abs().amax(1)
+    y = (blocks / top.where(top > 0, 1.0)[:, None]).flatten()[: len(x)]
+    above = torch.searchsorted(scale, y).clamp(max=255)
+    below = (above - 1).clamp(min=0)
+    codes = torch.where((y - scale[below]).abs() > (scale[above] - y).abs(), above, below)
+    codes = torch.where(x != 0, codes.clamp(min=floor), codes)
+    state[f"state{i}"].copy_(codes.view_as(state[f"state{i}"]))
+    state[f"absmax{i}"].copy_(top)
+
+
+def deviating(make, optim, dtype, decay, floor=1):
+    """What differs between the pass and the operators after some steps: weights, codes, tops."""
+    p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype), f"optim.weight_decay={decay}")
+    (group,) = ours.param_groups
+    plain, state = p.detach().clone(), None
+    for step, g in enumerate(widely_spread(dtype), 1):
+        p.grad = g.clone()
+        if state is None:
+            ours.init_state(group, p, 0, 0)
+            state = deepcopy(ours.state[p])
+        ours.step()
+        plain = in_operators(ours.optimizer_name, plain, state, g, step, ours.get_config(0, 0, group), floor)
+        plain = plain.to(dtype).view_as(p)
+    found = {"weights": p} | ours.state[p]
+    expected = {"weights": plain} | {key: state[key] for key in state if key.startswith(("state", "absmax"))}
+    return {key for key in expected if not torch.equal(expected[key], found[key])}
+
+
+@needs_compiler
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_the_pass_has_the_bits_of_its_operators(make, optim, dtype, decay):
+    assert deviating(make, optim, dtype, decay) == set()
+
+
+@needs_compiler
+def test_a_code_of_zero_is_caught(make):
+    """The deliberately wrong variant: the nearest code of a tiny second moment is zero's."""
+    assert {"weights", "state2"} <= deviating(make, "adam8bit", torch.float32, 0.0, floor=0)
+
+
+@needs_compiler
+def test_the_codes_of_bitsandbytes_own_operators_are_caught(make, as_bitsandbytes_does):
+    as_bitsandbytes_does()
+    assert {"weights", "state1", "state2"} <= deviating(make, "adam8bit", torch.float32, 0.0)
+
+
+def off(make, kind, *overrides, steps=20):
+    """The total update's distance from AdamW's, relative."""
+    start = torch.zeros(256, 256)
+    exact = nn.Parameter(start.clone())
+    adamw = torch.optim.AdamW([exact], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    p, ours = make("adam8bit", start, *overrides)
+    for g in gradients(kind, start.numel(), steps):
+        exact.grad, p.grad = g.view_as(exact), g.clone().view_as(p)
+        adamw.step(), ours.step()
+    return ((p - exact).norm() / exact.norm()).item()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_error_is_no_larger_than_that_of_bitsandbytes_operators(make, as_bitsandbytes_does, kind):
+    ours = off(make, kind)
+    as_bitsandbytes_does()
+    assert ours <= max(off(make, kind), 1e-6)  # 1e-6: a constant gradient is exact in both, but for fp32
+
+
+@needs_compiler
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_one_goes_on_with_the_others_state(make, as_bitsandbytes_does, optim):
+    """As a card would: the same tensors under the same names; the next step is nearly what it would have been."""
+
+    def stepped(p, ours, seed):
+        p.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
+        ours.step()
+
+    start = torch.randn(64, 256)
+    (p, pass_), (q, theirs) = make(optim, start), make(optim, start)
+    stepped(p, pass_, 1)
+    kept = deepcopy(pass_.state_dict()), p.detach().clone()
+    stepped(p, pass_, 2)
+    as_bitsandbytes_does()
+    q.data.copy_(kept[1])
+    theirs.load_state_dict(kept[0])
+    stepped(q, theirs, 2)
+    assert (q - p).norm() < 0.1 * (p - kept[1]).norm()
+    assert {key: getattr(v, "dtype", None) for key, v in theirs.state[q].items()} == {
+        key: getattr(v, "dtype", None) for key, v in pass_.state[p].items()
+    }
+
+
+@needs_compiler
+def test_the_same_bits_for_one_and_two_threads(make):
+    found = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        p, ours = make("adam8bit", torch.randn(73, 333))
+        for g in widely_spread(torch.float32):
+            p.grad = g
+            ours.step()
+        torch.set_num_threads(before)
+        found.append((p.detach(), ours.state[p]["state1"], ours.state[p]["state2"]))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@needs_compiler
+def test_it_takes_no_memory_beside_the_state(config, as_bitsandbytes_does):
+    """Nothing is widened in memory: what a plan counts beside the state, bytes per element."""
+    freed = [torch.ones(1 << 18) for _ in range(200)]  # 200 MB that malloc keeps at hand, as after many tests
+    with_adam8bit = optimizer(config("optim=adam8bit"))
+    del freed
+    ours = unseen(with_adam8bit)
+    as_bitsandbytes_does()
+    assert ours < 1 < unseen(with_adam8bit)
+
+
+def test_the_summary_says_which_one_ran(fit, as_bitsandbytes_does):
+    name = "bitsandbytes.optim.adam.Adam8bit"
+    ways = [f"{name} (one C++ pass)", f"{name} (torch operators)"]
+    if compiled.library(SOURCE, EXACTLY) is not None:
+        assert fit("optim=adam8bit", folder="first")[0]["optimizer"] == ways[0]
+    as_bitsandbytes_does()
+    assert fit("optim=adam8bit", folder="second")[0]["optimizer"] == ways[1]
+    assert fit("optim=adamw", folder="third")[0]["optimizer"] == "torch.optim.adamw.AdamW"

@@ -1,0 +1,280 @@
+"""Optimizers as lowmem builds them: size of a step, decay, bytes of state, and how the state comes back."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem.config.declarations import techniques
+from lowmem.data.loader import MicroBatch
+from lowmem.memory.ledger import optimizer_state, parts
+from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.techniques.optim.build import parameter_groups
+from lowmem.training.build import optimizer
+from networks import network
+from parity import COMPILED as COMPILED_CHOICES
+
+OPTIMIZERS = list(techniques("optim"))
+COMPILED = [choice.removeprefix("optim=") for choice in COMPILED_CHOICES]
+EACH = [pytest.param(o, marks=pytest.mark.slow) if o in COMPILED else o for o in OPTIMIZERS]
+
+
+def stepped(config, optim, shape=(1024, 1024), *overrides, steps=1):
+    torch.manual_seed(0)
+    model = nn.Linear(shape[1], shape[0], bias=False)
+    made = optimizer(config(f"optim={optim}", "lr=1e-3", *overrides))(model)
+    before = model.weight.detach().clone()
+    for _ in range(steps):
+        model.weight.grad = torch.randn(shape) * 1e-3
+        made.step()
+    return model.weight.detach() - before, made
+
+
+def rms(change):
+    return change.square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("optim", [o for o in EACH if o != "sgd"])
+def test_the_first_step_has_the_size_of_adamws(config, optim):
+    """`lr` is a step's RMS: no rule of an optimizer's own rescales it."""
+    shape = (128, 256) if optim in COMPILED else (256, 1024)
+    change, _ = stepped(config, optim, shape, "optim.weight_decay=0")
+    adamw, _ = stepped(config, "adamw", shape, "optim.weight_decay=0")
+    assert rms(change) == pytest.approx(rms(adamw), rel=0.2)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (192, 768), (768, 768), (3072, 768)])
+def test_muons_first_step_of_a_matrix_stays_a_little_below(config, shape):
+    """The band that the README states."""
+    change, _ = stepped(config, "muon", shape, "optim.weight_decay=0")
+    assert 0.85e-3 < rms(change) < 0.97e-3
+
+
+@pytest.mark.parametrize("directions", [16, 64, 256])
+def test_muon_moves_in_the_directions_of_the_gradient_alone(config, directions):
+    model = nn.Linear(256, 256, bias=False)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.randn(256, directions) @ torch.randn(directions, 256)
+    optimizer(config("optim=muon", "lr=1e-3", "optim.weight_decay=0"))(model).step()
+    assert rms(model.weight.detach() - before) == pytest.approx(0.9e-3 * (directions / 256) ** 0.5, rel=0.2)
+
+
+def test_muons_first_step_of_all_matrices_of_the_default_model(config):
+    """Real gradients have strong and weak directions."""
+    model = network(n_embd=192, n_layer=4, n_head=4, n_positions=128, vocab_size=4096)
+    groups = {group["role"]: group["params"] for group in parameter_groups(model)}
+    before = [p.detach().clone() for p in groups["matrix"]]
+    ids = (4096 * torch.rand(8, 129) ** 6).long()  # some tokens are frequent
+    losses.full(model, MicroBatch(ids[:, :-1], ids[:, 1:])).backward()
+    optimizer(config("optim=muon", "lr=1e-3", "optim.weight_decay=0"))(model).step()
+    changes = [(p.detach() - b).flatten() for p, b in zip(groups["matrix"], before, strict=True)]
+    assert all(0.3e-3 < rms(change) < 0.97e-3 for change in changes)
+    assert 0.75e-3 < rms(torch.cat(changes)) < 0.91e-3
+
+
+def test_torchs_own_rule_for_muon_is_caught(config, monkeypatch):
+    """The deliberately wrong variant: RMS 0.2, which matches AdamW's later steps but not what `lr` says."""
+    from lowmem.techniques.optim import muon
+
+    monkeypatch.setattr(muon, "TORCHS_RMS", 1.0)
+    change, _ = stepped(config, "muon", (256, 1024), "optim.weight_decay=0")
+    assert rms(change) < 0.8e-3
+
+
+# To the byte. One that is not here holds at most what its yaml declares to leave of AdamW's 8.
+STATE_BYTES = {
+    "adamw": 8.0,
+    "paged_adamw32bit": 8.0,
+    "adam8bit": 2.03,
+    "adamw8bit": 2.03,
+    "paged_adamw8bit": 2.03,
+    "adamw_fp8": 2.03,
+    "adamw4bit": 1.06,
+    "lion8bit": 1.02,
+    "muon": 4.0,
+    "sgd": 0.0,
+}
+
+
+@pytest.mark.parametrize("optim", EACH)
+def test_bytes_of_state_per_parameter(config, optim):
+    """Counted on the tensors that hold them: 2 x 1 byte and two fp32 scales per 256 elements, for instance."""
+    change, made = stepped(config, optim)
+    # by storage: bitsandbytes' tables of 256 values are shared by all parameters
+    held = {p.untyped_storage()._cdata: p.nbytes for state in optimizer_state(made) for p in parts(state)}
+    per_parameter = sum(held.values()) / change.numel()
+    if optim == "adafactor":
+        assert per_parameter < 0.05
+    elif optim in STATE_BYTES:
+        assert per_parameter == pytest.approx(STATE_BYTES[optim], abs=0.006)
+    else:
+        assert per_parameter <= 8 * techniques("optim")[optim].saves["optimizer"], (
+            f"conf/optim/{optim}.yaml declares less than the {per_parameter:.2f} bytes of state per parameter there are"
+        )
+
+
+@pytest.mark.parametrize("optim", [o for o in EACH if o not in ("adam8bit",)])
+def test_decay_is_decoupled(config, optim):
+    """Without a gradient a matrix shrinks by lr x decay and nothing else: no moment has seen the decay."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    before = model.weight.detach().clone()
+    made = optimizer(config(f"optim={optim}", "lr=1e-2", "optim.weight_decay=0.5"))(model)
+    model.weight.grad = torch.zeros(64, 64)
+    made.step()
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.005), rtol=1e-6, atol=0)
+
+
+def test_an_l2_decay_is_caught(config):
+    """The deliberately wrong variant: Adam with L2 moves a whole step of lr."""
+    model = nn.Linear(64, 64, bias=False)
+    before = model.weight.detach().clone()
+    made = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.5)
+    model.weight.grad = torch.zeros(64, 64)
+    made.step()
+    assert ((model.weight - before).abs() > 0.009).all()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_adam8bit_does_not_decay_as_shipped_and_its_decay_is_decoupled_too(config, decay):
+    """bitsandbytes 0.50 applies Adam8bit's decay to the weight, not to the gradient."""
+    model = nn.Linear(64, 64, bias=False)
+    before = model.weight.detach().clone()
+    made = optimizer(config("optim=adam8bit", "lr=1e-2", *([f"optim.weight_decay={decay}"] if decay else [])))(model)
+    model.weight.grad = torch.zeros(64, 64)
+    made.step()
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 1e-2 * decay), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_every_parameter_is_in_one_group_by_its_role_and_vectors_never_decay(model_type):
+    model = network(model_type, tie_word_embeddings=model_type == "gpt2")
+    groups = {group["role"]: group for group in parameter_groups(model)}
+    assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
+    by_token = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    assert by_token <= {id(p) for p in groups["embedding"]["params"]}
+    assert all(p.dim() == 2 and id(p) not in by_token for p in groups["matrix"]["params"])
+    assert all(p.dim() == 1 for p in groups["vector"]["params"]) and groups["vector"]["weight_decay"] == 0.0
+    assert "weight_decay" not in groups["matrix"] | groups["embedding"]
+
+
+@pytest.mark.parametrize("optim", ["adam8bit", "adamw8bit", "paged_adamw8bit", "lion8bit"])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_embeddings_keep_32_bit_state_on_demand(config, optim, bits):
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100, bias=False))
+    made = optimizer(config(f"optim={optim}", f"optim.embedding_bits={bits}"))(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    made.step()
+    first = "m" if optim == "adamw8bit" else "state1"
+    embedding, matrix = (made.state[p][first].dtype.itemsize for p in model.parameters())
+    assert matrix == 1 and embedding == bits // 8
+    if optim != "adamw8bit":  # bitsandbytes' own way is a table of the process, which would outlive the job
+        assert not made.mng.pid2config and not made.mng.module_weight_config_triple
+
+
+# without state, or with a loading of its own that keeps fp32
+UNCAST = {"sgd", "adam8bit", "lion8bit", "paged_adamw32bit", "paged_adamw8bit"}
+
+
+@pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in COMPILED])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_state_of_16_bit_weights_comes_back_in_32_bits(config, optim, guarded, monkeypatch):
+    """Unguarded, torch casts it to the weights' dtype; bitsandbytes' own loading does not."""
+    from lowmem.techniques.optim import build
+    from lowmem.techniques.precision.weights_16bit import BFloat16Weights
+
+    if not guarded:
+        monkeypatch.setattr(build, "_restore_in_saved_dtypes", lambda optimizer: None)
+    model = nn.Linear(64, 128).bfloat16()
+    made, other = (optimizer(config(f"optim={optim}"))(model) for _ in range(2))
+    for group in made.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p)
+            BFloat16Weights().update(made, group, p)
+    other.load_state_dict(made.state_dict())
+    same = [
+        one.dtype == two.dtype and torch.equal(one, two)
+        for one, two in zip(optimizer_state(made), optimizer_state(other), strict=True)
+    ]
+    assert all(same) == (guarded or optim in UNCAST), f"{optim}: if its state needs no guard, it belongs into UNCAST"
+
+
+@pytest.fixture
+def managed(monkeypatch):
+    """A stand-in for managed memory, which a CPU has none of: host memory that is marked. -> what was asked for."""
+    from bitsandbytes import functional
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    asked = []
+
+    def get_paged(self, p, dtype=torch.float32):
+        asked.append(torch.zeros(p.shape, dtype=dtype))
+        asked[-1].is_paged = True
+        return asked[-1]
+
+    monkeypatch.setattr(Optimizer8bit, "get_state_buffer", get_paged)
+    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor, to_cpu=False: None)
+    return asked
+
+
+def saved_and_read(made, tmp_path):
+    torch.save(made.state_dict(), tmp_path / "state")
+    return torch.load(tmp_path / "state", weights_only=True, mmap=True)
+
+
+def buffers(made):
+    return [state[key] for state in made.state.values() for key in ("state1", "state2")]
+
+
+PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
+
+
+@pytest.mark.parametrize("optim", PAGED)
+@pytest.mark.parametrize("guarded", [True, False])
+def test_paged_state_comes_back_paged(config, managed, monkeypatch, tmp_path, optim, guarded):
+    """Unguarded, bitsandbytes moves what the checkpoint holds to the device, as ordinary tensors."""
+    from lowmem.techniques.optim import build
+
+    if not guarded:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+    model = nn.Linear(64, 128, bias=False)
+    made, other = (optimizer(config(f"optim={optim}"))(model) for _ in range(2))
+    model.weight.grad = torch.randn(128, 64)
+    made.step()
+    managed.clear()
+    other.load_state_dict(saved_and_read(made, tmp_path))
+    assert all(map(torch.equal, buffers(made), buffers(other)))
+    assert all(any(buffer is one for one in managed) for buffer in buffers(other)) == guarded
+    assert len(managed) == (2 if guarded else 0)
+    before = model.weight.detach().clone()
+    changes = []
+    for stepping in (made, other):
+        model.weight.data.copy_(before)
+        stepping.step()
+        changes.append(model.weight.detach().clone())
+    assert torch.equal(*changes) and not torch.equal(changes[0], before)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_was_paged_on_a_card_goes_on_without_one(config, managed, monkeypatch, tmp_path, guarded):
+    """A checkpoint remembers that its tensors were paged; unguarded, the first step asks CUDA to bring them."""
+    from bitsandbytes import functional
+
+    from lowmem.techniques.optim import build
+
+    if not guarded:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+    model = nn.Linear(64, 128, bias=False)
+    model.weight.grad = torch.randn(128, 64)
+    made = optimizer(config("optim=paged_adamw8bit"))(model)
+    made.step()
+    saved = saved_and_read(made, tmp_path)
+    monkeypatch.undo()
+    if not guarded:
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+    asked = []
+    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor, to_cpu=False: asked.append(tensor))
+    other = optimizer(config("optim=paged_adamw8bit"))(model)
+    other.load_state_dict(saved)
+    other.step()
+    assert (not asked) == guarded

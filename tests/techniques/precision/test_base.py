@@ -1,0 +1,54 @@
+"""The contract of a precision: each hook that anyone calls stands on the neutral base, with a docstring."""
+
+import ast
+import inspect
+
+import pytest
+import torch
+
+from conftest import ROOT
+from lowmem.techniques.precision import fp32_weights, host_masters, weights_16bit
+from lowmem.techniques.precision.contract import BasePrecision
+from lowmem.techniques.precision.loss_scale import ScaledLoss
+
+SOURCE = ROOT / "src" / "lowmem"
+EVERY = [
+    value
+    for module in (fp32_weights, weights_16bit, host_masters)
+    for value in vars(module).values()
+    if inspect.isclass(value) and issubclass(value, BasePrecision) and value.__module__ == module.__name__
+]
+
+
+def asked(text):
+    """Names of what is read of a `plugin`, a `precision` or a `<...>.precision_plugin` in a source."""
+
+    def is_precision(node):
+        return getattr(node, "attr", "") == "precision_plugin" or getattr(node, "id", "") in ("plugin", "precision")
+
+    nodes = ast.walk(ast.parse(text))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_precision(node.value)}
+
+
+def unknown(texts):
+    return {name for text in texts for name in asked(text) if name not in vars(BasePrecision)}
+
+
+def test_whatever_is_asked_of_a_precision_stands_on_the_base():
+    texts = [file.read_text() for file in SOURCE.rglob("*.py") if file.parent.name != "precision"]
+    assert len(set().union(*map(asked, texts))) > 8
+    assert unknown(texts) == set()
+    assert unknown(["trainer.precision_plugin.rewound()", "plugin.dtype"]) == {"rewound", "dtype"}
+
+
+def test_every_hook_says_when_it_is_called():
+    hooks = {name: hook for name, hook in vars(BasePrecision).items() if inspect.isfunction(hook)}
+    assert {name for name, hook in hooks.items() if not hook.__doc__} == {"__init__"}
+
+
+@pytest.mark.parametrize("precision", EVERY)
+def test_a_dtype_is_an_attribute_and_no_base(precision):
+    """Nothing in fp16 is a kind of something in bf16, nor the other way round."""
+    dtypes = {vars(base)["dtype"] for base in precision.__mro__ if "dtype" in vars(base)}
+    assert len(dtypes) <= 1
+    assert issubclass(precision, ScaledLoss) == (dtypes == {torch.float16}) == precision.scales_loss

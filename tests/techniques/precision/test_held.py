@@ -1,0 +1,101 @@
+"""The seams of 16-bit weights: Kahan summation is a class of a few lines, and no file of lowmem knows of it."""
+
+import csv
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+import parity
+from lowmem.system.errors import Refused
+from lowmem.techniques.precision.weights_16bit import BFloat16Weights, SixteenBitWeights
+from same import last, same
+
+
+class Kahan(SixteenBitWeights):
+    """What rounding takes from a weight is held beside it in 16 bits, and given back before the next update."""
+
+    dtype = torch.bfloat16
+
+    def hold(self, p):
+        return {"lost": torch.zeros_like(p.data)}
+
+    def widen(self, p):
+        return p.data.float().add_(self.held(p)["lost"])
+
+    def round(self, wide, p):
+        p.data.copy_(wide)
+        self.held(p)["lost"].copy_(wide.sub_(p.data))
+
+
+class Subtracting(Kahan):
+    """The deliberately wrong variant: what was lost is taken away a second time."""
+
+    def widen(self, p):
+        return p.data.float().sub_(self.held(p)["lost"])
+
+
+class Unseen(Kahan):
+    """The deliberately wrong variant: the meter is not told of what is held."""
+
+    def device_tensors(self):
+        return ()
+
+
+class Forgetful(Kahan):
+    """The deliberately wrong variant: what is held begins anew after a resume."""
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def chosen(precision):
+    return "precision=bf16-true", f"trainer.plugins.precision._target_={precision.__module__}.{precision.__qualname__}"
+
+
+class Widened(Callback):
+    """The weights at the end, as the precision widens them for an update."""
+
+    def on_train_end(self, trainer, module):
+        plugin = trainer.precision_plugin
+        self.weights = {name: plugin.widen(p) for name, p in module.model.named_parameters()}
+
+
+@pytest.mark.parametrize(("precision", "lost"), [(Kahan, False), (BFloat16Weights, True), (Subtracting, True)])
+def test_updates_below_the_spacing_of_the_weights_are_not_lost(config, precision, lost):
+    """Steps of at most 1e-5 on weights of 0.02, whose neighbours in bf16 are 1e-4 apart, beside an oracle that does not
+    round its weights."""
+    cfg = config(*parity.overrides("precision=bf16-true"), "lr=1e-5", *chosen(precision)[1:], base=())
+    widened = Widened()
+    parity.run(cfg, callbacks=[widened])
+    start, theirs = parity.expected(cfg, "adamw", "none", held_in="float32")
+    off = parity.errors(start, widened.weights, theirs)  # of the update of all matrices, of all vectors; relative
+    assert min(off) > 0.5 if lost else max(off) < 0.1
+
+
+@pytest.mark.parametrize("precision", [Kahan, Unseen])
+def test_what_is_held_is_on_the_ledger(fit, precision):
+    def held(precision):
+        summary, run = fit(*chosen(precision), folder=precision.__name__)
+        rows = csv.DictReader((run / "memory.csv").open())
+        third = next(row for row in rows if (row["step"], row["phase"]) == ("3", "step"))
+        return int(third["optimizer_bytes"]), summary["parameters"]
+
+    (ours, parameters), (plain, _) = held(precision), held(BFloat16Weights)
+    assert ours - plain == (2 * parameters if precision is Kahan else 0)
+
+
+@pytest.mark.rows("Kahan-auto")
+@pytest.mark.parametrize(("precision", "strategy"), [(Kahan, "auto"), (Kahan, "ddp"), (Forgetful, "auto")])
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(fit, precision, strategy):
+    lines = (*chosen(precision), "lr=1e-4", "scheduler=constant", f"strategy={strategy}")
+    _, whole = fit(*lines, folder="whole")
+    _, part = fit(*lines, "max_steps=2", folder="part")
+    _, again = fit(*lines, f"resume={part}", folder="again")
+    assert last(whole)[precision.__qualname__]["held"]
+    assert same(last(whole), last(again)) == (precision is Kahan)
+
+
+def test_of_a_divided_model_it_would_not_be_saved(fit):
+    with pytest.raises(Refused, match=r"precision: Kahan holds something .* Type strategy=ddp\."):
+        fit(*chosen(Kahan), "strategy=fsdp", "max_steps=1")

@@ -1,0 +1,150 @@
+"""How the host holds one weight between two steps: its random numbers, its memory, what a checkpoint gets of it."""
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from lowmem.config.instantiate import instantiate
+from lowmem.saving.checkpoint import complete
+from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
+from lowmem.techniques.precision import host_weight
+from lowmem.techniques.precision.bf16_on_host import BFloat16Stochastic
+from lowmem.techniques.precision.host_masters import BFloat16Master
+from lowmem.techniques.precision.host_weight import AtRandom, Halves, Master
+from streams import built, lines
+from two_models import configured, windows
+
+STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
+
+
+def stepped_at_random(seed, steps):
+    """Weights of two parameters that begin alike, after so many steps alike, each of a quarter of bf16's spacing."""
+    torch.manual_seed(seed)
+    two, plugin = nn.ParameterList(torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2)), BFloat16Stochastic()
+    plugin.convert_module(two)
+    optimizer = plugin.prepare_optimizer(torch.optim.SGD([plugin.master(p) for p in two], lr=1.0))
+    for _ in range(steps):
+        for p in two:
+            p.data.fill_(1.0)
+            plugin.masters[id(p)].own.fill_(1.0)
+            p.grad = torch.full_like(p, -(2**-9))
+            plugin.collect(p)
+        optimizer.step()
+    plugin.teardown()
+    return [p.data for p in two]
+
+
+def test_each_parameter_step_and_seed_has_random_numbers_of_its_own():
+    found = [weight for steps in (1, 2) for seed in (0, 1) for weight in stepped_at_random(seed, steps)]
+    assert all(0.2 < (weight > 1).float().mean() < 0.3 for weight in found)
+    assert not any(torch.equal(one, other) for i, one in enumerate(found) for other in found[:i])
+    assert torch.equal(found[0], stepped_at_random(0, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("precision", "chosen", "right"),
+    [
+        ("bf16-master", ["adapter=lora"], True),
+        ("bf16-sr", ["freeze=['*mlp*']"], True),
+        ("bf16-master", ["freeze=['*mlp*']"], False),
+        ("bf16-sr", ["adapter=lora"], True),  # the adapter's parts are fp32, in one buffer with bf16
+    ],
+)
+def test_a_checkpoint_is_as_large_as_what_is_trained(fit, monkeypatch, precision, chosen, right):
+    """Wrong: weights are written as parts of their block's memory, of which the rest is frozen."""
+    if not right:
+        monkeypatch.setattr(host_weight, "by_itself", lambda tensor: tensor)
+    _, run = fit(f"precision={precision}", *chosen, *STREAMED, "max_steps=1", "model.architecture.n_embd=64")
+    content = torch.load(complete(run / "checkpoints")[-1], weights_only=True)["state_dict"]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in content.values()}
+    tensors = {one.data_ptr(): one.nbytes for one in content.values()}
+    assert (sum(storages.values()) == sum(tensors.values())) == right
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("precision", ["bf16-master", "bf16-sr"])
+def test_a_second_fit_goes_on_from_the_16_bits_of_the_first(config, precision, weights):
+    """Of one module in one process, with a new trainer."""
+    optim = "adafactor" if precision == "bf16-sr" else "adamw8bit"
+    cfg = configured(config, *lines("llama", f"weights={weights}", "max_steps=1", precision=precision, optim=optim))
+    module = built(cfg, "llama")
+    for _ in range(2):
+        before = [p.detach().clone() for p in module.model.parameters()]
+        trainer = parity.trainer(
+            cfg, list(map(instantiate, cfg.trainer.plugins.every())), list(map(instantiate, cfg.callbacks.values()))
+        )
+        trainer.fit(module, windows(cfg))
+        assert {p.dtype for p in module.model.parameters()} == {torch.bfloat16}
+        assert not any(torch.equal(p, old) for p, old in zip(module.model.parameters(), before, strict=True))
+
+
+def test_a_weight_that_is_not_contiguous_is_stepped():
+    layer, plugin = nn.Linear(128, 64, bias=False), BFloat16Master()
+    layer.weight.data = torch.randn(128, 64).t()
+    plugin.convert_module(layer)
+    before, master = layer.weight.detach().clone(), plugin.master(layer.weight)
+    optimizer = plugin.prepare_optimizer(HostAdamW8bit([master], lr=1.0))
+    layer.weight.grad = torch.ones_like(layer.weight)
+    plugin.collect(layer.weight)
+    optimizer.step()
+    plugin.teardown()
+    assert layer.weight.lt(before).all()
+    halves = Halves("w", nn.Parameter(torch.randn(128, 64).t()), torch.bfloat16)
+    assert halves.narrow.is_contiguous() and halves.rest.is_contiguous()
+    own = AtRandom("w", nn.Parameter(torch.randn(128, 64).t().bfloat16()), torch.bfloat16)
+    own.moved(None)
+    assert own.narrow.is_contiguous()
+
+
+def test_a_frozen_weight_that_streams_is_whole_while_the_run_goes_on(config):
+    module = built(configured(config, *lines("llama", *STREAMED)), "llama")
+    plugin, frozen = BFloat16Master(), module.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    plugin.weights, expected = module.weights, frozen.detach().bfloat16()
+    plugin.convert_module(module.model)
+    assert frozen.isnan().all() and torch.equal(plugin.whole(frozen), expected)
+    module.weights.stop()
+    plugin.teardown()
+
+
+def test_a_gradient_that_somebody_else_made_is_not_kept_beside_the_next():
+    """That of an embedding, (V, H): kept, it would be a third one of that size where the next is added up."""
+    master = Master("w", nn.Parameter(torch.zeros(4)), torch.bfloat16)
+    piece = torch.ones(4, dtype=torch.bfloat16)
+    master.use(0, piece)
+    assert master.sum is piece and master.complete
+    master.used(early=False)
+    assert master.sum is None
+    for _ in range(2):  # of a window's second micro-batch: the sum in fp32 stays
+        master.use(0, piece)
+    master.used(early=False)
+    assert master.sum.tolist() == [2.0] * 4 and master.sum.dtype == torch.float32 and not master.complete
+    master.use(0, piece)
+    assert master.gradient().tolist() == [1.0] * 4
+
+
+def test_a_buffer_that_the_host_drops_while_memory_is_counted_is_no_tensor_less():
+    class Dropping(Master):
+        """Whose gradient is gone when it is read a second time."""
+
+        _reads = 0
+
+        @property
+        def sum(self):
+            self._reads += 1
+            return torch.ones(4) if self._reads == 1 else None
+
+        @sum.setter
+        def sum(self, _):
+            self._reads = 0
+
+    assert all(torch.is_tensor(one) for one in Dropping("w", nn.Parameter(torch.zeros(4)), torch.float16).tensors())
+
+
+def test_a_run_goes_on_that_never_stepped_at_random_on_the_host():
+    layer, plugin = nn.Linear(2, 2).bfloat16(), BFloat16Stochastic()
+    plugin.convert_module(layer)
+    plugin.masters[id(layer.weight)].steps = 3
+    plugin.load_state_dict({"held": {}})  # of a precision that steps on the device, under the same name
+    assert plugin.state_dict()["steps"] == {"weight": 0, "bias": 0}
+    plugin.teardown()

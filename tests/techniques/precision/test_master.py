@@ -1,0 +1,184 @@
+"""16-bit weights on the device, fp32 masters on the host: the bits of the naive loop with two whole models."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import ROOT
+from lowmem.techniques.arithmetic import fp32_halves
+from lowmem.techniques.precision import host_weight
+from lowmem.techniques.precision.host_masters import BFloat16Master, Float16Master, HostMasters
+from two_models import CLIPS, OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
+
+SCHEDULERS, ACCUMULATIONS, CHECKPOINTINGS, LOSSES = (
+    sorted(file.stem for file in (ROOT / "conf" / group).glob("*.yaml"))
+    for group in ("scheduler", "accumulation", "gradient_checkpointing", "loss")
+)
+INIT_SCALE = "trainer.plugins.precision.init_scale={}"
+
+
+# --- bit-equality -----------------------------------------------------------------------------------------------------
+
+QUICK = [("none", "cosine"), ("fixed", "linear"), ("by_epoch", "constant")]
+
+
+@pytest.mark.rows(
+    "bf16-master-norm-adamw", "16-master-both-adamw8bit", "bf16-master-off-adafactor", "16-master-value-adamw"
+)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bits_of_the_naive_loop(config, precision, clip, optim):
+    for accumulation, scheduler in QUICK[:: 1 if optim == "adamw" else 2]:
+        cfg = configured(config, precision, optim, clip, accumulation, scheduler)
+        assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(config, precision, clip, optim):
+    for accumulation, scheduler in product(ACCUMULATIONS, SCHEDULERS):
+        cfg = configured(config, precision, optim, clip, accumulation, scheduler)
+        assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
+
+
+@pytest.mark.parametrize("checkpointing", [pytest.param(c, marks=pytest.mark.slow) for c in CHECKPOINTINGS])
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bits_of_the_naive_loop_with_every_checkpointing(config, precision, clip, checkpointing):
+    for optim, loss in product(OPTIMIZERS, LOSSES):
+        more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
+        cfg = configured(config, precision, optim, clip, "fixed", "linear", *more)
+        assert equal(ours(cfg), naive(cfg)), (optim, loss)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_checkpointed_chunked_run_has_the_bits_of_the_naive_loop(config, precision):
+    """The small sibling of the one above."""
+    more = ("gradient_checkpointing=every_layer", "loss=chunked")
+    cfg = configured(config, precision, "adamw8bit", "both", "fixed", "cosine", *more)
+    assert equal(ours(cfg), naive(cfg))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_cpu_without_units_for_its_products_changes_no_bit_beside_the_naive_loop(config, without_units, precision):
+    cfg = configured(config, precision, "adamw8bit", "norm", "fixed", "linear")
+    assert equal(ours(cfg), naive(cfg))
+
+
+@pytest.mark.rows("norm")
+@pytest.mark.parametrize("clip", ["norm", "off"])
+def test_an_overflow_skips_the_step_and_halves_the_scale_as_the_naive_scaler_does(config, clip):
+    cfg = configured(config, "16-master", "adamw", clip, "fixed", "linear", INIT_SCALE.format(2.0**30))
+    found = ours(cfg)
+    assert found[2] > 3 and equal(found, naive(cfg))
+
+
+def test_stepping_early_changes_no_bit(config):
+    """Also where a window of four micro-batches has summed three of them before the last steps."""
+    for accumulation in ("none", "fixed"):
+        early, late = (
+            ours(
+                configured(
+                    config, "bf16-master", "adamw8bit", "value", accumulation, "linear", f"master.early_step={e}"
+                )
+            )
+            for e in ("true", "false")
+        )
+        assert equal(early, late)
+
+
+def test_tied_weights_stay_tied(config):
+    def both(tied):
+        cfg = configured(
+            config, "bf16-master", "adamw", "norm", "fixed", "linear", f"model.architecture.tie_word_embeddings={tied}"
+        )
+        return ours(cfg), naive(cfg)
+
+    (tied, theirs), (untied, _) = both("true"), both("false")
+    assert len(tied[0]) == len(untied[0]) - 1 and equal(tied, theirs)
+
+
+def tied():
+    """(start, stepped): weights in bf16 whose masters lie halfway to the next; of six steps none would."""
+    layer, plugin = nn.Linear(1, 1, bias=False), BFloat16Master()
+    layer.weight.data.fill_(1 + 2**-8)
+    plugin.convert_module(layer)
+    start = layer.weight.item()
+    optimizer = plugin.prepare_optimizer(torch.optim.SGD([plugin.master(layer.weight)], lr=1.0))
+    layer.weight.grad = torch.full_like(layer.weight, -(2**-6))
+    plugin.collect(layer.weight)
+    optimizer.step()
+    plugin.arrived()
+    plugin.teardown()
+    assert plugin.master(layer.weight).item() == 1 + 2**-6 + 2**-8
+    return start, layer.weight.item()
+
+
+def test_a_master_between_two_bf16_is_rounded_up_at_the_start_and_after_a_step(monkeypatch):
+    assert tied() == (1 + 2**-7, 1 + 2**-6 + 2**-7)
+    monkeypatch.setattr(fp32_halves, "narrow", lambda wide, out: out.copy_(wide))
+    assert tied() == (1.0, 1 + 2**-6)  # wrong: to the nearest even one
+
+
+# --- deliberately wrong variants --------------------------------------------------------------------------------------
+
+
+def masters_from_rounded_weights(monkeypatch):
+    right = HostMasters.convert_module
+
+    def wrong(self, module):
+        for p in module.parameters():
+            p.data = p.data.to(self.dtype).float()
+        return right(self, module)
+
+    monkeypatch.setattr(HostMasters, "convert_module", wrong)
+
+
+def clipped_before_unscaling(monkeypatch):
+    right = Float16Master.unscale
+
+    def wrong(self, optimizer):
+        finite = right(self, optimizer)
+        self._norms = [norm * self.gradient_scale for norm in self._norms]
+        return finite
+
+    monkeypatch.setattr(Float16Master, "unscale", wrong)
+
+
+def one_gradient_dropped(monkeypatch):
+    right = host_weight.Master.add
+
+    def wrong(self, start, piece):
+        if not (self.complete and "layers.1.mlp.up" in self.name):  # all but the first of each window
+            right(self, start, piece)
+
+    monkeypatch.setattr(host_weight.Master, "add", wrong)
+
+
+def summed_in_16_bits(monkeypatch):
+    right = host_weight.Master.add
+
+    def wrong(self, start, piece):
+        if self.complete:
+            self.sum = self.sum.to(piece.dtype)
+            self.sum[start : start + piece.numel()].add_(piece)
+        else:
+            right(self, start, piece)
+
+    monkeypatch.setattr(host_weight.Master, "add", wrong)
+
+
+@pytest.mark.rows("one_gradient*", "clipped*")
+@pytest.mark.parametrize(
+    "wrong", [masters_from_rounded_weights, clipped_before_unscaling, one_gradient_dropped, summed_in_16_bits]
+)
+def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):
+    cfg = configured(config, "16-master", "adamw", "norm", "fixed", "linear")
+    assert equal(ours(cfg), naive(cfg))
+    wrong(monkeypatch)
+    assert not equal(ours(cfg), naive(cfg))

@@ -1,0 +1,244 @@
+"""16-bit weights: their bytes, their updates in fp32, and what becomes of small ones."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from lowmem.memory.ledger import Ledger
+from lowmem.memory.tracker import StorageTracker
+from lowmem.model import loading as models
+from lowmem.system.errors import Refused
+from lowmem.techniques.arithmetic.gradients import norm
+from lowmem.techniques.precision import fp32_weights, weights_16bit
+from lowmem.techniques.precision.loss_scale import LossScale
+from lowmem.techniques.precision.weights_16bit import (
+    BFloat16Stochastic,
+    BFloat16Weights,
+    Float16Weights,
+    SixteenBitWeights,
+    stochastically,
+)
+from lowmem.training import build
+from lowmem.training.module import CausalLM
+
+DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("model_type", ["llama-3.2-1b", "qwen3-0.6b"])
+def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_type):
+
+    small = ("vocab_size=300", "hidden_size=64", "num_hidden_layers=2", "intermediate_size=64")
+    architecture = [f"model.architecture.{line}" for line in small]
+    cfg = config(f"model={model_type}", "model.pretrained=false", *architecture, f"precision={precision}")
+    module = build.causal_lm(cfg, models.describe(cfg))
+    assert {p.dtype for p in module.parameters()} == {DTYPES[precision]}
+    frequencies = dict(module.named_buffers())
+    assert frequencies and {b.dtype for b in frequencies.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, monkeypatch):
+    seen = set()
+    update = SixteenBitWeights.update
+
+    def spying(self, optimizer, group, p):
+        seen.add(("gradient", p.grad.dtype))
+        update(self, optimizer, group, p)
+        seen.update(("state", value.dtype) for value in optimizer.state[p].values())
+
+    monkeypatch.setattr(SixteenBitWeights, "update", spying)
+    parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
+    assert seen == {("gradient", DTYPES[precision]), ("state", torch.float32)}
+
+
+@pytest.mark.parametrize("precision", ["32", *DTYPES])
+def test_weights_and_gradients_have_half_of_the_bytes(config, precision, monkeypatch):
+    """Counted on the live objects, after backward."""
+    held = []
+    step = CausalLM._step
+
+    def counting(self, *done):
+        parameters = list(self.model.parameters())
+        held.append((sum(p.nbytes for p in parameters), sum(p.grad.nbytes for p in parameters)))
+        return step(self, *done)
+
+    monkeypatch.setattr(CausalLM, "_step", counting)
+    _, weights = parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
+    each = 4 if precision == "32" else 2
+    assert held[0] == (each * sum(p.numel() for p in weights.values()),) * 2
+
+
+def one_weight(value, dtype):
+    p = nn.Parameter(torch.full((4096,), value, dtype=dtype))
+    return p, torch.optim.AdamW([p], lr=1e-5, eps=1e-8, weight_decay=0.0)
+
+
+def test_a_zero_gradient_is_no_nan_in_fp16():
+    """Plain fp16 AdamW divides 0 by an eps that is 0 in fp16."""
+    for plain in (True, False):
+        p, optimizer = one_weight(1.0, torch.float16)
+        p.grad = torch.zeros_like(p)
+        if plain:
+            optimizer.step()
+        else:
+            Float16Weights().update(optimizer, optimizer.param_groups[0], p)
+        assert bool(p.isnan().any()) == plain
+
+
+def test_gradients_too_small_for_fp16_still_step():
+    """A true gradient of 1e-8 is stored as 1e-8 x 65536; unscaled in fp16 it would be 0."""
+    for unscaled_first in (False, True):
+        p, optimizer = one_weight(0.01, torch.float16)
+        precision = Float16Weights()
+        precision.gradient_scale = 2.0**16
+        p.grad = torch.full_like(p, 1e-8 * 2**16)
+        if unscaled_first:  # the deliberately wrong variant
+            p.grad.div_(2**16)
+            precision.gradient_scale = 1.0
+        group = optimizer.param_groups[0] | {"lr": 1e-3}
+        precision.update(optimizer, group, p)
+        moved = 0.01 - p.detach().float().mean().item()
+        assert (abs(moved) < 1e-5) if unscaled_first else moved == pytest.approx(1e-3 / 2, rel=0.1)  # g / (g + eps)
+
+
+@pytest.mark.parametrize(("precision", "moves"), [(BFloat16Stochastic, True), (BFloat16Weights, False)])
+def test_updates_below_the_spacing_of_bf16_count_only_with_stochastic_rounding(precision, moves):
+    """20 steps of 1e-5 on weights of 0.01, which are 6e-5 apart: 2e-4 in all."""
+    torch.manual_seed(0)
+    p, optimizer = one_weight(0.01, torch.bfloat16)
+    start = p.detach().float().mean().item()
+    for _ in range(20):
+        p.grad = torch.ones_like(p)
+        precision().update(optimizer, optimizer.param_groups[0], p)
+    moved = start - p.detach().float().mean().item()
+    # the mean of 4096 sums of 20 roundings, each off by at most 6e-5: standard error 20**0.5 * 3e-5 / 64 = 2e-6
+    assert (moved == pytest.approx(2e-4, abs=1e-5)) if moves else moved == 0.0
+
+
+def test_stochastic_rounding_is_right_in_the_mean_and_exact_where_it_can_be():
+    torch.manual_seed(0)
+    low, high = torch.tensor([1.0, -1.0]), torch.tensor([1.0078125, -1.0078125])  # neighbours in bf16
+    for share in (0.0, 0.25, 0.9):
+        wide = (low + share * (high - low))[:, None].expand(2, 20_000).contiguous()
+        for precision in (BFloat16Stochastic(), BFloat16Weights()):
+            p = nn.Parameter(torch.empty_like(wide, dtype=torch.bfloat16))
+            precision.round(wide, p)
+            narrow = p.detach()
+            up = (narrow.float() == high[:, None]).float().mean(1)
+            assert ((narrow.float() == high[:, None]) | (narrow.float() == low[:, None])).all()
+            # four standard errors of 20 000 draws: 4 * (0.25 / 20000) ** 0.5 = 0.014
+            right = bool(((up - share).abs() < 0.014).all())
+            assert right == (isinstance(precision, BFloat16Stochastic) or share == 0.0)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_stochastic_rounding_keeps_what_is_not_finite(on_host):
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # one that carries into its sign
+    wide = torch.tensor([float("inf"), -float("inf"), nan, 0.0])
+    assert wide.view(torch.int32)[2] == 0x7FFFFFFF
+    narrow = torch.empty(4, dtype=torch.bfloat16)
+    stochastically(wide, narrow, on_host=on_host)
+    assert narrow[0] == float("inf") and narrow[1] == -float("inf") and narrow[2].isnan() and narrow[3] == 0
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_stochastic_rounding_keeps_finite_what_is_finite(on_host, monkeypatch):
+    largest, above = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max
+    wide = torch.tensor([above, -above] * 500)
+    narrow = torch.empty(1000, dtype=torch.bfloat16)
+    stochastically(wide, narrow, on_host=on_host)
+    assert torch.equal(narrow.float(), wide.clamp(-largest, largest))
+    monkeypatch.setattr(weights_16bit, "LARGEST", float("inf"))  # wrong: the carry makes nearly all of them inf
+    stochastically(wide, narrow, on_host=on_host)
+    assert narrow.isinf().sum() > 900
+
+
+def at_once(wide):
+    """As it was before it came in pieces."""
+    noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32)
+    rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)
+    return torch.where(wide.isfinite(), rounded, wide).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1000,), (50, 40), (3, 300), (7, 3, 20), (0, 3)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, on_host, monkeypatch):
+    monkeypatch.setattr(weights_16bit, "CHUNK", 128)
+    wide = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    wide = wide.mT.contiguous().mT if transposed and len(shape) > 1 else wide
+    torch.manual_seed(1)
+    right, after = at_once(wide), torch.get_rng_state()
+    torch.manual_seed(1)
+    narrow = torch.empty_like(wide, dtype=torch.bfloat16)
+    stochastically(wide, narrow, on_host=on_host)
+    assert torch.equal(narrow, right) and torch.equal(torch.get_rng_state(), after)
+    before, own = torch.get_rng_state(), torch.Generator().manual_seed(1)
+    stochastically(wide, narrow, own, on_host)
+    assert torch.equal(narrow, right) and torch.equal(torch.get_rng_state(), before)
+    stochastically(wide, narrow, own, on_host)  # wrong: other numbers
+    assert wide.numel() < 100 or not torch.equal(narrow, right)
+
+
+def test_rounding_at_random_takes_scratch_of_a_piece(monkeypatch):
+    """15 bytes per element of it, as plan/test_by_hand.py counts them: noise, their sum, what isfinite is made of."""
+    wide, narrow = torch.randn(256, 128), torch.empty(256, 128, dtype=torch.bfloat16)
+    ledger = Ledger()
+    ledger.own("weights", lambda: [wide, narrow])
+    taken = {}
+    for some in (1024, 256 * 128):
+        monkeypatch.setattr(weights_16bit, "CHUNK", some)
+        with StorageTracker(ledger.storages()) as tracker:
+            stochastically(wide, narrow)
+        taken[some] = max(point.total for point in tracker.timeline()) - wide.nbytes - narrow.nbytes
+    assert all(15 * some == most for some, most in taken.items())
+
+
+def test_the_norm_of_scaled_fp16_gradients_does_not_overflow():
+    gradient = torch.full((1000,), 60000.0, dtype=torch.float16)
+    assert gradient.norm().isinf()
+    assert norm([gradient, gradient]).item() == pytest.approx(60000.0 * 2000**0.5, rel=1e-3)
+    assert norm([gradient]).isfinite() and not norm([gradient * 2]).isfinite()
+
+
+def test_the_loss_scale_ends_in_a_sentence():
+    scale = LossScale(1.0, 10)
+    with pytest.raises(Refused, match="precision=bf16"):
+        for _ in range(100):
+            scale.update(False)
+
+
+def test_tf32_where_there_is_none_says_so_and_runs_in_fp32(caplog):
+    before = torch.get_float32_matmul_precision()
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        fp32_weights.TensorFloat32("cpu")
+    assert "runs in fp32" in caplog.text and torch.get_float32_matmul_precision() == before
+
+
+def test_tf32_is_switched_back_after_the_job(monkeypatch):
+    monkeypatch.setattr(fp32_weights, "has_tf32", lambda device: True)
+    before = torch.get_float32_matmul_precision()
+    precision = fp32_weights.TensorFloat32("cuda")
+    assert torch.get_float32_matmul_precision() == "high" != before
+    precision.teardown()
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.gpu
+def test_on_a_card_tf32_rounds_the_factors_of_products_and_is_switched_back():
+    a, b = (torch.randn(512, 512, device="cuda") for _ in range(2))
+    exact = a.double() @ b.double()
+
+    def off() -> float:
+        return ((a @ b - exact).norm() / exact.norm()).item()
+
+    before = off()
+    precision = fp32_weights.TensorFloat32("cuda")
+    within = off()
+    precision.teardown()
+    assert off() == before < 1e-6
+    assert (1e-4 < within < 1e-3) == fp32_weights.has_tf32("cuda")  # 2**-11 is 0.0005

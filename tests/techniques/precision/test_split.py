@@ -1,0 +1,112 @@
+"""fp32 in two halves: every number comes back, to the bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from lowmem.plan.tracing.shapes import Shapes
+from lowmem.techniques.arithmetic import fp32_halves
+
+AT_ONCE = 1 << 20
+
+
+def floats(start, count):
+    """Those whose bits are `start` and the following integers."""
+    return torch.arange(start, start + count, dtype=torch.int32).view(torch.float32)
+
+
+def special():
+    """Around each bf16 number, all 65,536 of them, NaNs included: it, its neighbours in fp32, the ties and theirs."""
+    uppers = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
+    near = torch.tensor([-2, -1, 0, 1, 2])
+    lowers = torch.cat([near, (1 << 15) + near, -(1 << 15) + near])
+    return (uppers + lowers).flatten().int().view(torch.float32)
+
+
+def half_up(wide):
+    """The upper half's bits by plain arithmetic, as signed integers."""
+    return ((wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(np.int16)
+
+
+def exact(wide):
+    """Whether what is split is rounded half up, and is the same when it is joined."""
+    upper, rest = fp32_halves.halves(wide)
+    again = fp32_halves.joined(upper, rest)
+    return np.array_equal(upper.view(torch.int16).numpy(), half_up(wide)) and torch.equal(
+        again.view(torch.int32), wide.view(torch.int32)
+    )
+
+
+def to_nearest_even(monkeypatch):
+    monkeypatch.setattr(fp32_halves, "rounded", lambda wide, out: out.copy_(wide))
+
+
+def with_the_lower_half_cut(monkeypatch):
+    monkeypatch.setattr(
+        fp32_halves, "rounded", lambda wide, out: out.view(torch.int16).copy_(wide.view(torch.int32) >> 16)
+    )
+
+
+def sample():
+    torch.manual_seed(0)
+    return torch.cat([torch.randint(-(1 << 31), 1 << 31, (1 << 21,), dtype=torch.int32).view(torch.float32), special()])
+
+
+def test_a_sample_and_all_that_is_special_come_back_to_the_bit():
+    assert exact(sample())
+
+
+@pytest.mark.slow
+def test_all_2_to_the_32_come_back_to_the_bit():
+    for start in range(-(1 << 31), 1 << 31, AT_ONCE):
+        assert exact(floats(start, AT_ONCE)), hex(start)
+
+
+@pytest.mark.parametrize("wrong", [to_nearest_even, with_the_lower_half_cut])
+def test_what_is_rounded_otherwise_does_not_come_back(wrong, monkeypatch):
+    wrong(monkeypatch)
+    wide = sample()
+    again = fp32_halves.joined(*fp32_halves.halves(wide))
+    assert not exact(wide) and not torch.equal(again.view(torch.int32), wide.view(torch.int32))
+
+
+def test_it_is_the_nearest_bf16_and_a_tie_goes_away_from_zero():
+    ties = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 - 2**-23, 3.4e38, -0.0, torch.inf])
+    upper, _ = fp32_halves.halves(ties)
+    expected = [1 + 2**-7, -1 - 2**-7, 1 + 2**-6, 1.0, torch.inf, -0.0, torch.inf]
+    assert upper.tolist() == expected and upper[5].signbit()
+    wide = torch.randn(1 << 16)
+    away = (fp32_halves.halves(wide)[0].float() - wide).abs()
+    assert (away <= (wide.bfloat16().float() - wide).abs()).all()
+
+
+def test_it_goes_into_what_is_there_of_any_shape_and_order():
+    wide = torch.randn(3, 5, 7, requires_grad=True)
+    for one in (wide, wide.transpose(0, 2), wide[:, 1:3], wide[0, 0, 0], wide[:0]):
+        upper, rest = fp32_halves.halves(one)
+        fp32_halves.rounded(one, into := torch.empty_like(upper))
+        fp32_halves.split_into(fp32_halves.joined(upper, rest), upper, rest)
+        back = torch.full(one.shape, 9.0)
+        assert fp32_halves.joined(upper, rest, out=back) is back and torch.equal(back, one) and torch.equal(into, upper)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_become_bf16_half_up_and_fp16_to_nearest_even(dtype):
+    ties = torch.tensor([1 + 2**-8, 1 + 2**-11])
+    fp32_halves.narrow(ties, out := torch.empty(2, dtype=dtype))
+    assert out.tolist() == {torch.bfloat16: [1 + 2**-7, 1.0], torch.float16: [1 + 2**-8, 1.0]}[dtype]
+
+
+def test_a_trace_sees_few_operators_however_many_numbers_there_are():
+    with Shapes() as shapes:
+        wide = torch.empty(1 << 20, 1 << 16)  # 256 GiB
+        upper, rest = fp32_halves.halves(wide)
+        assert (upper.dtype, rest.dtype, upper.shape) == (torch.bfloat16, torch.int16, wide.shape)
+        assert fp32_halves.joined(upper, rest).dtype == torch.float32
+        assert shapes.operators < 30
+
+
+def test_what_is_not_fp32_is_no_weight_to_be_split():
+    """Read as bits, a bf16 weight would be half as many numbers."""
+    with pytest.raises(TypeError, match="bfloat16"):
+        fp32_halves.halves(torch.ones(2, 2, dtype=torch.bfloat16))

@@ -1,0 +1,287 @@
+"""16-bit products on a CPU without units for them: rounded once, in every pass, and nothing else changes."""
+
+import csv
+import platform
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import parity
+from conftest import ROOT
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import run_of
+from lowmem.data.loader import MicroBatch
+from lowmem.memory.ledger import PHASES
+from lowmem.plan.tracing.operator_cost import work_of
+from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.techniques.precision import cpu_products as widening
+from lowmem.techniques.precision.cpu_products import has_units, widened
+from lowmem.techniques.precision.fp32_weights import FullPrecision
+from lowmem.training.module import CausalLM
+from networks import shaped
+from tolerances import ROUNDED_ONCE
+
+SHORT = (torch.float16, torch.bfloat16)
+
+
+def dtypes(arguments):
+    return {leaf.dtype for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+
+
+# --- rounded once -----------------------------------------------------------------------------------------------------
+
+
+def draws(dtype, *shapes):
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+# name -> (computed in any dtype, shapes of its operands)
+PRODUCTS = {
+    "mm": (torch.mm, [(64, 256), (256, 64)]),
+    "addmm": (lambda b, x, w: torch.addmm(b, x, w, beta=0.5, alpha=2.0), [(64,), (64, 256), (256, 64)]),
+    "bmm": (torch.bmm, [(3, 64, 256), (3, 256, 64)]),
+    "baddbmm": (torch.baddbmm, [(3, 64, 64), (3, 64, 256), (3, 256, 64)]),
+    "attention": (attention, [(2, 4, 64, 32)] * 3),
+    "linear": (F.linear, [(4, 16, 256), (64, 256), (64,)]),
+    "mm into a tensor": (lambda a, b: torch.mm(a, b, out=torch.empty(64, 64, dtype=a.dtype)), [(64, 256), (256, 64)]),
+}
+
+
+def agreement(found, exact):
+    """Share of elements that are the exact result, rounded once."""
+    return (found == exact.to(found.dtype)).float().mean().item()
+
+
+@pytest.mark.parametrize("no_gradients", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_the_exact_one_rounded_once(without_units, name, dtype, no_gradients):
+    product, shapes = PRODUCTS[name]
+    with no_gradients():
+        operands = draws(dtype, *shapes)
+        with widened(dtype, "cpu"):
+            found = product(*operands)
+        assert found.dtype == dtype
+        assert agreement(found, product(*(x.double() for x in operands))) > ROUNDED_ONCE
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "attention"])
+def test_torchs_own_products_are_within_the_same_tolerance(name, dtype):
+    """But for attention: they round its probabilities too, and two thirds of its elements agree."""
+    product, shapes = PRODUCTS[name]
+    operands = draws(dtype, *shapes)
+    assert agreement(product(*operands), product(*(x.double() for x in operands))) > ROUNDED_ONCE
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+def test_rounding_twice_is_outside_the_tolerance(name, dtype):
+    """The deliberately wrong variant: the product is rounded, and its sum with the bias again."""
+    product, shapes = PRODUCTS[name]
+    bias, x, w = draws(dtype, *shapes)
+    beta, alpha = (0.5, 2.0) if name == "addmm" else (1.0, 1.0)
+    twice = ((x.float() @ w.float()).to(dtype).float() * alpha + bias.float() * beta).to(dtype)
+    assert agreement(twice, product(*(t.double() for t in (bias, x, w)))) < ROUNDED_ONCE - 0.05
+
+
+def gradient(model, batch, dtype):
+    """Of all weights together, (n,), under autocast; dtype None: in fp32."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+        loss = losses.full(model, batch)
+    (loss / batch.labels.numel() * 2.0**10).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) / 2.0**10
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_a_gradient_is_as_near_to_that_of_fp32_as_torchs_own(monkeypatch, model_type, dropout, dtype):
+    model = shaped(model_type, layers=2, dropout=dropout).train()
+    batch = MicroBatch(torch.randint(0, 500, (2, 32)), torch.randint(0, 500, (2, 32)))
+    exact, native = gradient(model, batch, None), gradient(model, batch, dtype)
+    monkeypatch.setattr(widening, "has_units", lambda dtype: False)
+    with widened(dtype, "cpu"):
+        found = gradient(model, batch, dtype)
+    error, theirs = ((g - exact).norm() / exact.norm() for g in (found, native))
+    assert 0 < error < 1.1 * theirs, (error, theirs)  # rounding is random: two chains of it differ by some per cent
+
+
+# --- in every pass of a run -------------------------------------------------------------------------------------------
+
+
+class Above(TorchDispatchMode):
+    """Every product that a run asks for with 16-bit operands: (operator, dtypes of what was multiplied below)."""
+
+    def __init__(self, below):
+        super().__init__()
+        self.below, self.seen = below, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:  # inference mode hands over whole layers
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        self.below.clear()
+        out = func(*args, **kwargs)
+        work = work_of(func, args, kwargs, out)
+        if work is not None and work.flops and dtypes((args, kwargs)) & {*SHORT}:
+            self.seen.append((func.overloadpacket, list(self.below)))
+        return out
+
+
+@pytest.fixture
+def below(monkeypatch):
+    """The dtypes that torch's own kernels were called with by those that stand in their place."""
+    calls, native = [], widening._native
+
+    def recorded(product):
+        def kernel(keys, *args, **kwargs):
+            calls.append(dtypes((args, kwargs)))
+            return native(product)(keys, *args, **kwargs)
+
+        return kernel
+
+    monkeypatch.setattr(widening, "_native", recorded)
+    return calls
+
+
+DROPOUT = [f"model.architecture.{name}_pdrop=0.1" for name in ("resid", "embd", "attn")]
+aten = torch.ops.aten
+RUNS = {
+    "gpt2": (["precision=16"], {aten.addmm, aten.mm, aten._scaled_dot_product_flash_attention_for_cpu_backward}),
+    "gpt2, dropout in attention": (["precision=16", *DROPOUT], {aten.addmm, aten.mm}),
+    "gpt2, eager attention": (["precision=16-true", "model.attention=eager"], {aten.addmm, aten.mm, aten.bmm}),
+    "llama": ([*parity.MODEL, "precision=16-true"], {aten.mm, aten._scaled_dot_product_flash_attention_for_cpu}),
+    "computed again": (["precision=16-master", "gradient_checkpointing=every_layer"], {aten.addmm, aten.mm}),
+    "kept in part": (["precision=bf16", "gradient_checkpointing=selective", "loss=chunked", "loss.rows=7"], {aten.mm}),
+    "bf16 weights": (["precision=bf16-sr"], {aten.addmm, aten.mm}),
+}
+
+
+def multiplied(fit, below, *overrides):
+    with Above(below) as above:
+        fit(*overrides, "sample_tokens=4", "max_steps=2")
+    return above.seen
+
+
+@pytest.mark.rows("gpt2", "llama")
+@pytest.mark.parametrize("name", RUNS)
+def test_no_pass_of_a_run_multiplies_16_bits(fit, without_units, below, name):
+    """Forward, backward, what is computed again, evaluation and the sample."""
+    overrides, expected = RUNS[name]
+    seen = multiplied(fit, below, *overrides)
+    assert expected <= {operator for operator, _ in seen}
+    assert all(found == [{torch.float32}] for _, found in seen)
+
+
+def test_widened_in_forward_only_is_caught(fit, without_units, below, monkeypatch):
+    """The deliberately wrong variant."""
+    backward = CausalLM.manual_backward
+
+    def wrong(self, loss):
+        self.trainer.precision_plugin.teardown()
+        backward(self, loss)
+        self.trainer.precision_plugin.convert_module(self)
+
+    monkeypatch.setattr(CausalLM, "manual_backward", wrong)
+    seen = multiplied(fit, below, "precision=16")
+    slow = {operator for operator, found in seen if found != [{torch.float32}]}
+    assert aten.mm in slow and aten._scaled_dot_product_flash_attention_for_cpu_backward in slow
+    assert aten._scaled_dot_product_flash_attention_for_cpu not in slow
+
+
+@pytest.mark.slow
+def test_compiled_blocks_stay_compiled_and_are_widened_too(fit, without_units, below):
+    from torch._dynamo.utils import counters
+
+    fit("precision=16", folder="eager")
+    eager = len(below)
+    below.clear()
+    counters.clear()
+    fit("precision=16", "gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")
+    assert counters["frames"]["ok"] and counters["aot_autograd"]["ok"]
+    assert len(below) >= eager and all(found == {torch.float32} for found in below)
+
+
+@pytest.mark.parametrize("precision", ["16", "16-true"])
+def test_what_is_held_is_what_a_cpu_with_units_holds(fit, monkeypatch, precision):
+    """The wide copies are nobody's memory, and what is saved for backward has 16 bits."""
+    held = []
+    for units in (True, False):
+        monkeypatch.setattr(widening, "has_units", lambda dtype, units=units: units or dtype == torch.float32)
+        _, folder = fit(f"precision={precision}", "loss=chunked", folder=str(units))
+        rows = list(csv.DictReader((folder / "memory.csv").open()))
+        held.append([(row["step"], row["phase"], row["live_peak_bytes"]) for row in rows])
+    assert held[0] == held[1] and {phase for _, phase, _ in held[0]} == {*PHASES}
+
+
+# --- only where it has to be, only as long as it lasts ----------------------------------------------------------------
+
+
+def replaced(below):
+    """Whether a product does not go to torch's own kernel at once."""
+    below.clear()
+    torch.mm(torch.eye(2), torch.eye(2))
+    return bool(below)
+
+
+def test_it_ends_with_the_run_also_with_one_that_fails(fit, without_units, below, monkeypatch):
+    during = []
+    step = CausalLM.training_step
+
+    def failing(self, window, index):
+        during.append(replaced(below))
+        if len(during) == 3:
+            raise KeyError("a run that fails")
+        return step(self, window, index)
+
+    monkeypatch.setattr(CausalLM, "training_step", failing)
+    with pytest.raises(KeyError):
+        fit("precision=16")
+    assert during == [True] * 3 and not replaced(below)
+    fit("precision=32", folder="next")
+    assert during[3:] == [False] * 4
+
+
+def test_it_is_said_once(command, without_units, tmp_path):
+    said = command("precision=16", "plan=check")[1]
+    assert said.count("This CPU has no fp16 products") == 1
+    assert "no fp16 products" not in command("precision=bf16", f"hydra.run.dir={tmp_path}/second")[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SHORT])
+def test_where_there_are_units_and_on_a_card_torchs_own_kernels_stay(monkeypatch, below, dtype):
+    monkeypatch.setattr(widening, "has_units", lambda dtype: False)
+    with widened(dtype, "cuda"):
+        assert not replaced(below)
+    monkeypatch.setattr(widening, "has_units", lambda dtype: True)
+    with widened(dtype, "cpu"):
+        assert not replaced(below)
+
+
+@pytest.mark.parametrize("precision", sorted(file.stem for file in (ROOT / "conf" / "precision").glob("*.yaml")))
+def test_every_precision_knows_its_device_and_what_it_multiplies(precision):
+    cfg = run_of([f"precision={precision}", "device=meta"])
+    plugin: FullPrecision = instantiate(cfg.trainer.plugins.precision)
+    assert plugin.dtype == {"b": torch.bfloat16, "1": torch.float16}.get(precision[0], torch.float32)
+    assert plugin.dtype == torch.float32 or plugin.device == "meta"
+
+
+def test_torch_is_asked_by_names_that_it_has(monkeypatch):
+    """They are private: where they are gone nothing is widened, and fp16 on a CPU takes 40 times as long again."""
+    if platform.machine() == "x86_64":
+        assert all(isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{n}_supported")(), bool) for n in ("fp16", "bf16"))
+    monkeypatch.setattr(widening, "NAMES", {torch.float16: "no_such_dtype"})
+    assert has_units(torch.float16) and has_units(torch.bfloat16)

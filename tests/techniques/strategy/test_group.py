@@ -1,0 +1,46 @@
+"""Ranks that would not train one model are told so before they do."""
+
+import pytest
+
+from lowmem.system.errors import Refused
+from lowmem.training import build, training
+
+
+class Two:
+    """This rank, and another one that has said something."""
+
+    several = True
+
+    def __init__(self, other=None):
+        self.other, self.said = other, None
+
+    def all_gather(self, said):
+        self.said = said
+        return [self.other or said, said]
+
+
+@pytest.fixture
+def of(config):
+    def said(*typed):
+        ranks = Two()
+        training._compare(build.data(config(*typed)), ranks)
+        return ranks.said
+
+    return said
+
+
+def test_the_same_data_are_the_same(of):
+    assert of() == of()
+
+
+@pytest.mark.parametrize(
+    ("typed", "what"),
+    [
+        ("seed=9", "the training data"),
+        ("val_sequences=1", "the validat"),
+    ],
+)
+def test_other_data_of_another_rank_are_refused(config, of, typed, what):
+    data = build.data(config())
+    with pytest.raises(Refused, match=f"Rank 1 and rank 0 differ in .*{what}.*: they read other data. Give all of"):
+        training._compare(data, Two(of(typed)))

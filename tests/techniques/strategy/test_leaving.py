@@ -1,0 +1,100 @@
+"""A process group is left without standing still: `leaving.py` does it thousands of times where one types that."""
+
+import gc
+import subprocess
+import sys
+from weakref import ref
+
+import leaving
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowmem.techniques.strategy import process_group
+from lowmem.techniques.strategy.ddp import DataParallel
+
+
+def run_rounds(number: int, limit: int, *options: str) -> subprocess.CompletedProcess:
+    """Runs `leaving.py --rounds` in a process of its own."""
+    command = [sys.executable, leaving.__file__, "--rounds", str(number), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit)
+
+
+def rounds(number: int, limit: int) -> str:
+    done = run_rounds(number, limit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_hundred_rounds_end_and_leave_no_threads():
+    first, last = (int(line.split()[-2]) for line in rounds(100, limit=120).splitlines())
+    assert last == first
+
+
+@pytest.mark.slow
+def test_two_thousand_rounds_end():
+    assert "2000 rounds" in rounds(2000, limit=600)
+
+
+@pytest.mark.slow
+def test_two_thousand_rounds_in_the_wrong_order_stand_still():
+    """Shows that the loop above can fail: after 20 to 300 rounds, one that destroys its group first stands still."""
+    done = run_rounds(2000, 600, "--wrong")
+    assert done.returncode == 1 and "Timeout" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_ten_runs_of_two_ranks_end(processes, tmp_path):
+    for number in range(10):
+        assert leaving.two_ranks(processes, tmp_path / str(number)) == [0, 0]
+
+
+@pytest.fixture
+def at_the_end(monkeypatch):
+    """(whether the strategy releases what it has) -> whether the Reducer was there when its group was destroyed."""
+
+    def leave(releases):
+        destroy, seen = dist.destroy_process_group, []
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        ranks = DataParallel()
+        ranks.before_training(leaving.Trained())
+        ranks.forward(torch.ones(2, 8)).backward()
+        reducer = ref(ranks.forward.reducer)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: (seen.append(reducer() is not None), destroy()))
+        if not releases:
+            monkeypatch.setattr(DataParallel, "release", lambda self: None)
+        process_group.leave(ranks)
+        return seen == [True]
+
+    return leave
+
+
+def test_the_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypatch):
+    monkeypatch.setattr(process_group, "_still_referenced", kept := [])
+    assert not at_the_end(releases=True) and not kept
+
+
+def test_one_that_is_not_released_is_found_out(at_the_end):
+    """The deliberately wrong variant: some hundred such ends are enough to stand still for ever."""
+    assert at_the_end(releases=False)
+
+
+def test_where_a_failure_still_refers_to_it_the_group_stays(at_the_end, monkeypatch):
+    """As in a traceback, whose frames hold DDP."""
+    held = []
+    monkeypatch.setattr(leaving.Trained, "forward", lambda self, x: held.append(self.wrapper()) or self.model(x).sum())
+    monkeypatch.setattr(process_group, "_still_referenced", kept := [])
+    ready = DataParallel.before_training
+
+    def remembering(self, module):
+        ready(self, module)
+        module.wrapper = lambda: self.forward
+
+    monkeypatch.setattr(DataParallel, "before_training", remembering)
+    assert at_the_end(releases=True) and len(kept) == 1
+    held.clear()
+    gc.collect()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    process_group.leave()
+    assert not kept, "a notebook whose runs fail again and again would pile up threads"

@@ -1,0 +1,227 @@
+"""Only rank 0 reads or draws a model's numbers: each rank's parts are what dividing the whole would have left it."""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from as_rank import as_rank
+from lowmem.memory.meter import MemoryMeter
+from lowmem.model import loading
+from lowmem.report.end_of_evaluation import EndOfEvaluation
+from lowmem.report.sample import Samples
+from lowmem.system.errors import Refused
+from lowmem.system.stop import Stop
+from lowmem.techniques.strategy.divided_layers import Group
+from lowmem.techniques.strategy.fsdp import FullyShard
+from lowmem.techniques.strategy.rank_0_turns import Turns
+from lowmem.techniques.strategy.tensor_parallel import TensorParallel
+from lowmem.training import build
+
+RANKS = 2
+LLAMA = ("model=llama-3.2-1b", "model.pretrained=false", "model.architecture.hidden_size=32")
+LLAMA += ("model.architecture.intermediate_size=48", "model.architecture.num_hidden_layers=2")
+LLAMA += ("model.architecture.num_attention_heads=4", "model.architecture.num_key_value_heads=2")
+LLAMA += ("model.architecture.head_dim=8", "model.architecture.vocab_size=301", "device=cpu", "plan=off", "seq_len=16")
+GPT2 = ("model.architecture.vocab_size=301",)  # a number that two ranks do not share evenly
+NEW = [f"token{number}" for number in range(60)]  # more than rows are left for
+CASES = {
+    "gpt2": GPT2,
+    "gpt2, bf16": (*GPT2, "precision=bf16-sr", "optim=adamw"),
+    "llama": LLAMA,
+    "llama, untied, 16 bits": (*LLAMA, "model.architecture.tie_word_embeddings=false", "precision=bf16-sr"),
+    "stable embedding": (*GPT2, "model.stable_embedding=true"),
+    "frozen": (*GPT2, "freeze=[transformer.wte.*]"),
+    "adapter": (*GPT2, "adapter=lora"),
+    "adapter with magnitudes": (*LLAMA, "adapter=dora"),
+    "checkpointing, documents": (*LLAMA, "gradient_checkpointing=every_layer", "data.packing=documents"),
+}
+SHORT = ("gpt2, bf16", "llama", "adapter with magnitudes")  # the others differ from one of these in one thing
+
+
+@dataclass
+class Tape:
+    """What rank 0 sends, in order: it runs first, and the others hear it afterwards."""
+
+    said: list = field(default_factory=list)
+    largest: int = 0  # bytes of a tensor
+
+    def of(self, rank, monkeypatch):
+        """(object) -> what rank 0 has said in its place; tensors too, as `dist.broadcast` sends them."""
+        heard = iter(self.said)
+
+        def first(said):
+            if rank:
+                return next(heard)
+            self.said.append(said)
+            return said
+
+        def broadcast(tensor, source):
+            assert source == 0 and tensor.dtype == torch.uint8
+            self.largest = max(self.largest, tensor.nbytes)
+            tensor.copy_(first(tensor.clone()))
+
+        monkeypatch.setattr(dist, "broadcast", broadcast)
+        return first
+
+
+@contextmanager
+def one_of(rank, strategy=FullyShard, **options):
+    """A rank of a group in which nothing is sent."""
+    with as_rank(rank, RANKS, f"seen by {rank}") as mesh:
+        ranks = strategy(devices=RANKS, **options)
+        if strategy is FullyShard:
+            ranks.mesh = mesh
+        else:
+            ranks.group = Group(mesh)
+        ranks.rank_0_first = nullcontext
+        yield ranks
+
+
+def parts_of(ranks, network):
+    """Name -> this rank's part of each parameter, under all of its names, and each buffer."""
+    tensors = [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
+    return {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors}
+
+
+def expected(ranks, whole):
+    """What dividing the whole leaves it: the parts of a parameter are those of equal length, the last is shorter."""
+    named = dict(whole.named_parameters(remove_duplicate=False))
+    parts = {name: [*p.chunk(RANKS), p[:0]][ranks.rank] for name, p in named.items()}
+    return parts | dict(whole.named_buffers(remove_duplicate=False))
+
+
+@pytest.mark.parametrize("case", [one if one in SHORT else pytest.param(one, marks=pytest.mark.slow) for one in CASES])
+def test_each_rank_has_its_parts_of_what_one_process_builds(config, monkeypatch, case):
+    typed = CASES[case]
+    cfg = config(*typed)
+    data = build.data(cfg)
+    torch.manual_seed(cfg.seed)
+    whole = build.module(cfg, data)
+    drawn, tape = torch.get_rng_state(), Tape()
+    for rank in range(RANKS):
+        torch.manual_seed(cfg.seed)
+        with one_of(rank) as ranks:
+            ranks.broadcast = tape.of(rank, monkeypatch)
+            made = build.module(cfg, data, None, ranks)
+            same(parts_of(ranks, made.model), expected(ranks, whole.model))
+            assert torch.equal(torch.get_rng_state(), drawn)  # the next draws are dropout's
+            assert made.identity == whole.identity and made.strict_loading == whole.strict_loading
+            tied = made.model.get_input_embeddings().weight is made.model.get_output_embeddings().weight
+            assert tied == (whole.model.get_input_embeddings().weight is whole.model.get_output_embeddings().weight)
+    assert tape.largest == max(p.nbytes for p in whole.parameters())  # never more than one tensor at a time
+
+
+def published(config, folder):
+    """Weights in 16 bits with a tokenizer, and with an end token that their architecture does not name."""
+    cfg = config(*LLAMA)
+    data = build.data(cfg)
+    network = build.module(cfg, data).model.to(torch.bfloat16)
+    network.generation_config.eos_token_id = 7
+    network.save_pretrained(folder)
+    data.tokens.tokenizer.save_pretrained(folder)
+    return ("model=hf", f"model.name={folder}", "device=cpu", "seq_len=16", f"model.added_tokens=[{','.join(NEW)}]")
+
+
+def test_published_weights_with_more_tokens_are_read_by_one_rank(config, monkeypatch, tmp_path):
+    cfg = config(*published(config, tmp_path / "published"), "plan=off")
+    data, tape = build.data(cfg), Tape()
+    whole = build.module(cfg, data)
+    for rank in range(RANKS):
+        with one_of(rank) as ranks, monkeypatch.context() as patched:
+            if rank:
+                patched.setattr(loading, "_load", lambda *_: pytest.fail("read again"))
+            ranks.broadcast = tape.of(rank, monkeypatch)
+            made = build.module(cfg, data, None, ranks)
+            same(parts_of(ranks, made.model), expected(ranks, whole.model))
+            assert made.model.generation_config.eos_token_id == 7
+            assert made.model.config.vocab_size == whole.model.config.vocab_size > 301
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.slow)])
+def test_each_rank_of_a_group_has_its_parts_of_the_layers(config, monkeypatch, case):
+    """What the engine makes of numbers that every rank has."""
+    even = "model.architecture.vocab_size=302"  # embedding and head are divided, too
+    cfg = config(*CASES[case], *([even] if case == "llama" else []))
+    data, tape = build.data(cfg), Tape()
+    for rank in range(RANKS):
+        with one_of(rank, TensorParallel) as ranks:
+            torch.manual_seed(cfg.seed)
+            whole = build.module(cfg, data)
+            ranks._lay_out(whole)
+            torch.manual_seed(cfg.seed)
+            ranks.broadcast = tape.of(rank, monkeypatch)
+            made = build.module(cfg, data, None, ranks)
+            same(parts_of(ranks, made.model), parts_of(ranks, whole.model))
+            assert any(isinstance(p, DTensor) for p in made.parameters())
+
+
+def test_it_is_seen_which_rank_has_which_part(config, monkeypatch):
+    cfg = config(*GPT2)
+    data = build.data(cfg)
+    whole = build.module(cfg, data)
+    with one_of(0) as ranks:
+        ranks.broadcast = Tape().of(0, monkeypatch)
+        made = build.module(cfg, data, None, ranks)
+        ranks.rank = 1
+        with pytest.raises(AssertionError):
+            same(parts_of(ranks, made.model), expected(ranks, whole.model))
+
+
+def test_a_model_that_is_another_one_without_its_weights_is_refused(config, monkeypatch):
+    cfg = config(*LLAMA)
+    data = build.data(cfg)
+    with one_of(1) as ranks:
+        untied = dict(build.module(cfg, data).model.named_parameters())
+        told = {name: (p.shape, p.dtype) for name, p in untied.items()} | {"lm_head.weight": (301, 32)}
+        ranks.broadcast = lambda said: told if isinstance(said, dict) else said
+        with pytest.raises(Refused, match=r"LlamaForCausalLM has another lm_head.weight .* Type strategy=ddp"):
+            build.module(cfg, data, None, ranks)
+
+
+def same(found, asked):
+    assert found.keys() == asked.keys()
+    for name, one in found.items():
+        assert one.dtype == asked[name].dtype and torch.equal(one, asked[name]), name
+
+
+@pytest.fixture
+def alone(group_of_one):
+    """The only rank of a group."""
+    ranks = FullyShard(devices=1)
+    ranks.turns = Turns(dist.HashStore(), first=True, timeout=60)
+    return ranks
+
+
+def test_what_an_evaluation_gathers_it_puts_away(config, alone):
+    """torch keeps what is outside of the blocks for a backward pass, which there is only in training."""
+    cfg = config(*GPT2)
+    made = build.module(cfg, build.data(cfg), None, alone).model
+    ids, whole = torch.tensor([[1, 2, 3]]), {name for name, _ in made.named_parameters() if ".h." not in name}
+
+    def gathered():
+        return {name for name, p in made.named_parameters() if not isinstance(p, DTensor)}
+
+    with torch.no_grad():
+        made(ids)
+    assert gathered() == set()
+    loss = made(ids).logits.sum()
+    assert gathered() == whole
+    loss.backward()
+    assert gathered() == set()
+
+
+def test_ranks_that_hold_parts_write_a_sample_together(config, alone, monkeypatch, tmp_path):
+    """Who is at an end takes part in the others' passes, or they would wait for it."""
+    cfg = config(*GPT2)
+    data = build.data(cfg)
+    made, how = build.module(cfg, data, None, alone).eval(), []
+    right = made.model.generate
+    monkeypatch.setattr(made.model, "generate", lambda *args, **kwargs: (how.append(kwargs), right(*args, **kwargs))[1])
+    ids = torch.tensor([[1, 2]])
+    at_end = EndOfEvaluation(data.tokens.tokenizer, 0, Stop(), MemoryMeter(tmp_path / "memory.csv"))
+    Samples([ids], 3, 16, tmp_path / "samples.jsonl", at_end)._row(made, ids, 1)
+    assert [one["synced_gpus"] for one in how] == [True, True]

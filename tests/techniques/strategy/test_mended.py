@@ -1,0 +1,186 @@
+"""What several processes must do alike, seen in one: each would do it alone, or wait for the others."""
+
+import math
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import strategy as strategies
+
+from as_rank import as_rank
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.cross_entropy import Function
+from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.strategy.ddp import DataParallel
+from lowmem.techniques.strategy.fsdp import FullyShard
+from lowmem.techniques.strategy.several import AmongSeveral, Divided, Several
+from lowmem.techniques.strategy.tensor_parallel import TensorParallel
+from lowmem.training import training
+from lowmem.training.module import CausalLM
+
+
+def spare(module):
+    module.model.spare = torch.nn.Parameter(torch.ones(1))
+
+
+def frozen(module):
+    module.model.spare = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+
+
+@pytest.mark.parametrize("weight", [spare, frozen])
+def test_a_weight_that_no_forward_pass_uses_is_refused_under_ddp(fit, monkeypatch, weight):
+    ready = DataParallel.before_training
+
+    def with_one_more(self, module):
+        weight(module)
+        ready(self, module)
+
+    monkeypatch.setattr(DataParallel, "before_training", with_one_more)
+    if weight is frozen:
+        assert fit("strategy=ddp", "max_steps=2")[0]["steps"] == 2
+        return
+    with pytest.raises(Refused, match=r"no forward pass uses spare, .* Type freeze=\[spare\]"):
+        fit("strategy=ddp", "max_steps=2")
+
+
+def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_step(fit, monkeypatch):
+    """Its gradient, and those that are sent with it, would stay each rank's own."""
+    ready, steps = DataParallel.before_training, []
+
+    def with_one_more(self, module):
+        spare(module)
+        loss = module.loss
+        module.loss = Function(
+            lambda model, batch: loss(model, batch) + (0.0 if module.last_micro_batch else model.spare.sum())
+        )
+        ready(self, module)
+
+    monkeypatch.setattr(DataParallel, "before_training", with_one_more)
+    monkeypatch.setattr(DataParallel, "clear_gradients", lambda self: steps.append(self))
+    with pytest.raises(Refused, match="the last micro-batch of this window has not used every weight"):
+        fit("strategy=ddp", "max_steps=2", "accumulation=fixed", "accumulation.batches=2")
+    assert steps == []
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_is_stepped_under_ddp_moves_with_the_weights(fit, monkeypatch, follows):
+    """As to a card, by a `data` of its own for each: the optimizer's state must be made there, also where restoring a
+    checkpoint has asked for what is stepped before. Wrong: it stays where the weights were."""
+    move, step, seen = SingleDeviceStrategy.model_to_device, CausalLM.training_step, []
+
+    def moving(self):
+        for p in self.model.parameters():
+            p.data = p.data.clone()
+        move(self)
+
+    def looking(self, window, index):
+        seen.append(all(self.ranks.local(p).data_ptr() == p.data_ptr() for p in self.model.parameters()))
+        return step(self, window, index)
+
+    monkeypatch.setattr(SingleDeviceStrategy, "model_to_device", moving)
+    monkeypatch.setattr(CausalLM, "training_step", looking)
+    if not follows:
+        monkeypatch.setattr(Several, "moved", lambda self: None)
+    fit("strategy=ddp", "max_steps=1", "precision=bf16-sr", "optim=adamw", "export=null", "sample_tokens=0")
+    assert seen == [follows]
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_a_checkpoint_is_evaluated_where_the_group_is_not_gloos_alone(fit, monkeypatch, mode):
+    """As on cards, where Lightning would do it in inference mode, in which fully_shard's tensors have no version."""
+    _, run = fit("strategy=fsdp", "max_steps=1", "export=null")
+    join, trainer = dist.init_process_group, training.Trainer
+    monkeypatch.setattr(dist, "init_process_group", lambda _, **how: join("cpu:gloo,cuda:gloo", **how))
+    if mode == "inference_mode":
+        monkeypatch.setattr(training, "Trainer", lambda **how: trainer(**(how | {"inference_mode": True})))
+    with pytest.raises(RuntimeError, match="Inference tensors") if mode == "inference_mode" else nullcontext():
+        assert math.isfinite(fit("strategy=fsdp", f"evaluate={run}")[0]["val_loss"])
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_state_of_all_ranks_is_not_brought_to_one_host(fit, monkeypatch, stays):
+    """Lightning does that when a run ends, however it ends."""
+    brought = []
+    monkeypatch.setattr(strategies, "_optimizers_to_device", lambda optimizers, _: brought.append(len(optimizers)))
+    if not stays:
+        monkeypatch.delattr(AmongSeveral, "teardown")
+    fit("strategy=fsdp", "max_steps=1", "export=null")
+    assert brought[-1] == (0 if stays else 1)
+
+
+@pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
+def test_ranks_that_compute_on_the_processor_have_their_own_limit_where_there_is_a_card(
+    strategy, monkeypatch, group_of_one
+):
+    """Where torch makes them a group of its own, with a limit of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    *_, group = strategy(timeout=7).mesh.get_all_groups()
+    assert group is not group_of_one
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+
+
+def test_a_rank_without_loggers_bears_callbacks_that_want_one(fit, monkeypatch):
+    """LearningRateMonitor raises on every rank where the trainer has no logger."""
+    loggers = training._loggers
+    monkeypatch.setattr(training, "_loggers", lambda cfg, asked, _: loggers(cfg, asked, SimpleNamespace(rank=1)))
+    summary, run = fit(
+        "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor",
+        *("+logger.rows._target_=lightning.pytorch.loggers.CSVLogger", "+logger.rows.save_dir=${output_dir}"),
+        *("sample_tokens=2", "val_every=2", "max_steps=2", "+trainer.log_every_n_steps=1"),
+    )
+    assert summary["steps"] == 2 and not [*run.rglob("version_0")]
+
+
+def test_ranks_decide_by_the_validation_loss_of_the_first(fit, monkeypatch):
+    def broadcast(self, said):
+        return [0.25] if isinstance(said, list) and said and isinstance(said[0], float) else said
+
+    monkeypatch.setattr(OneDevice, "broadcast", broadcast)
+    assert fit("max_steps=1", "sample_tokens=0")[0]["val_loss"] == 0.25
+
+
+@pytest.mark.parametrize(("data_size", "asked"), [(1, True), (2, False)])
+def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked):
+    """Where each reads rows of its own, the loss is their sum already, and nobody is asked."""
+    met = []
+    precision = SimpleNamespace(
+        unscale=lambda _: True, norm=lambda _: torch.ones(()), scales_loss=False, forget=lambda: None
+    )
+    module = SimpleNamespace(
+        ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another one met a fault
+        trainer=SimpleNamespace(precision_plugin=precision),
+        faults=SimpleNamespace(none=lambda: None, meet=lambda *_: met.append("fault")),
+        parts=None,
+    )
+    assert CausalLM._may_step(module, None, torch.ones(()), None) == (not asked)
+    assert met == ["fault"] * asked
+
+
+def test_no_rank_draws_in_a_window_what_another_draws_in_another():
+    def drawn(rank, window):
+        torch.manual_seed(0)
+        ranks = Several.__new__(Several)  # in no group
+        ranks.data_rank = rank
+        ranks.before_training(SimpleNamespace(position=SimpleNamespace(window=window)))
+        return float(torch.rand(()))
+
+    assert len({drawn(rank, window) for rank in range(4) for window in range(4)}) == 16
+    assert drawn(1, 2) == drawn(1, 2)
+
+
+def test_a_part_that_is_no_dtensor_stays_where_its_engine_has_it():
+    """DeepSpeed's are runs of a flat buffer."""
+
+    class Engine(Divided):
+        def new_local(self, p):
+            return torch.nn.Parameter(flat[:2])
+
+    flat, p = torch.arange(4.0), torch.nn.Parameter(torch.ones(4))
+    with as_rank(0, 2):
+        (ranks := Engine(devices=2)).local(p)
+        ranks.before_training(SimpleNamespace(position=SimpleNamespace(window=0)))
+        assert ranks.local(p).data_ptr() == flat.data_ptr()

@@ -1,0 +1,76 @@
+"""fsdp_offload on a device that is not the CPU.
+
+torch refuses on a card what no run on a CPU can show: that somebody moves the parts, which are on the host, to the
+device that computes. The meta device is one, too, and what arrives there is seen.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from test_loading import LLAMA
+from torch import nn
+
+from as_rank import as_rank
+from lowmem.techniques.strategy.fsdp import FullyShard
+from lowmem.techniques.strategy.several import AmongSeveral, Several
+from lowmem.training.module import CausalLM
+
+DEVICE = torch.device("meta")
+
+
+@pytest.fixture
+def seen(fit, monkeypatch):
+    """() -> where everything was in a run of one step that computes on `DEVICE`, with its gradients made up."""
+    found = {}
+
+    def step(module, window, _):
+        found["parameters"] = {p.device.type for p in module.parameters()}
+        found["buffers"] = {buffer.device.type for buffer in module.buffers()}
+        found["batch"] = {t.device.type for one in window.micro_batches for t in one.tensors.values()}
+        found["sums"] = module.device.type
+        for p in module.parts.parameters():
+            p.grad = torch.zeros_like(p)
+        module.optimizers().step()
+        module.lr_schedulers().step()
+        states = module.optimizers().optimizer.state.values()
+        found["state"] = {value.device.type for state in states for value in state.values() if value.dim()}
+        return {"loss": torch.zeros(()), "auxiliary_loss": None, "tokens": 1, "stepped": True}
+
+    def run():
+        monkeypatch.setattr(Several, "place", DEVICE)
+        monkeypatch.setattr(CPUAccelerator, "setup_device", lambda *_: None)  # which asks for a CPU
+        monkeypatch.setattr(CausalLM, "training_step", step)
+        how = ("strategy=fsdp_offload", "max_steps=1", "clip=null", "+trainer.limit_val_batches=0", "optim=adamw")
+        summary, _ = fit(*LLAMA, *how, "export=null")
+        found["told"] = summary["ranks"][0]["weights"] / summary["weights_bytes"]
+        return found
+
+    return run
+
+
+RIGHT = {"parameters": {"cpu"}, "state": {"cpu"}, "buffers": {"meta"}, "batch": {"meta"}, "sums": "meta", "told": 1.0}
+
+
+def test_the_parts_stay_on_the_host_and_everything_else_is_where_it_computes(seen):
+    assert seen() == RIGHT
+
+
+def test_lightning_would_move_the_parts(seen, monkeypatch):
+    monkeypatch.setattr(AmongSeveral, "model_to_device", SingleDeviceStrategy.model_to_device)
+    with pytest.raises(RuntimeError, match="float32 and meta"):  # what the optimizer says to parts that are there
+        seen()
+
+
+def test_the_norm_of_gradients_on_the_host_is_added_where_the_ranks_compute(monkeypatch):
+    """Over the link of the cards: one number is moved, and no gradient."""
+    monkeypatch.setattr(Several, "place", DEVICE)
+    added = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: added.append(tensor))
+    with as_rank(0, 2):
+        ranks, p = FullyShard(devices=2, offload=True), nn.Parameter(torch.ones(4))
+        p.grad = torch.full((4,), 3.0)
+        norm = ranks.norm([ranks.local(p)])
+    assert [one.device for one in (norm, *added)] == [DEVICE, DEVICE] and added[0].dim() == 0
+    assert p.grad.device.type == "cpu"

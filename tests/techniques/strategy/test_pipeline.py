@@ -1,0 +1,171 @@
+"""Processes that hold some blocks each train what one process trains."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from benchmarks import architectures
+from pipelined import UNTIED, together, trained
+
+from lowmem.system.errors import Refused
+from lowmem.techniques.strategy.pipeline import Pipeline
+from lowmem.techniques.strategy.stages import divided
+
+SAME = 1e-9
+GPIPE, OVERFLOWS = "strategy.schedule=gpipe", "trainer.plugins.precision.init_scale=1e8"
+CASES = {
+    "1f1b": ([], "float64", None),
+    "gpipe": ([GPIPE], "float64", None),
+    "untied, chunked, segments over the cut": (
+        [UNTIED, "loss=chunked", "loss.rows=7", "gradient_checkpointing=every_k", "gradient_checkpointing.k=3"],
+        "float64",
+        None,
+    ),
+    "scaled": ([], "float64", "gradients are means over micro-batches"),
+    "apart": ([GPIPE], "float64", "tied gradients are not added"),
+    "16": (["precision=16", OVERFLOWS], None, None),
+    "bf16-sr": (["precision=bf16-sr"], None, None),
+    "bf16-sr apart": (["precision=bf16-sr"], None, "each holder rounds for itself"),
+}
+EXACT = ("1f1b", "gpipe", "untied, chunked, segments over the cut")
+TIED = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def pair(processes, tmp_path_factory):
+    return together(processes, tmp_path_factory.mktemp("pair"), CASES)
+
+
+def alone(case):
+    lines, dtype, _ = case
+    return trained([line for line in lines if not line.startswith("strategy.")], dtype)
+
+
+def largest_error(ranks, one):
+    """Of gradients by window and of weights at the end, relative to the largest of each tensor."""
+    assert {name for rank in ranks for name in rank["weights"]} == one["weights"].keys()
+    pairs = [(p, one["weights"][name]) for rank in ranks for name, p in rank["weights"].items()]
+    for rank in ranks:
+        for ours, theirs in zip(rank["gradients"], one["gradients"], strict=True):
+            pairs += [(gradient, theirs[name]) for name, gradient in ours.items()]
+    return max(((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_and_weights_are_those_of_one_process(pair, name):
+    """Three AdamW steps with a clipped norm, the second of a window of one row alone."""
+    one = alone(CASES[name])
+    assert largest_error(pair[name], one) < SAME
+    for rank in pair[name]:
+        assert rank["losses"] == pytest.approx(one["losses"], rel=1e-6)
+        assert rank["norms"] == pytest.approx(one["norms"], rel=SAME)
+
+
+@pytest.mark.parametrize("name", ["scaled", "apart"])
+def test_wrong_gradients_are_far_off(pair, name):
+    assert largest_error(pair[name], alone(CASES[name])) > 1e-3
+
+
+def test_a_tied_weight_is_the_same_on_both_stages(pair):
+    for name in ("1f1b", "bf16-sr"):
+        first, last = (rank["weights"][TIED] for rank in pair[name])
+        assert torch.equal(first, last)
+    first, last = (rank["weights"][TIED] for rank in pair["bf16-sr apart"])
+    assert not torch.equal(first, last)
+
+
+def test_a_step_that_overflows_is_skipped_on_all_stages(pair):
+    first, last = pair["16"]
+    assert first["stepped"] == last["stepped"] == alone(CASES["16"])["stepped"]
+    assert False in first["stepped"] and first["stepped"][-1]
+
+
+def test_each_stage_holds_weights_and_state_of_its_own_blocks(pair):
+    one = alone(CASES["1f1b"])
+    for key, times in (("weight_bytes", 1), ("state_bytes", 2)):  # AdamW has two moments
+        parts = [rank[key] for rank in pair["1f1b"]]
+        assert sum(parts) == one[key] + times * one["weights"][TIED].nbytes
+        assert max(parts) / min(parts) < 1.03
+
+
+def test_what_stages_write_is_what_one_model_writes(pair):
+    """With caches of keys and values, of which each stage has its own blocks'."""
+    for name in EXACT[1:]:
+        written = alone(CASES[name])["written"]
+        assert written.shape == (1, 11) and all(torch.equal(rank["written"], written) for rank in pair[name])
+
+
+def bubble(orders):
+    """The share of its time that a stage waits for others, where backward takes twice as long as forward. Args:
+    orders: by stage, what it does one after the other."""
+    ends, free = {}, [0] * len(orders)
+    todo = [list(order) for order in orders]
+    while any(todo):
+        for stage, order in enumerate(todo):
+            before = stage - 1 if order and order[0][0] == "forward" else stage + 1
+            if not order or (0 <= before < len(orders) and (before, *order[0]) not in ends):
+                continue
+            what, number = order.pop(0)
+            starts = max(free[stage], ends.get((before, what, number), 0))
+            free[stage] = ends[stage, what, number] = starts + (1 if what == "forward" else 2)
+    work = sum(1 if what == "forward" else 2 for order in orders for what, _ in order)
+    return 1 - work / (max(free) * len(orders))
+
+
+def in_flight(order):
+    """Micro-batches whose activations are held at once, at most."""
+    held = [1 if what == "forward" else -1 for what, _ in order]
+    return max(sum(held[: end + 1]) for end in range(len(held)))
+
+
+def test_stages_wait_while_the_pipeline_fills_and_drains(pair):
+    for name in ("1f1b", "gpipe"):
+        orders = [rank["order"] for rank in pair[name]]
+        assert bubble(orders) == pytest.approx((2 - 1) / (4 + 2 - 1))
+    assert [in_flight(rank["order"]) for rank in pair["1f1b"]] == [2, 1]
+    assert [in_flight(rank["order"]) for rank in pair["gpipe"]] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "lines", "says"),
+    [
+        ("gemma4", {}, [], "another function when its blocks are on several stages"),
+        ("qwen3_moe", {"output_router_logits": True}, [], "auxiliary loss"),
+        ("llama", {}, ["freeze=[model.embed_tokens*,model.layers.0*,model.layers.1*]"], "nothing to train on stage 0"),
+        ("llama", {}, ["freeze=[model.embed_tokens*]"], None),
+    ],
+)
+def test_what_stages_cannot_train_is_refused_while_the_model_is_whole(name, changes, lines, says):
+    architectures._prepare()
+    module, _ = architectures.made(architectures.configured(architectures.shrunk(name) | changes, *lines))
+    ranks = object.__new__(Pipeline)
+    ranks.size = 2
+    with pytest.raises(Refused, match=says) if says else nullcontext():
+        ranks._check(module, divided(module.model, 2))
+
+
+SLOW = {
+    "16-true": (["precision=16-true", UNTIED, "trainer.plugins.precision.init_scale=4096"], None, None),
+    "bf16-true": (["precision=bf16-true", UNTIED], None, None),
+    "lora": (["adapter=lora"], None, None),
+    "qlora": (["adapter=qlora"], None, None),
+    "dora": (["adapter=dora"], None, None),
+    "frozen": (["freeze=[model.embed_tokens*,model.layers.0.mlp*,model.layers.3.mlp*]"], "float64", None),
+    "clip_value": (["clip_value=0.001"], "float64", None),
+    "tiles": (["tile.tokens=5", UNTIED], None, None),
+    "tiled": (["loss=tiled", "loss.columns=64"], None, None),
+    "adafactor": (["optim=adafactor", UNTIED], None, None),
+    "adam8bit": (["optim=adam8bit", UNTIED, "clip=null"], None, None),  # a norm in another order turns codes
+    "selective": (["gradient_checkpointing=selective"], "float64", None),
+    "offload": (["gradient_checkpointing=offload"], "float64", None),
+    "sqrt": (["gradient_checkpointing=sqrt"], "float64", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_everything_else_of_the_catalogue_is_that_of_one_process(processes, tmp_path, size):
+    """fp32: to what the order of additions changes; fp16 and bf16 untied: the same bits."""
+    seen = together(processes, tmp_path, SLOW, size)
+    off = {name: largest_error(ranks, alone(SLOW[name])) for name, ranks in seen.items()}
+    assert not {name: error for name, error in off.items() if error > (SAME if SLOW[name][1] else 1e-4)}

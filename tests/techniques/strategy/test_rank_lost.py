@@ -1,0 +1,111 @@
+"""What torch.distributed raises, as a sentence: which collective, whether the other is gone or silent, what to type."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lowmem.system.errors import RankLost
+from lowmem.techniques.strategy import lost_ranks
+from made_up import WATCHDOG
+
+# As torch 2.13 says it, over gloo, when rank 1 of two was killed, slept, never came, or its port was taken.
+CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10121."
+RESET = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:8835: Connection reset by peer"
+)
+SILENT = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation"
+)
+NOBODY = "Timed out after 5 seconds waiting for clients. 1/2 clients joined."
+TAKEN = "The server socket has failed to listen on any local network address. port: 23998, code: -98, name: EADDRINUSE"
+
+
+def raised(path: str, names: tuple[str, ...], error: Exception) -> Exception:
+    """The error with a traceback through functions of these names of a file at that path."""
+    code = "".join(f"def {name}(*rest): rest[0](*rest[1:])\n" for name in dict.fromkeys(names))
+    space: dict = {}
+    exec(compile(code, path, "exec"), space)
+
+    def fail(*_):
+        raise error
+
+    try:
+        functions = [space[name] for name in names]
+        functions[0](*functions[1:], fail)
+    except type(error) as caught:
+        return caught
+
+
+TORCH = "/site/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "sentence"),
+    [
+        (("wrapper", "all_reduce"), CLOSED, "all_reduce: another rank is gone."),
+        (("broadcast_object_list", "wrapper", "broadcast"), RESET, "broadcast: another rank is gone."),
+        (("all_gather_single", "_wait"), SILENT, "all_gather_single: another rank did not answer within 60 seconds"),
+        (("barrier",), "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 100 ms", "barrier: another rank did not"),
+    ],
+)
+def test_the_innermost_public_function_is_named(names, said, sentence):
+    lost = lost_ranks.rank_lost(raised(TORCH, names, RuntimeError(said)), 60)
+    assert isinstance(lost, RankLost) and str(lost).startswith(sentence)
+    assert ("strategy.timeout=<seconds>" in str(lost)) == ("is gone" not in str(lost))
+
+
+def test_who_asked_for_it_is_named_and_backward_where_no_function_is():
+    error = raised("/site/torch/autograd/graph.py", ("_engine_run_backward",), RuntimeError(CLOSED))
+    assert str(lost_ranks.rank_lost(error, 60)) == "backward's all_reduce of gradients: another rank is gone."
+    error = raised(f"{lost_ranks.OURS}/strategy/several.py", ("all_sum",), RuntimeError(CLOSED))
+    assert str(lost_ranks.rank_lost(error, 60)).startswith(
+        "A collective in all_sum (several.py:1): another rank is gone."
+    )
+
+
+def test_torch_in_the_environment_of_a_clone_called_lowmem_is_not_taken_for_the_package():
+    torch = "/home/lowmem/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    error = raised(torch, ("all_reduce", "_wait"), RuntimeError(CLOSED))
+    assert str(lost_ranks.rank_lost(error, 60)) == "all_reduce: another rank is gone."
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"), [(NOBODY, "Not all ranks have come together within 60"), (TAKEN, "port")]
+)
+def test_ranks_that_do_not_meet(said, sentence):
+    error = raised(
+        "/site/torch/distributed/rendezvous.py", ("init_process_group", "rendezvous"), dist.DistStoreError(said)
+    )
+    assert sentence in str(lost_ranks.rank_lost(error, 60))
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError(CLOSED), RuntimeError("CUDA out of memory"), TimeoutError("Timed out"), OSError("Broken pipe")]
+)
+def test_what_is_not_of_other_ranks_is_left_as_it_is(error):
+    assert lost_ranks.rank_lost(raised("/site/mine.py", ("step",), error), 60) is None
+
+
+def test_what_was_made_of_an_error_on_its_way_is_known_by_what_it_was_first():
+    try:
+        try:
+            raise raised(TORCH, ("all_reduce",), RuntimeError(SILENT))
+        finally:
+            raise ValueError("while it was cleaned up")
+    except ValueError as error:
+        assert str(lost_ranks.rank_lost(error, 60)).startswith("all_reduce: another rank did not answer")
+
+
+def test_what_a_watchdog_leaves_names_the_collective():
+    said = lost_ranks.watchdog_message(f"step 3\n{WATCHDOG}\nmore")
+    assert said.startswith("allreduce: another rank did not answer in time")
+    assert lost_ranks.watchdog_message("step 3\nSegmentation fault") is None
+
+
+def test_real_errors_of_a_store_nobody_comes_to(monkeypatch):
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(RuntimeError) as error:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    assert "have come together within 1 seconds" in str(lost_ranks.rank_lost(error.value, 1))

@@ -1,0 +1,168 @@
+"""A model cut into stages: what each holds, and that in a row they are the model."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from benchmarks.architectures import configured, made, shrunk
+
+from lowmem.data.loader import MicroBatch
+from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing import policies
+from lowmem.techniques.strategy.stages import Stage, balanced, divided, same
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gptj", "opt")
+POPULAR = (
+    *("gpt_neox", "bloom", "falcon", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere", "granite"),
+    *("starcoder2", "qwen3_moe", "gpt_oss", "mixtral", "modernbert-decoder", "rembert", "recurrent_gemma", "mamba2"),
+)
+pytestmark = pytest.mark.usefixtures("as_for_families")
+
+
+def a_model(name, **changes):
+    module, ids = made(configured(shrunk(name) | changes))
+    return module.model.eval(), MicroBatch(ids[:, :-1], ids[:, 1:], torch.arange(ids.shape[1] - 1).expand(2, -1) % 7)
+
+
+def stages_of(model, count):
+    """Each in a model of its own, and emptied."""
+    copies = [copy.deepcopy(model) for _ in range(count)]
+    stages = [Stage(one, divided(one, count), number) for number, one in enumerate(copies)]
+    for stage in stages:
+        stage.empty()
+    return stages
+
+
+def in_a_row(stages, micro_batch):
+    """Logits (B, T, V)."""
+    hidden = None
+    for stage in stages[:-1]:
+        with stage.entered(hidden, micro_batch.input_ids):
+            hidden = stage.hidden(**micro_batch.inputs, use_cache=False)
+    with stages[-1].entered(hidden, micro_batch.input_ids):
+        return stages[-1].model(**micro_batch.inputs, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in POPULAR)])
+def test_in_a_row_stages_are_the_model_to_the_bit(name):
+    model, micro_batch = a_model(name)
+    whole = model(**micro_batch.inputs, use_cache=False).logits
+    for count in (2, 3) if name in FAMILIES else (2,):
+        assert same(model, divided(model, count), micro_batch)
+        assert torch.equal(in_a_row(stages_of(model, count), micro_batch), whole)
+
+
+@torch.no_grad()
+def test_what_does_not_enter_from_the_stage_before_shows():
+    model, micro_batch = a_model("llama")
+    first, last = stages_of(model, 2)
+    with last.entered(torch.zeros(micro_batch.input_ids.numel(), last.width), micro_batch.input_ids):
+        lost = last.model(**micro_batch.inputs, use_cache=False).logits
+    assert not torch.allclose(lost, in_a_row([first, last], micro_batch))
+
+
+@torch.no_grad()
+def test_blocks_that_read_something_else_than_hidden_states_are_another_model_in_a_row():
+    model, micro_batch = a_model("gemma4")  # its blocks read embeddings of their own: `Pipeline.shard` refuses it
+    whole = model(**micro_batch.inputs, use_cache=False).logits
+    assert not same(model, divided(model, 2), micro_batch)
+    assert torch.equal(model(**micro_batch.inputs, use_cache=False).logits, whole)  # and it is whole again
+    assert not torch.allclose(in_a_row(stages_of(model, 2), micro_batch), whole)
+
+
+def test_each_weight_is_on_one_stage_and_a_tied_one_on_two():
+    model, _ = a_model("gpt2")
+    division = divided(model, 2)
+    names = {p: name for name, p in model.named_parameters()}
+    shared = [names[p] for p, stages in division.holders.items() if len(stages) != 1]
+    assert shared == ["transformer.wte.weight"] and model.lm_head.weight is model.transformer.wte.weight
+    bytes_of = sum(p.nbytes for p in model.parameters()) + model.lm_head.weight.nbytes
+    assert sum(map(division.bytes, range(2))) == bytes_of
+
+
+def test_a_stage_has_memory_for_its_own_weights_alone_and_the_names_of_all():
+    model, _ = a_model("gpt2")
+    names = [name for name, _ in model.named_parameters()]
+    for number, stage in enumerate(stages_of(model, 2)):
+        named = dict(stage.model.named_parameters())
+        assert list(named) == names
+        held = sum(p.nbytes for p in named.values() if not p.is_meta)
+        assert held == divided(model, 2).bytes(number) < sum(p.nbytes for p in model.parameters())
+        assert {name for name, p in named.items() if p.is_meta} == {
+            name for name, p in named.items() if number not in stage.holders[p]
+        }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "before", "after", "stages", "cuts"),
+    [
+        ([1, 1, 1, 1], 0, 0, 2, [0, 2, 4]),
+        ([1, 1, 1, 1], 2, 0, 2, [0, 1, 4]),
+        ([1, 1, 1, 1, 1, 1, 1], 1, 1, 3, [0, 2, 5, 7]),
+        ([5, 1, 1, 1], 0, 3, 2, [0, 1, 4]),
+        ([1, 1], 100, 0, 2, [0, 1, 2]),
+    ],
+)
+def test_the_largest_stage_is_as_small_as_can_be(sizes, before, after, stages, cuts):
+    assert balanced(sizes, before, after, stages) == cuts
+
+
+def test_more_stages_than_blocks_are_refused():
+    with pytest.raises(Refused, match="devices=4 or fewer"):
+        divided(a_model("llama")[0], 5)
+
+
+def test_a_model_that_is_more_than_its_blocks_is_refused():
+    with pytest.raises(Refused, match="is its own body"):
+        divided(a_model("llama4_text")[0], 2)
+
+    model, _ = a_model("llama")
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(Refused, match="one after the other"):
+        divided(model, 2)
+
+
+SEGMENTS = {"every_layer": {}, "every_k": {"k": 3}, "sqrt": {}, "selective": {}, "offload": {}}
+
+
+def checkpointed(technique):
+    model, micro_batch = a_model("llama")
+    getattr(policies, technique)(model.train(), **SEGMENTS[technique])
+    return stages_of(model, 2)[1], micro_batch
+
+
+def gradients(last, micro_batch):
+    """Two micro-batches forward, then the two back."""
+    generator = torch.Generator().manual_seed(0)
+    shape = micro_batch.input_ids.numel(), last.width
+    arrived = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(2)]
+    losses = []
+    for one in arrived:
+        with last.entered(one, micro_batch.input_ids):
+            losses.append(last.model(**micro_batch.inputs, use_cache=False).logits.square().sum())
+    for loss in losses:
+        loss.backward()
+    return [one.grad for one in arrived] + [p.grad for p in last.model.parameters() if not p.is_meta]
+
+
+@pytest.mark.parametrize("technique", SEGMENTS)
+def test_blocks_are_computed_again_from_what_had_entered(technique):
+    """Segments reach over a cut, and another micro-batch has passed before the first goes back."""
+    model, micro_batch = a_model("llama")
+    kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
+    assert all(map(torch.equal, gradients(*checkpointed(technique)), kept))
+
+
+def test_from_what_entered_last_other_gradients_would_come(monkeypatch):
+    model, micro_batch = a_model("llama")
+    kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
+
+    @contextmanager
+    def entered(self, arrived, ids):
+        self._entering = arrived.view(*ids.shape, -1)
+        yield
+
+    monkeypatch.setattr(Stage, "entered", entered)
+    assert not all(map(torch.equal, gradients(*checkpointed("every_k")), kept))

@@ -1,0 +1,205 @@
+"""A group computes what one process computes: forward, every gradient, and the weights after some steps."""
+
+import re
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tensor_ranks
+from as_rank import as_rank
+from lowmem.system.errors import Refused
+from lowmem.techniques.adapter.lora import DoRA
+from lowmem.techniques.adapter.qlora import QLoRA
+from lowmem.techniques.strategy.fsdp_tensor_parallel import FullyShardTensorParallel
+from lowmem.techniques.strategy.tensor_parallel import TensorParallel, divide
+
+EXACT, SINGLE = 1e-9, 1e-6
+FP32 = {"dtype": torch.float32, "optimizer": "SGD"}
+CASES = {
+    "llama": {},
+    "qwen3": {"kind": "qwen3"},
+    "gpt2": {"kind": "gpt2"},
+    "phi3": {"kind": "phi3"},
+    "llama fp32": FP32,
+    "gpt2 fp32": {"kind": "gpt2", **FP32},
+    "lora": {"adapter": True, "checkpointing": "every_layer"},
+    "lora gpt2": {"kind": "gpt2", "adapter": True, "checkpointing": "selective"},
+    "chunked": {"kind": "qwen3", "loss": "chunked", "checkpointing": "sqrt"},
+    "tiled": {"kind": "qwen3", "loss": "tiled", "tile": 5},
+    "odd vocabulary": {"changes": {"vocab_size": 67}},
+    "wrong heads": {"kind": "gpt2", "wrong": "heads"},
+    "wrong norm": {"wrong": "counted twice", **FP32},
+    "wrong sum": {"kind": "qwen3", "wrong": "not summed"},
+    "wrong plan": {"kind": "qwen3", "wrong": "no sum in the plan"},
+    "wrong tiles": {"kind": "qwen3", "loss": "tiled", "wrong": "own tiles"},
+}
+
+
+ALWAYS = ("llama", "gpt2", "lora", "tiled")  # of the right ones, those that are computed each time
+RIGHT = [
+    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow)
+    for name in CASES
+    if not name.startswith("wrong")
+]
+
+
+class Figures(dict):
+    """What `size` processes find, by the name of the case, which they compute when it is first asked for."""
+
+    def __init__(self, processes, folder, size, cases):
+        super().__init__()
+        self.cases, self.calls, self.ranks = cases, [], []
+        self.results, theirs = processes.Pipe(duplex=False)
+        for rank in range(size):
+            heard, call = processes.Pipe(duplex=False)
+            what = (rank, size, str(folder / "store"), heard, theirs)
+            self.ranks.append(processes.Process(target=tensor_ranks.live, args=what))
+            self.ranks[-1].start()
+            self.calls.append(call)
+        theirs.close()
+
+    def __missing__(self, name):
+        for call in self.calls:
+            call.send(self.cases[name])
+        assert self.results.poll(120), "they did not answer"
+        self[name] = self.results.recv()
+        return self[name]
+
+    def close(self):
+        for call in self.calls:
+            call.send(None)
+        for one in self.ranks:
+            one.join(10)
+            one.kill()
+
+
+@pytest.fixture(scope="module")
+def figures(processes, tmp_path_factory):
+    with closing(Figures(processes, tmp_path_factory.mktemp("pair"), 2, CASES)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_two_ranks_are_one_process(figures, case):
+    found, bound = figures[case], SINGLE if "dtype" in CASES[case] or "tiled" in case else EXACT
+    assert found["loss"] < (bound if bound == EXACT else 1e-4)  # a sum of 48 tokens
+    assert found["gradients"] < bound and found["norm"] < 1e-6
+    assert found["weights"] < (bound if CASES[case].get("loss") != "tiled" else 1e-4)
+    assert found["bits"], "what each rank holds has not the same gradient on all"
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_was_divided_is_put_together_to_the_bit(figures, case):
+    assert figures[case]["conversion"] == 0.0 and figures[case]["parts"]
+
+
+@pytest.mark.slow
+def test_a_tied_embedding_stays_tied(figures):
+    assert figures["qwen3"]["tied"] and not figures["llama"]["tied"]
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), pytest.param("phi3", marks=pytest.mark.slow)]
+)
+def test_each_rank_has_half(figures, case):
+    assert 0.5 < figures[case]["share"] < 0.52  # norms are whole
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_does_not_divide_leaves_embedding_and_head_whole(figures):
+    assert figures["odd vocabulary"]["share"] > 0.55
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_each_block_adds_twice_forward_and_twice_backward(figures, case):
+    """Layers that read the same tensor add their gradients before the ranks do. Beside blocks: the embedding's rows,
+    and of the head its logits and the gradient of what enters it."""
+    assert figures[case]["collectives"] == 2 * (2 + 2) + 3
+
+
+def test_a_norm_in_which_a_part_counts_twice_is_seen(figures):
+    assert figures["wrong norm"]["norm"] > 1e-4  # a hundred times what the right one may be off
+
+
+@pytest.mark.slow
+def test_other_wrong_variants_are_seen(figures):
+    assert figures["wrong heads"]["loss"] > 1e-3
+    assert figures["wrong sum"]["gradients"] > 1e-6
+    assert figures["wrong tiles"]["loss"] > 1e-3
+    assert re.search(r"layers.0.self_attn.q_norm.weight has another gradient.*Type ", figures["wrong plan"])
+
+
+def built(kind, **shape):
+    return tensor_ranks.network(kind, **shape)
+
+
+def group(size):
+    return SimpleNamespace(size=size)
+
+
+def test_heads_and_widths_that_do_not_divide_are_refused_with_the_number():
+    with pytest.raises(Refused, match=r"k_proj has 2 heads.*devices=2, or .*tensor_parallel_size=2\."):
+        divide(built("llama"), group(4))
+    with pytest.raises(Refused, match=r"q_proj has 4 heads. Type devices=2\.$"):  # 3 devices are no groups of 2
+        divide(built("llama"), group(3))
+    with pytest.raises(Refused, match=r"over 2 ranks.*gate_proj has 49 rows.*another strategy="):
+        divide(built("llama", intermediate_size=49), group(2))
+    with pytest.raises(Refused, match=r"c_attn has 4 heads"):
+        divide(built("gpt2"), group(8))
+    fused = built("gpt_neox", num_attention_heads=8, hidden_size=96)
+    layers = "gpt_neox.layers.*.attention"
+    fused.tp_plan = {f"{layers}.query_key_value": "colwise", f"{layers}.dense": "rowwise"}
+    with pytest.raises(Refused, match=r"query_key_value has 8 heads"):  # three times as many would divide
+        divide(fused, group(3))
+
+
+def test_devices_are_not_to_blame_where_a_group_is_smaller():
+    with as_rank(0, 8), pytest.raises(Refused, match=r"k_proj has 2 heads. Type another strategy=.*parallel_size=2\.$"):
+        divide(built("llama"), group(4))
+
+
+def test_one_group_takes_no_size():
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
+        TensorParallel(tensor_parallel_size=2)
+
+
+def test_what_cannot_be_divided_is_refused_by_name():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for kind, shape, why in (("qwen3_moe", experts, "experts"), ("opt", {"ffn_dim": 48}, "brings no plan")):
+        with pytest.raises(Refused, match=rf"ForCausalLM cannot be divided by layers: .*{why}.*Type another strategy="):
+            divide(built(kind, **shape), group(2))
+
+
+@pytest.mark.parametrize(("adapter", "why"), [(DoRA, "DoRA measures"), (QLoRA, "and linear layers are divided")])
+def test_adapters_that_read_whole_matrices_are_refused(adapter, why):
+    network = built("llama", dtype=torch.float32, hidden_size=64, intermediate_size=64)
+    adapter(r=4)(network)
+    with pytest.raises(Refused, match=why):
+        divide(network, group(2))
+
+
+def test_a_mesh_that_does_not_multiply_out_is_refused():
+    assert TensorParallel.data_ranks(4) == 1
+    assert FullyShardTensorParallel.data_ranks(8, tensor_parallel_size=2) == 4
+    for devices, size in ((6, 4), (2, 4), (4, 0)):
+        with pytest.raises(Refused, match=f"tensor_parallel_size={size}.*devices={devices}.*Type "):
+            FullyShardTensorParallel.data_ranks(devices, tensor_parallel_size=size)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_dimensions_is_one_process_too(processes, tmp_path):
+    """Two groups of two, with other rows each."""
+    kinds = {"llama": {}, "qwen3": {"kind": "qwen3"}, "gpt2": {"kind": "gpt2"}, "lora": {"adapter": True}}
+    kinds |= {
+        "tiled": {"kind": "qwen3", "loss": "tiled"},
+        "chunked": {"loss": "chunked", "checkpointing": "every_layer"},
+    }
+    cases = {name: {"groups": 2, **FP32, **case} for name, case in kinds.items()}
+    with closing(Figures(processes, tmp_path, 4, cases)) as figures:
+        for name in cases:
+            found = figures[name]
+            assert found["gradients"] < SINGLE and found["weights"] < SINGLE and found["norm"] < 1e-6, name
+            assert found["conversion"] == 0.0 and found["parts"], name
+            assert 0.25 < found["share"] < 0.28, name  # norms, and of an adapter A or B, are divided over groups alone

@@ -1,0 +1,44 @@
+"""Learning-rate schedules, step by step."""
+
+import math
+
+import pytest
+import torch
+
+from lowmem.techniques import scheduler
+
+
+def rates(make, steps, **arguments):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule, seen = make(optimizer, **arguments), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+def test_warm_up_starts_to_move_at_once_and_ends_at_lr():
+    assert rates(scheduler.constant, 6, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_linear_falls_to_zero_at_total_steps():
+    assert rates(scheduler.linear, 7, warmup_steps=2, total_steps=6) == [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0]
+
+
+def test_cosine_falls_to_zero_along_half_a_wave():
+    expected = [1 + math.cos(math.pi * s / 8) for s in range(9)]
+    assert rates(scheduler.cosine, 9, warmup_steps=0, total_steps=8) == pytest.approx(expected)
+    assert rates(scheduler.cosine, 20, warmup_steps=0, total_steps=8)[-1] == 0.0
+
+
+def test_a_run_shorter_than_its_warm_up_only_warms_up():
+    assert rates(scheduler.cosine, 3, warmup_steps=4, total_steps=2) == [0.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("make", [scheduler.constant, scheduler.linear, scheduler.cosine])
+def test_a_share_of_all_steps_warms_up_as_so_many_steps_do(make):
+    by_share = rates(make, 40, warmup_steps=7, warmup=0.25, total_steps=40)
+    assert by_share == rates(make, 40, warmup_steps=10, total_steps=40)
+    assert by_share != rates(make, 40, warmup_steps=7, total_steps=40)  # the share is the one that counts
+    assert rates(make, 40, warmup_steps=7, warmup=0.0, total_steps=40)[0] == 2.0

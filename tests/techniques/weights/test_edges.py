@@ -1,0 +1,246 @@
+"""Embedding and head in host memory: the bits of a run whose weights are resident, and neither is on the device."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from lowmem.config.instantiate import instantiate
+from lowmem.system.errors import Refused
+from lowmem.techniques.precision.host_weight import Halves
+from lowmem.techniques.weights import edges
+from lowmem.techniques.weights.edges import Edge, Outlet
+from lowmem.techniques.weights.link import AtOnceLane, Link, StagedLink
+from lowmem.techniques.weights.resident import Home
+from lowmem.training.build import optimizer
+from lowmem.training.module import CausalLM, Placement, Update
+from made_up import SlowLane
+from networks import VOCABULARY, WIDTH, network
+from tolerances import FP32_REORDERED
+from two_models import configured, windows
+
+SHAPES = {
+    "gpt2": {},  # tied, and positions beside it
+    "llama": {"tie_word_embeddings": False, "pad_token_id": 7},
+    "gemma3_text": {"attn_implementation": "eager"},  # tied, and the embedding has a factor
+}
+TIED = [kind for kind in SHAPES if kind != "llama"]
+
+
+def setting(config, clip, accumulation, *more, precision="bf16-master"):
+    lines = ("gradient_checkpointing=every_layer", "loss=tiled", "loss.columns=96", "max_steps=3")
+    return configured(config, precision, "adamw", clip, accumulation, "linear", *lines, *more)
+
+
+def weights_after(cfg, kind, lane=None):
+    """Of a run, by name, in fp32. Args: lane: what makes one; None: that of a CPU."""
+    model = network(kind, **SHAPES[kind])
+    instantiate(cfg.gradient_checkpointing)(model)
+    held = instantiate(cfg.weights)(model, head_in_tiles=True)
+    update = Update(optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value)
+    module = CausalLM(model, instantiate(cfg.loss), update, Placement(held))
+    (plugin,) = map(instantiate, cfg.trainer.plugins.every())
+    if lane is not None:
+        plugin.link.close()
+        plugin.link, held.lane = StagedLink(lane(), slot_bytes=4096, slots=2), lane()
+    trainer = parity.trainer(cfg, [plugin], list(map(instantiate, cfg.callbacks.values())))
+    trainer.fit(module, windows(cfg))
+    assert trainer.global_step == cfg.max_steps and (module.skipped_steps > 0) == plugin.scales_loss
+    if held.streams:
+        readers = [(edge.embedding is not None, edge.head is not None) for edge in held.edges]
+        assert readers == ([(True, True)] if kind in TIED else [(True, False), (False, True)])
+    return {name: plugin.whole(p).detach() for name, p in module.model.named_parameters()}
+
+
+def same(config, kind, clip, accumulation, lane, **precision):
+    resident = weights_after(setting(config, clip, accumulation, **precision), kind)
+    streamed = weights_after(setting(config, clip, accumulation, "weights=streamed", **precision), kind, lane)
+    return all(torch.equal(resident[name], streamed[name]) for name in resident)
+
+
+@pytest.mark.rows("off-fixed-SlowLane-gpt2", "norm-fixed-None-llama")
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    ("clip", "accumulation", "lane"),
+    [
+        ("norm", "fixed", None),
+        ("off", "fixed", SlowLane),  # steps early, in the last of two micro-batches
+        pytest.param("off", "none", None, marks=pytest.mark.slow),
+        pytest.param("off", "none", SlowLane, marks=pytest.mark.slow),
+        pytest.param("both", "fixed", SlowLane, marks=pytest.mark.slow),
+    ],
+)
+def test_it_has_the_bits_of_resident_weights(config, kind, clip, accumulation, lane):
+    assert same(config, kind, clip, accumulation, lane)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHAPES)
+def test_so_it_has_with_a_loss_scale_and_steps_that_are_skipped(config, kind, monkeypatch):
+    scaled = [*parity.WITH["precision=16-master"][:-1], "trainer.plugins.precision.init_scale=3e5"]
+    monkeypatch.setitem(parity.WITH, "precision=16-master", scaled)
+    assert same(config, kind, "norm", "fixed", SlowLane, precision="16-master")
+
+
+# --- deliberately wrong variants --------------------------------------------------------------------------------------
+
+
+def looked_up_before_the_update(monkeypatch):
+    start, step = Edge.start, Halves.step
+
+    class Hasty(Home):
+        def __init__(self, home):
+            self.__dict__ = home.__dict__
+
+        def arrived(self):
+            pass
+
+    monkeypatch.setattr(Edge, "start", lambda self, home, *of: start(self, Hasty(home), *of))
+    monkeypatch.setattr(Halves, "step", lambda *of: time.sleep(0.002) or step(*of))
+
+
+def tied_gradients_each_on_its_own(monkeypatch):
+    """Added in fp32, after each was rounded."""
+    right = Edge._take_rows
+
+    def wrong(self, at, landed, of_head, *piece):
+        if of_head is not None and piece[0] == 0:
+            self.outlet.held(self.weight).use(0, of_head.view(-1))
+        right(self, at, landed, None, *piece)
+
+    monkeypatch.setattr(Edge, "_take_rows", wrong)
+
+
+WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}  # steps behind, or in backward
+
+
+@pytest.mark.rows("tied_gradients*")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):
+    wrong(monkeypatch)
+    assert not same(config, "gpt2", WRONG[wrong], "fixed", SlowLane)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_on_the_device_are_rows_and_tiles_alone(fit):
+    """As the ledger of a run counts them, at the highest point."""
+    shape = ("model.architecture.vocab_size=4096", "model.architecture.n_embd=64", "model.architecture.n_layer=3")
+    how = ("precision=bf16-master", "gradient_checkpointing=every_layer", "batch_size=1", "seq_len=8", "max_steps=2")
+    held = {}
+    for loss in (("loss=chunked", "loss.rows=8"), ("loss=tiled", "loss.columns=128")):
+        summary, _ = fit(*shape, *how, *loss, "weights=streamed", "clip=null", folder=loss[0])
+        held[loss[0]] = summary["peak_bytes_by_category"]
+    chunked, tiled = held.values()
+    both, tile = 4096 * 64 * 2, 128 * 64 * 2  # tied, in 16 bits
+    assert sum(chunked.values()) > both + 2 * both  # and its gradient is summed in fp32
+    assert tiled["weights"] < chunked["weights"] - both + 2 * tile + 100
+    assert sum(tiled.values()) - tiled["weights"] < both / 4
+
+
+# --- what the rest of a model sees ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started():
+    """kind -> (model, the same with its edges in host memory)."""
+
+    def make(kind, **changes):
+        whole, apart = (network(kind, **SHAPES[kind] | changes).eval() for _ in range(2))
+        for edge in edges.edges(apart, head_in_tiles=True):
+            home = Home([edge.weight])
+            edge.weight.data = torch.full((1,), torch.nan).expand(edge.weight.shape)
+            edge.start(home, AtOnceLane(), None)
+        return whole, apart
+
+    return make
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_whoever_asks_for_logits_gets_them(started, kind, monkeypatch):
+    monkeypatch.setattr(edges, "COLUMNS", 96)
+    whole, apart = started(kind)
+    ids = torch.randint(0, VOCABULARY, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(apart(ids).logits, whole(ids).logits, rtol=0, atol=FP32_REORDERED)
+
+
+def test_an_embedding_that_is_read_twice_is_refused(started):
+    _, apart = started("llama")
+    ids = torch.zeros(1, 4, dtype=int)
+    first = apart.model.embed_tokens(ids)
+    with pytest.raises(Refused, match="twice in one forward pass"):
+        apart.model.embed_tokens(ids)
+    del first
+    apart.model.embed_tokens(ids)  # what never saw a backward pass is forgotten
+
+
+def test_a_padding_row_has_no_gradient_although_the_next_lookup_is_under_way(started):
+    """The host takes rows while the embedding has others in place of its weight, which have no padding."""
+    whole, apart = started("llama")
+    (edge,) = edges.edges(apart, head_in_tiles=False)
+    home, embedding, taken = Home([whole.model.embed_tokens.weight]), edge.embedding, []
+    home.tensors = {edge.weight: home.flat.view(torch.float32).view_as(edge.weight)}
+
+    class Meanwhile(Link):
+        def fetch(self, gradient, take):
+            with edge._in_place_of_the_weight(nn.Parameter(gradient)):
+                super().fetch(gradient, take)
+
+    class Held:
+        def use(self, start, piece):
+            taken.append(piece)
+
+    embedding.__dict__.pop("forward")
+    edge.start(home, AtOnceLane(), Outlet(Meanwhile(), lambda p: Held(), lambda p: None))
+    ids = torch.tensor([[7, 3, 7, 5, 3]])
+    for model in (whole, apart):
+        model.model.embed_tokens(ids).sum().backward()
+    right = whole.model.embed_tokens.weight.grad
+    assert not right[7].any() and right[3].all()
+    assert torch.equal(taken[0].view_as(right), right)
+
+
+def test_whoever_reads_no_further_gives_no_memory_back_into_which_a_tile_travels(started):
+    class Noted(AtOnceLane):
+        asked, held = [], []
+
+        def copy(self, *of):
+            self.asked.append(super().copy(*of))
+            return self.asked[-1]
+
+        def hold(self, until):
+            self.held.append(until)
+
+    _, apart = started("llama")
+    edge, lane = apart.lm_head.source, Noted()
+    edge.lane = lane
+    tiles = edge.tiles(96)
+    next(tiles)
+    assert len(lane.asked) == 2 and len(lane.held) == 1
+    tiles.close()
+    assert set(lane.asked) <= set(lane.held)
+
+
+def test_what_a_pass_that_raised_has_left_over_is_nobodys(started):
+    _, apart = started("gpt2")
+    edge = apart.lm_head.source
+    edge.start_gradient()
+    ids = apart.transformer.wte(torch.zeros(1, 4, dtype=int))
+    edge.stop()
+    assert ids is not None and edge._of_head is None and edge._rows() is None
+
+
+def test_what_others_read_or_a_lookup_changes_stays_on_the_device():
+    model = network("llama", **SHAPES["llama"])
+    assert [edge.weight.shape for edge in edges.edges(model, True)] == [(VOCABULARY, WIDTH)] * 2
+    assert [edge.embedding for edge in edges.edges(model, False)] == [model.model.embed_tokens]
+    assert edges.edges(network("gpt2"), False) == []  # tied
+    model.model.embed_tokens.max_norm = 1.0  # its weight is changed by looking it up
+    assert [edge.head for edge in edges.edges(model, True)] == [model.lm_head]
+    model.another = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    model.another.weight = model.lm_head.weight
+    assert edges.edges(model, True) == []

@@ -1,0 +1,237 @@
+"""The staged link on a lane whose copies run late: what a card would do, and the races that it would bring."""
+
+import threading
+
+import pytest
+import torch
+from lightning.pytorch.strategies import strategy
+
+from lowmem.techniques.precision import host_masters as masters
+from lowmem.techniques.precision import host_weight
+from lowmem.techniques.precision.fp32_weights import FullPrecision
+from lowmem.techniques.precision.host_masters import BFloat16Master
+from lowmem.techniques.precision.host_masters_callback import MasterWeights
+from lowmem.techniques.weights.link import CudaLane, StagedLink
+from lowmem.training.module import CausalLM
+from made_up import SlowLane
+from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
+
+
+@pytest.mark.rows("adamw-norm", "adafactor-off")
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_the_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):
+    for precision, loss in zip(PRECISIONS, ("chunked", "full"), strict=True):
+        cfg = configured(config, precision, optim, clip, "fixed", "linear", f"loss={loss}", "max_steps=3")
+        assert equal(ours(cfg, SlowLane()), naive(cfg))
+
+
+def test_over_the_link_go_two_bytes_per_parameter_and_micro_batch_and_two_back(config):
+    lane, cfg = SlowLane(), configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    parameters = sum(p.numel() for p in ours(cfg, lane)[0])
+    assert lane.moved == 3 * (2 + 2) * parameters
+
+
+class Gate:
+    """Holds the host thread in the first step of a window until the loop has done `until`, so that no race is luck."""
+
+    def __init__(self, monkeypatch):
+        self.patch, self.there, self.open = monkeypatch, threading.Event(), threading.Event()
+        step = host_weight.step_one
+
+        def held(optimizer, group, p):
+            self.there.set()
+            assert self.open.wait(60)
+            if p.grad is not None:  # without one an optimizer says nothing and steps nothing
+                step(optimizer, group, p)
+
+        monkeypatch.setattr(host_weight, "step_one", held)
+        self._around(BFloat16Master, "optimizer_step", before=lambda: (self.there.clear(), self.open.clear()))
+
+    def until(self, owner, name, before=lambda: None):
+        self._around(owner, name, before, self.open.set)
+
+    def _around(self, owner, name, before, after=lambda: None):
+        inner = getattr(owner, name)
+
+        def around(*args, **kwargs):
+            before()
+            inner(*args, **kwargs)
+            after()
+
+        self.patch.setattr(owner, name, around)
+
+
+def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
+    """The deliberately wrong variant: the next forward pass reads what has not come back yet."""
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    right, gate = naive(cfg), Gate(monkeypatch)
+    gate.until(MasterWeights, "on_before_backward")
+    gate.until(MasterWeights, "on_train_end", before=gate.open.set)  # after the last step there is no backward pass
+    monkeypatch.setattr(StagedLink, "wait", lambda self, weight: None)
+    try:
+        assert not equal(ours(cfg, SlowLane()), right)
+    except RuntimeError as error:  # where it came back while backward was still reading the old one
+        assert "modified by an inplace operation" in str(error)
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_the_weights_that_lightning_brings_to_the_host_are_those_of_the_last_step(config, monkeypatch, waited):
+    """On a card that is a copy. The wrong variant: the host still steps, as after a run that saves nothing."""
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=1")
+    gate, brought, cpu = Gate(monkeypatch), [], CausalLM.cpu
+
+    def copied(module):
+        brought[:] = [p.detach().clone() for p in module.model.parameters()]
+        gate.open.set()
+        return cpu(module)
+
+    monkeypatch.setattr(CausalLM, "cpu", copied)
+    if waited:
+        gate.until(MasterWeights, "on_train_end", before=gate.open.set)
+    else:
+        monkeypatch.setattr(BFloat16Master, "arrived", lambda self: None)
+    assert all(map(torch.equal, brought, ours(cfg, SlowLane())[1])) == waited
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_what_the_loop_does_meanwhile_does_not_disturb_the_host_thread(config, monkeypatch, disturbed):
+    """The loop drops gradients and steps the schedule while the host still steps; disturbed: it drops those, too."""
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    right, gate = naive(cfg), Gate(monkeypatch)
+    if disturbed:
+        monkeypatch.setattr(BFloat16Master, "drop_gradients", FullPrecision.drop_gradients)
+    gate.until(BFloat16Master, "drop_gradients", before=lambda: gate.there.wait(60))  # the schedule was stepped before
+    assert equal(ours(cfg, SlowLane()), right) != disturbed
+
+
+def test_an_error_of_the_loop_is_told_although_the_host_still_steps(config, monkeypatch):
+    """Lightning walks through the optimizer's state when a run ends by an error; the host adds to it until then."""
+    cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
+    gate, walked = Gate(monkeypatch), []
+
+    def breaks(*_):
+        gate.there.wait(60)
+        gate.open.set()
+        raise ZeroDivisionError("in the loop")
+
+    def walk(*_):
+        walked.append([thread.name for thread in threading.enumerate()])
+
+    monkeypatch.setattr(BFloat16Master, "drop_gradients", breaks)
+    monkeypatch.setattr(strategy, "_optimizers_to_device", walk)
+    with pytest.raises(ZeroDivisionError, match="in the loop"):
+        ours(cfg, SlowLane())
+    assert walked and "host-step" not in walked[-1]
+
+
+def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("on the host")
+
+    monkeypatch.setattr(masters, "_step", broken)
+    with pytest.raises(ZeroDivisionError, match="on the host"):
+        ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
+
+
+def test_an_error_of_a_copy_is_told_and_not_waited_for():
+    """Many more pieces than slots: a slot that did not come back would be waited for."""
+
+    class Broken(SlowLane):
+        def copy(self, to, source, after):
+            return self
+
+        def synchronize(self):
+            raise ZeroDivisionError("in the copy")
+
+    link = StagedLink(Broken(), slot_bytes=64, slots=2)
+    with pytest.raises(ZeroDivisionError, match="in the copy"):
+        link.fetch(torch.ones(1000), lambda start, piece: None)
+        link.finish()
+    link.close()
+
+
+def test_a_link_that_was_closed_serves_a_second_fit():
+    link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2), []
+    for _ in range(2):
+        link.fetch(torch.ones(4), lambda start, piece: taken.append(float(piece.sum())))
+        link.finish()
+        link.close()
+    assert taken == [4.0, 4.0]
+
+
+def test_a_gradient_travels_when_it_is_flat(monkeypatch):
+    """To flatten one that lies otherwise is work for the device, of which the mark must know."""
+    done, link = [], StagedLink(SlowLane(), slot_bytes=64, slots=2)
+    mark, reshape = link.lane.mark, torch.Tensor.reshape
+    monkeypatch.setattr(link.lane, "mark", lambda: done.append("mark") or mark())
+    monkeypatch.setattr(torch.Tensor, "reshape", lambda one, *to: done.append("flat") or reshape(one, *to))
+    link.fetch(torch.ones(2, 3).T, lambda start, piece: None)
+    link.close()
+    assert done.index("flat") < done.index("mark")
+
+
+# --- on a card --------------------------------------------------------------------------------------------------------
+
+ELEMENTS = 5_000_000  # 20 MB: a segment of its own
+LONG = 200_000_000  # cycles that a stream is kept busy: a tenth of a second
+
+
+@pytest.fixture
+def lane():
+    torch.cuda.empty_cache()
+    return CudaLane(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_a_card_the_staged_link_has_the_bits_of_the_naive_loop(config, deterministic, lane, precision, clip):
+    """Through few small slots, where everything has to wait for everything, and through the run's own."""
+    cfg = configured(config, precision, "adamw8bit", clip, "fixed", "linear", "loss=chunked", "device=cuda")
+    right = naive(cfg)
+    assert equal(ours(cfg, lane), right) and equal(ours(cfg), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_on_a_card_a_copy_starts_when_what_it_copies_is_computed(lane, wrong):
+    slot, gradient = lane.staging(4 * ELEMENTS), torch.zeros(ELEMENTS, device="cuda")
+    assert slot.is_pinned()
+    torch.cuda.synchronize()
+    too_early = lane.mark()
+    torch.cuda._sleep(LONG)
+    gradient.fill_(1.0)
+    lane.copy(slot.view(torch.float32), gradient, too_early if wrong else lane.mark()).synchronize()
+    assert bool((slot.view(torch.float32) == 1.0).all()) != wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_on_a_card_the_memory_of_what_is_being_copied_is_not_used_again(lane, monkeypatch, wrong):
+    if wrong:
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    slot, gradient = lane.staging(4 * ELEMENTS).view(torch.float32), torch.ones(ELEMENTS, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(lane._down):
+        torch.cuda._sleep(LONG)
+    landed, place = lane.copy(slot, gradient, lane.mark()), gradient.data_ptr()
+    del gradient
+    other = torch.full((ELEMENTS,), 2.0, device="cuda")
+    landed.synchronize()
+    assert (other.data_ptr() == place) == wrong
+    assert bool((slot == 1.0).all()) != wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_on_a_card_the_device_waits_for_the_weight_that_it_reads(lane, wrong):
+    rounded, weight = lane.staging(4 * ELEMENTS).view(torch.float32).fill_(1.0), torch.zeros(ELEMENTS, device="cuda")
+    with torch.cuda.stream(lane._up):
+        torch.cuda._sleep(LONG)
+    landed = lane.copy(weight, rounded, lane.mark())
+    if not wrong:
+        lane.hold(landed)
+    read = weight.clone()
+    torch.cuda.synchronize()
+    assert bool((read == 1.0).all()) != wrong

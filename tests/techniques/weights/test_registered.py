@@ -1,0 +1,228 @@
+"""Memory that weights stream from: registered for the card and given back, or through slots where that fails."""
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+import torch
+
+from lowmem.techniques.weights import streamed
+from lowmem.techniques.weights.link import AtOnce, CudaLane
+from lowmem.techniques.weights.registered import Registered
+from made_up import Reached, SlowLane
+from networks import VOCABULARY, network
+from tolerances import FP32_REORDERED
+from two_models import configured, equal, ours
+
+WHY = "operation not permitted"
+
+
+class Container(SlowLane):
+    """One that lets so many buffers be registered, and no more."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def register(self, memory):
+        if self.registered.total() == self.most:
+            return WHY
+        return super().register(memory)
+
+
+class Shut(SlowLane):
+    """Whose copies begin when it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.asked = threading.Event(), 0
+
+    def copy(self, to, source, after):
+        self.asked += 1
+        first = Reached(self.copies.submit(lambda: (self.open.wait(60), after.synchronize())))
+        return super().copy(to, source, first)
+
+
+class Forgetful(deque):
+    """The deliberately wrong variant: of every slot it says that its last copy has landed."""
+
+    def append(self, slot):
+        super().append((slot[0], AtOnce()))
+
+
+def bytes_(count):
+    return torch.randint(256, (count,), dtype=torch.uint8)
+
+
+@pytest.mark.rows("full-1-*", "tiled-0-*")
+@pytest.mark.parametrize(
+    ("loss", "most", "said"),
+    [
+        ("full", 9, "Registered 0.0 GiB"),
+        ("full", 1, "through 2 x 0 MiB of staging"),
+        ("full", 0, WHY),
+        ("tiled", 0, WHY),
+    ],
+)
+def test_weights_stream_with_the_same_bits_registered_or_not_and_all_is_given_back(
+    config, monkeypatch, caplog, loss, most, said
+):
+    """Three blocks, of which each, one or none can be registered; staging slots are smaller than a weight. With tiles
+    of the head, parts of its memory travel, and the embedding's rows beside it."""
+    lane = Container(most)
+    monkeypatch.setattr(streamed, "lane_of", lambda device: lane)
+    monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
+    where = {name: f"weights={name}" for name in ("resident", "streamed")}
+    line = (
+        "bf16-master",
+        "adamw",
+        "norm",
+        "none",
+        "linear",
+        "gradient_checkpointing=every_layer",
+        "max_steps=3",
+        f"loss={loss}",
+    )
+    with caplog.at_level("INFO", "lowmem"):
+        found = {name: ours(configured(config, *line, typed)) for name, typed in where.items()}
+    assert equal(found["streamed"], found["resident"])
+    assert lane.moved and said in caplog.text
+    assert len(lane.registered) == min(most, 3) and lane.registered.total() == 0  # given back by the end of the run
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_staging_slot_is_filled_again_when_its_copy_has_landed(wrong):
+    lane, source = Container(0), bytes_(4000)
+    way, to = Registered(lane, [source], slot_bytes=64), torch.zeros_like(source)
+    if wrong:
+        way._staging._slots = Forgetful(way._staging._slots)
+    way.hold(way.copy(to, source, way.mark()))
+    way.close()
+    assert torch.equal(to, source) != wrong
+
+
+def test_the_loop_waits_for_no_copy_of_the_hosts_into_staging():
+    """Ten pieces, and two slots that the device does not empty: whoever copied them himself would stand still."""
+    lane, source = Shut(), bytes_(640)
+    lane.register = lambda memory: WHY
+    way, to = Registered(lane, [source], slot_bytes=64), torch.zeros_like(source)
+    landed = way.copy(to, source, way.mark())
+    assert lane.asked <= 2 and not to.any()
+    lane.open.set()
+    way.hold(landed)
+    assert lane.asked == 10 and torch.equal(to, source)
+    way.close()
+
+
+def test_copies_keep_their_order_where_only_some_go_through_staging():
+    """Into one slot, each after the one before: what a slot that is freed unread is used for."""
+    sources = [bytes_(640) for _ in range(4)]
+    way, to = Registered(Container(2), sources, slot_bytes=64), torch.zeros(640, dtype=torch.uint8)
+    after = way.mark()
+    for source in (*sources, *reversed(sources)):
+        after = way.copy(to, source, after)
+    way.hold(after)
+    assert torch.equal(to, sources[0])
+    way.close()
+
+
+def test_an_error_of_staging_is_told_to_whoever_waits_and_what_was_registered_is_given_back():
+    class Broken(Container):
+        def copy(self, to, source, after):
+            raise ZeroDivisionError("in the copy")
+
+    lane, sources = Broken(1), [bytes_(640), bytes_(640)]
+    way = Registered(lane, sources, slot_bytes=64)
+    landed = way.copy(torch.zeros(640, dtype=torch.uint8), sources[1], way.mark())
+    with pytest.raises(ZeroDivisionError, match="in the copy"):
+        way.hold(landed)
+    with pytest.raises(ZeroDivisionError, match="in the copy"):
+        way.close()
+    assert lane.registered.total() == 0
+
+
+@pytest.mark.parametrize("most", [0, 9])
+def test_an_evaluation_reads_what_other_threads_copy(monkeypatch, most):
+    """In torch's inference mode, which is a thread's own."""
+    monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
+    whole, apart = (network("llama", tie_word_embeddings=False).eval() for _ in range(2))
+    weights = streamed.Streamed(apart, head_in_tiles=True)
+    weights.move_in(torch.device("cpu"))
+    weights.lane, ids = Container(most), torch.randint(0, VOCABULARY, (2, 9))
+    with torch.inference_mode():
+        weights.start()
+        torch.testing.assert_close(apart(ids).logits, whole(ids).logits, rtol=0, atol=FP32_REORDERED)
+    weights.stop()
+
+
+@pytest.mark.parametrize("failed", ["copy", "step"])
+def test_whatever_went_wrong_meanwhile_all_is_put_back(failed):
+    class Broken(SlowLane):
+        def copy(self, to, source, after):
+            raise ZeroDivisionError("in the copy")
+
+    model = network("llama", tie_word_embeddings=False)
+    right = [p.detach().clone() for p in model.parameters()]
+    weights = streamed.Streamed(model)
+    weights.move_in(torch.device("cpu"))
+    lane = weights.lane = Container(0)
+    weights.start()
+    if failed == "copy":
+        lane.copy = Broken().copy
+        weights._fetch(0)
+    else:
+        step = Future()
+        step.set_exception(ZeroDivisionError("in a step"))
+        weights.homes[0].updates.append(step)
+    weights.stop()
+    assert all(map(torch.equal, right, model.parameters()))
+    assert not weights._hooks and not weights._slots
+
+
+# --- on a card --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lane():
+    return CudaLane(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_on_a_card_memory_is_registered_where_it_lies_and_given_back(lane):
+    memory = bytes_(5_000_001)
+    place = memory.data_ptr()
+    assert lane.register(memory) is None and memory.is_pinned() and memory.data_ptr() == place
+    lane.unregister(memory)
+    assert not memory.is_pinned()
+
+
+@pytest.mark.gpu
+def test_on_a_card_memory_that_is_garbage_is_registered_no_more(lane):
+    memory = bytes_(5_000_000)
+    view = memory[:]  # the same memory, which lives on
+    assert lane.register(memory) is None and view.is_pinned()
+    del memory
+    assert not view.is_pinned()
+
+
+@pytest.mark.gpu
+def test_on_a_card_a_refusal_is_told_and_is_no_error_of_the_next_kernel(lane):
+    memory = bytes_(5_000_000)
+    assert lane.register(memory) is None
+    assert "already" in lane.register(memory)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    lane.unregister(memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("refused", [False, True])
+def test_on_a_card_weights_stream_with_the_bits_of_resident_ones(config, deterministic, lane, monkeypatch, refused):
+    if refused:
+        lane.register = lambda memory: WHY
+    monkeypatch.setattr(streamed, "lane_of", lambda device: lane)
+    monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
+    line = ("bf16-master", "adamw8bit", "norm", "fixed", "linear", "gradient_checkpointing=every_layer", "device=cuda")
+    resident = ours(configured(config, *line))
+    assert equal(ours(configured(config, *line, "weights=streamed")), resident)

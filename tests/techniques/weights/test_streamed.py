@@ -1,0 +1,444 @@
+"""Weights that stream have the bits of weights that stay, whatever computes again, and nothing stale is ever read.
+
+The whole matrix is slow; of it every model, every policy, both masters, every loss and both counts of slots once.
+"""
+
+import time
+from contextlib import suppress
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem.data.loader import MicroBatch
+from lowmem.system.errors import NotFinite, Refused
+from lowmem.system.torch_private import in_backward
+from lowmem.techniques.arithmetic.fp32_halves import joined
+from lowmem.techniques.gradient_checkpointing.policies import every_layer
+from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.techniques.precision.host_weight import Halves
+from lowmem.techniques.weights.link import StagedLink
+from lowmem.techniques.weights.resident import Home
+from lowmem.techniques.weights.streamed import Streamed
+from made_up import ClockLane, LateLane, SlowLane
+from networks import VOCABULARY, network
+from same import last, same
+from streams import MODELS, POLICIES, lines, trained
+
+LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
+MASTERS = ("bf16-master", "16-master")
+MATRIX = list(product(MODELS, POLICIES, LOSSES, (2, 3), MASTERS))
+SAMPLE = [
+    ("gpt2", "every_layer", "tiled", 2, "bf16-master"),
+    ("llama", "every_k", "chunked", 3, "16-master"),
+    ("qwen3", "sqrt", "full", 2, "16-master"),
+    ("qwen3_moe", "selective", "chunked", 2, "bf16-master"),
+    ("gpt2", "offload", "full", 3, "16-master"),
+]
+
+
+def streamed(slots=2, *more):
+    return ["weights=streamed", f"weights.slots={slots}", *more]
+
+
+@pytest.fixture(autouse=True)
+def overwritten_when_it_is_given_back(monkeypatch):
+    """A slot that is given back is NaN at once, as if another block's weights had come into it that moment: autograd
+    may still hold a view of it."""
+    free = Streamed._free
+
+    def overwrites(self, slot):
+        bound = slot.bound
+        free(self, slot)
+        if bound:
+            slot.memory.fill_(0xFF)  # NaN, in either format
+
+    monkeypatch.setattr(Streamed, "_free", overwrites)
+
+
+@pytest.fixture(scope="module")
+def resident():
+    """(model, arguments) -> the same with weights that stay."""
+    known = {}
+
+    def run(config, model, arguments, **named):
+        key = (model, arguments, str(named))
+        if key not in known:
+            known[key] = trained(config, ["weights=resident"], model, arguments, **named)
+        return known[key]
+
+    return run
+
+
+def is_resident(config, resident, model, policy, loss, slots, precision):
+    arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
+    one, other = resident(config, model, arguments), trained(config, streamed(slots), model, arguments)
+    assert other.module.weights.fetched > 0 and (precision == "bf16-master" or one.skipped > 0)
+    assert one.same(other)
+
+
+@pytest.mark.rows("qwen3-sqrt-full-2-16-master", "gpt2-every_layer-tiled-2-bf16-master")
+@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), SAMPLE)
+def test_weights_that_stream_have_the_bits_of_weights_that_stay(
+    config, resident, model, policy, loss, slots, precision
+):
+    is_resident(config, resident, model, policy, loss, slots, precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
+def test_so_they_have_in_every_combination(config, resident, model, policy, loss, slots, precision):
+    is_resident(config, resident, model, policy, loss, slots, precision)
+
+
+# --- partly resident, early steps, other optimizers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(r, marks=[] if r == 3 else pytest.mark.slow) for r in range(1, 5)])
+def test_so_they_have_where_some_blocks_stay(config, resident, blocks):
+    arguments, six = lines("llama", "loss=chunked", "max_steps=2"), (("num_hidden_layers", 6),)
+    some = trained(config, streamed(2, f"weights.resident_blocks={blocks}"), "llama", arguments, changed=six)
+    assert len(some.module.weights.blocks) == 6 - blocks
+    assert some.same(resident(config, "llama", arguments, changed=six))
+
+
+@pytest.mark.parametrize(
+    ("clip", "optim"),
+    [
+        ("off", "adamw8bit"),
+        *(
+            pytest.param(clip, optim, marks=pytest.mark.slow)
+            for clip, optim in product(("off", "value", "both"), ("adamw", "adafactor", "adamw8bit"))
+        ),
+    ],
+)
+def test_so_they_have_with_steps_in_backward_and_any_clipping(config, resident, clip, optim):
+    arguments = lines("llama", "loss=chunked", "max_steps=2", clip=clip, optim=optim)
+    assert trained(config, streamed(), "llama", arguments).same(resident(config, "llama", arguments))
+
+
+# --- a long run -------------------------------------------------------------------------------------------------------
+
+LONG = (
+    *("gradient_checkpointing=every_layer", "accumulation=fixed", "accumulation.batches=3", "batch_size=1", "lr=1e-2"),
+    *("clip=0.5", "max_steps=32", "scheduler=linear", "val_every=10", "save_every=8", "model.architecture.n_layer=4"),
+    *("model.architecture.resid_pdrop=0.1", "optim=adamw8bit", "model.architecture.n_embd=64", "sample_tokens=4"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", MASTERS)
+def test_a_long_run_with_evaluations_samples_and_resumes_either_way_has_those_bits(fit, tmp_path, precision):
+    lines = [*LONG, f"precision={precision}"]
+    if precision == "16-master":
+        lines.append("trainer.plugins.precision.init_scale=1e9")
+    one, whole = fit(*lines, folder="resident")
+    assert (one["skipped_steps"] > 0) == (precision == "16-master")
+    right = held(whole)
+    other, again = fit(*lines, "weights=streamed", folder="streamed")
+    assert one["val_loss"] == other["val_loss"] and same(held(again), right)
+    for first, then in (("streamed", "streamed"), ("streamed", "resident"), ("resident", "streamed")):
+        folder = f"{first}-{then}"
+        fit(*lines, f"weights={first}", "max_steps=13", "scheduler.total_steps=32", folder=f"{folder}-1")
+        _, resumed = fit(*lines, f"weights={then}", f"resume={tmp_path / folder}-1", folder=folder)
+        assert same(held(resumed), right), folder
+
+
+def held(run):
+    """What the last checkpoint of a run holds, its halves put together."""
+    found = last(run)
+    for name, rest in found.pop("rests", {}).items():
+        found["state_dict"][name] = joined(found["state_dict"][name], rest)
+    return {key: found[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "lowmem", "global_step")}
+
+
+# --- what is frozen, and whoever else reads weights -------------------------------------------------------------------
+
+RUN = (
+    "gradient_checkpointing=every_layer",
+    "model.architecture.n_layer=4",
+    "lr=1e-2",
+    "val_every=2",
+    "sample_tokens=4",
+)
+RUNS = {
+    "lora": ["adapter=lora", "merge=true"],
+    "dora": ["adapter=dora", "precision=16-master"],
+    "frozen": ["freeze=[transformer.h.0.*,transformer.h.2.*,transformer.wte.*]"],
+    "fp32 export": ["export_dtype=float32"],
+    "aside": ["adapter=lora", "adapter.target=[c_fc]", "clip=null"],
+}
+
+
+@pytest.mark.parametrize(
+    "lines", [pytest.param(r, marks=[] if n == "frozen" else pytest.mark.slow, id=n) for n, r in RUNS.items()]
+)
+def test_a_run_has_the_evaluations_and_samples_and_leaves_the_model_of_one_whose_weights_stay(fit, lines):
+    lines = ["precision=bf16-master", *RUN, *lines]
+    one, stay = fit(*lines, folder="stay")
+    other, stream = fit(*lines, "weights=streamed", folder="stream")
+    assert one["val_loss"] == other["val_loss"]
+    assert (stay / "samples.jsonl").read_text() == (stream / "samples.jsonl").read_text()
+    assert same(held(stay), held(stream))
+    written = {file.name: file.read_bytes() for file in (stay / "model").glob("*.safetensors")}
+    assert written and all((stream / "model" / name).read_bytes() == held for name, held in written.items())
+
+
+# --- late copies ------------------------------------------------------------------------------------------------------
+
+LATE = [("llama", "every_k", 3, "off")]
+EVERY_LATE = list(product(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off")))
+
+
+def is_resident_although_late(config, resident, model, policy, slots, clip):
+    arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
+    late = trained(config, streamed(slots), model, arguments, lane=LateLane(seed=slots))
+    assert late.same(resident(config, model, arguments))
+
+
+@pytest.mark.parametrize(("model", "policy", "slots", "clip"), LATE)
+def test_copies_that_are_late_by_a_random_time_change_nothing(config, resident, model, policy, slots, clip):
+    is_resident_although_late(config, resident, model, policy, slots, clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY_LATE)
+def test_so_it_is_in_every_combination(config, resident, model, policy, slots, clip):
+    is_resident_although_late(config, resident, model, policy, slots, clip)
+
+
+WAITS = [("every_layer", 2), ("selective", 2), ("offload", 3)]  # a segment of several waits for its first block
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots"), [WAITS[0], *(pytest.param(*w, marks=pytest.mark.slow) for w in WAITS[1:])]
+)
+def test_the_device_waits_for_no_weight_that_travels_for_less_than_a_block_computes(config, policy, slots):
+    """But for those of the first block after a step, before which nothing computes."""
+    steps = 2
+    arguments = lines("llama", "loss=chunked", f"max_steps={steps}", policy=policy)
+
+    def waits(copying):
+        lane = ClockLane(copying)
+
+        def clocked(module):
+            module.weights.lane = lane
+            for block in module.weights.blocks:
+                # before: computing again stops where nothing more of it is needed
+                block.mlp.register_forward_pre_hook(lambda *_: lane.computes(1.0))
+
+        trained(config, streamed(slots), "llama", arguments, prepare=clocked)
+        return lane.waits
+
+    assert waits(0.9) == steps
+    assert waits(1.1) > 2 * steps
+
+
+# --- what travels, and when -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun():
+    """(lane, frozen blocks) -> (a Llama of four blocks, its weights, that have started to stream)."""
+    started = []
+
+    def begin(lane=None, frozen=0):
+        model = network("llama", num_hidden_layers=4, tie_word_embeddings=False)
+        every_layer(model)
+        for part in [model.model.embed_tokens, *model.model.layers[:frozen]]:
+            part.requires_grad_(False)
+        weights = Streamed(model)
+        weights.edges = []
+        weights.move_in(torch.device("cpu"))
+        weights.lane = lane
+        weights.start()
+        started.append(weights)
+        return model, weights
+
+    yield begin
+    for weights in started:
+        weights.stop()
+
+
+IDS = torch.arange(8).view(1, 8)
+
+
+def test_what_no_gradient_reaches_travels_once(begun):
+    for frozen in (0, 2):
+        model, weights = begun(frozen=frozen)
+        model(IDS, use_cache=False).logits.sum().backward()
+        assert weights.fetched == 4 + 3 - frozen  # up to the last; and down from it, which stays
+
+
+def test_after_a_pass_without_gradients_comes_the_first_block_again(begun):
+    lane = ClockLane(0.9)
+    model, weights = begun(lane)
+    for block in weights.blocks:
+        block.register_forward_pre_hook(lambda *_: lane.computes(1.0))
+    with torch.no_grad():
+        for _ in range(3):
+            model.eval()(IDS, use_cache=False)
+    assert lane.waits == 1 and weights.fetched == 3 * 4 + 1
+
+
+def test_a_block_may_return_its_hidden_states_in_anything_that_has_them(begun, monkeypatch):
+    _, weights = begun()
+    reached = []
+    monkeypatch.setattr(weights, "_reached", reached.append)
+    for number, inside in enumerate((lambda x: {"hidden": x}, lambda x: (x, None), lambda x: [x])):
+        output = torch.ones(2, requires_grad=True) * 2
+        weights._leaves(number, inside(output))
+        output.sum().backward()
+    assert reached == [0, 1, 2]
+    with pytest.raises(Refused, match="LlamaDecoderLayer returns a object"):
+        weights._leaves(3, object())
+
+
+def test_no_slot_is_taken_from_a_block_that_backward_reads(begun, monkeypatch):
+    _, weights = begun()
+    weights._bind(0)
+    weights.homes[0].steps += 1
+    monkeypatch.setattr("lowmem.techniques.weights.streamed.in_backward", lambda: True)
+    with pytest.raises(AssertionError, match="backward still reads"):
+        weights._bind(0)
+
+
+# --- deliberately wrong variants --------------------------------------------------------------------------------------
+
+
+def given_back_after_it_was_computed_again(monkeypatch):
+    leaves = Streamed._leaves
+
+    def wrong(self, number, output):
+        leaves(self, number, output)
+        if in_backward():
+            self._release(lambda other, _: other == number)
+
+    monkeypatch.setattr(Streamed, "_leaves", wrong)
+
+
+def not_brought_for_backward(monkeypatch):
+    enters = Streamed._enters
+
+    def wrong(self, number):
+        if not in_backward():
+            enters(self, number)
+
+    monkeypatch.setattr(Streamed, "_enters", wrong)
+    monkeypatch.setattr(Streamed, "_reached", lambda self, number: None)
+
+
+def as_it_was_before_the_step(monkeypatch):
+    def wrong(self, number):
+        return next((slot for slot in self._slots if slot.home is self.homes[number]), None)
+
+    monkeypatch.setattr(Streamed, "_slot_of", wrong)
+
+
+def brought_before_the_step_is_done(monkeypatch):
+    step = Halves.step
+
+    def slowly(self, *how):
+        time.sleep(0.005)
+        step(self, *how)
+
+    monkeypatch.setattr(Halves, "step", slowly)
+    monkeypatch.setattr(Home, "arrived", lambda self: None)
+
+
+def without_checkpointing(monkeypatch):
+    pass
+
+
+WRONG = {
+    given_back_after_it_was_computed_again: "every_layer",
+    not_brought_for_backward: "every_layer",
+    as_it_was_before_the_step: "every_layer",
+    brought_before_the_step_is_done: "every_layer",
+    without_checkpointing: "none",
+}
+
+
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_variant_is_not_finite_or_has_other_bits(config, resident, monkeypatch, wrong, slots):
+    if wrong is without_checkpointing and slots == 2:
+        pytest.skip("with two slots the blocks of either parity find their own weights")
+    arguments = lines("llama", "loss=chunked", "max_steps=2", policy=WRONG[wrong])
+    right = resident(config, "llama", arguments)
+    wrong(monkeypatch)
+    lane = SlowLane() if wrong is brought_before_the_step_is_done else None
+    with suppress(NotFinite):
+        assert not trained(config, streamed(slots), "llama", arguments, lane=lane).same(right)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_steps_no_weight_that_is_still_being_copied(waits):
+    """A backward pass has used what it steps, so that only whoever brings a weight early and does not use it sees it.
+    The wrong variant: the copy is not told of."""
+    lane, p = SlowLane(), nn.Parameter(torch.ones(1000))
+    copied, link, home = torch.empty(4000, dtype=torch.uint8), StagedLink(lane, slot_bytes=64, slots=2), Home([p])
+    lane.copies.submit(time.sleep, 0.05)
+    landed = lane.copy(copied, home.flat, lane.mark())
+    home.read = landed if waits else None
+    link.at_home(home, lambda: home.tensors[p].zero_())
+    link.finish()
+    landed.synchronize()
+    link.close()
+    assert bool((copied.view(torch.float32) == 1).all()) == waits
+
+
+# --- which weights stream ---------------------------------------------------------------------------------------------
+
+
+def test_outside_its_turn_a_weight_is_not_a_number_and_after_the_run_it_is_itself():
+    model = network("llama", num_hidden_layers=4)
+    right = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = Streamed(model)
+    weights.move_in(torch.device("cpu"))
+    streaming = {name for name, p in model.named_parameters() if weights.home(p)}
+    assert streaming == {name for name in right if ".layers." in name or "embed_tokens" in name}
+    assert all(
+        p.isnan().all() == (name in streaming) and p.shape == right[name].shape for name, p in model.named_parameters()
+    )
+    weights.start()
+    weights.stop()
+    assert all(torch.equal(p, right[name]) for name, p in model.named_parameters())
+
+
+def test_what_blocks_share_stays_and_a_block_may_be_called_twice():
+    """A model whose blocks two and four share their MLP, and that goes through all of them two times."""
+    batch = MicroBatch(*torch.randint(0, VOCABULARY, (2, 3, 20)))
+
+    def gradients(streams):
+        model = network("llama", num_hidden_layers=4)
+        model.get_input_embeddings().requires_grad_(False)
+        layers = model.model.layers
+        layers[3].mlp = layers[1].mlp
+        forward = model.model.forward
+        model.model.forward = lambda **given: forward(inputs_embeds=forward(**given)[0], use_cache=False)
+        every_layer(model)
+        if streams:
+            weights = Streamed(model)
+            weights.move_in(torch.device("cpu"))
+            assert weights.home(layers[1].mlp.up_proj.weight) is None and weights.home(layers[0].mlp.up_proj.weight)
+            weights.start()
+        losses.full(model, batch).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, gradients(streams=True), gradients(streams=False)))
+
+
+def test_what_cannot_stream_is_refused():
+    with pytest.raises(Refused, match="weights=resident"):
+        Streamed(network("llama", num_hidden_layers=1))
+    always_the_same = network("llama", num_hidden_layers=3)
+    always_the_same.model.layers = nn.ModuleList([always_the_same.model.layers[0]] * 3)
+    with pytest.raises(Refused, match="0 block with weights of its own"):
+        Streamed(always_the_same)
+    for count, instead in ((-1, 2), (3, 2), (9, 2)):
+        with pytest.raises(Refused, match=f"weights.resident_blocks={instead}"):
+            Streamed(network("llama", num_hidden_layers=4), resident_blocks=count)
+    with pytest.raises(Refused, match=r"weights\.slots=2"):
+        Streamed(network("llama", num_hidden_layers=4), slots=1)

@@ -1,0 +1,284 @@
+"""A window's update is that of one big batch: lengths that differ, masked tokens, a short last window, any schedule."""
+
+import ast
+import inspect
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+import oracle
+import parity
+from lowmem.config.accumulation import by_epoch, by_step, effective_batch, fixed
+from lowmem.config.instantiate import instantiate
+from lowmem.data.loader import MicroBatch, Share, ValidationLoader, WindowLoader
+from lowmem.model.loading import describe
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.training.build import causal_lm
+from lowmem.training.module import CausalLM
+from networks import fp64_loss
+from tolerances import FP64, SGD_FP32
+
+STEPS = 5  # windows of 8 and 1 sequences by turns
+
+
+@pytest.fixture
+def trained(config, monkeypatch):
+    """(sequences per micro-batch, micro-batches, dtype, optim) -> gradients of every step, weights at the end."""
+
+    def run(batch_size, batches, dtype="float64", optim="adamw"):
+        if dtype == "float64":
+            monkeypatch.setattr(losses, "full", fp64_loss)
+        gradients = []
+        step = CausalLM._step
+
+        def recording(self, *done):
+            gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]))
+            return step(self, *done)
+
+        monkeypatch.setattr(CausalLM, "_step", recording)
+        lines = [f"batch_size={batch_size}", "accumulation=fixed", f"accumulation.batches={batches}"]
+        lines += [f"weights_dtype={dtype}", f"optim={optim}", f"max_steps={STEPS}", "optim.weight_decay=0.1"]
+        lines += ["lr=1e-3"] if optim == "adamw" else ["lr=1e-1"]
+        cfg = config(*parity.overrides(), *lines, base=())
+        _, weights = parity.run(cfg, wide=dtype == "float64")
+        monkeypatch.setattr(CausalLM, "_step", step)
+        return gradients, torch.cat([p.flatten() for p in weights.values()])
+
+    return run
+
+
+def furthest(one, other):
+    gradients = max((a - b).abs().max().item() for a, b in zip(one[0], other[0], strict=True))
+    return gradients, (one[1] - other[1]).abs().max().item()
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(4, 2), (2, 4), (1, 8), (3, 3)])
+def test_accumulated_gradients_and_adamw_weights_are_the_big_batchs_in_fp64(trained, batch_size, batches):
+    big = trained(batch_size * batches, 1)
+    gradients, weights = furthest(trained(batch_size, batches), big)
+    assert gradients < FP64 and weights < FP64
+
+
+def test_accumulated_sgd_weights_are_the_big_batchs_in_fp32(trained):
+    _, weights = furthest(trained(2, 4, "float32", "sgd"), trained(8, 1, "float32", "sgd"))
+    assert weights < SGD_FP32
+
+
+def divided_by_the_full_window(self, window, index):
+    return RIGHT(self, window._replace(weight=8 * 14), index)
+
+
+def last_micro_batch_dropped(self, window, index):
+    return RIGHT(self, window._replace(micro_batches=window.micro_batches[:-1] or window.micro_batches), index)
+
+
+def mean_of_means(self, window, index):
+    """Every micro-batch counts the same, however many of its tokens do (Lightning #20350)."""
+    weights = [window.tokens / (len(window.micro_batches) * batch.tokens) for batch in window.micro_batches]
+    loss, calls = self.loss, iter(weights)
+    self.loss = lambda *batch: loss(*batch) * next(calls)
+    try:
+        return RIGHT(self, window, index)
+    finally:
+        self.loss = loss
+
+
+RIGHT = CausalLM.training_step
+
+
+@pytest.mark.parametrize("wrong", [divided_by_the_full_window, last_micro_batch_dropped, mean_of_means])
+def test_a_wrong_variant_is_caught(trained, wrong, monkeypatch):
+    big, big_fp32 = trained(8, 1), trained(8, 1, "float32", "sgd")
+    monkeypatch.setattr(CausalLM, "training_step", wrong)
+    gradients, weights = furthest(trained(2, 4), big)
+    assert gradients > 1e3 * FP64 and weights > 1e3 * FP64
+    assert furthest(trained(2, 4, "float32", "sgd"), big_fp32)[1] > 10 * SGD_FP32
+
+
+def test_the_logged_loss_is_the_mean_over_tokens(fit):
+    whole, _ = fit("batch_size=8", "max_steps=1", "lr=1e-9")
+    parts, _ = fit("batch_size=2", "accumulation=fixed", "accumulation.batches=4", "max_steps=1", "lr=1e-9", folder="b")
+    assert whole["tokens"] == parts["tokens"]
+    assert parts["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+
+
+def masked_tokens_counted(self, window, index):
+    every = sum(batch.labels.numel() for batch in window.micro_batches)
+    return RIGHT(self, window._replace(tokens=every, weight=every), index)
+
+
+@pytest.mark.parametrize("wrong", [None, masked_tokens_counted])
+def test_masked_tokens_count_nowhere(config, monkeypatch, wrong):
+    """The logged loss of a ragged window is the oracle's mean over the tokens that have a label."""
+    seen = []
+
+    def recording(self, window, index):
+        out = (wrong or RIGHT)(self, window, index)
+        seen.append((out["loss"].item(), out["tokens"]))
+        return out
+
+    monkeypatch.setattr(CausalLM, "training_step", recording)
+    cfg = config(*parity.overrides("accumulation=fixed"), "max_steps=1", "lr=1e-9", base=())
+    before, _ = parity.run(cfg)
+    ((loss, tokens),) = seen
+    assert (loss == pytest.approx(parity.expected_losses("fixed", [before])[0], rel=1e-5)) == (wrong is None)
+    labels = parity.Ragged().micro_batch(torch.arange(9).numpy()).labels
+    order = [i for batch in next(iter(loader(fixed(4)))).micro_batches for i in indices(batch)]
+    assert (tokens == (labels[order] != losses.IGNORED).sum() < labels[order].numel()) == (wrong is None)
+
+
+def loader(size, batch_size=2):
+    return WindowLoader(parity.Ragged(), Share(batch_size), size, seed=0)
+
+
+def indices(batch):
+    every = parity.Ragged().micro_batch(torch.arange(9).numpy()).input_ids
+    return [int((every == row).all(1).nonzero()) for row in batch.input_ids]
+
+
+def sizes(size, windows, batch_size=2):
+    found = []
+    for window, _ in zip(loader(size, batch_size), range(windows), strict=False):
+        found.append([len(batch.labels) for batch in window.micro_batches])
+    return found
+
+
+def test_schedules_change_at_window_boundaries_and_every_window_has_exactly_its_size():
+    # nine sequences an epoch, two at a time: 2 2 2 2 1
+    assert sizes(by_step({0: 1, 3: 2}), 6) == [[2], [2], [2], [2, 1], [2, 2], [2, 2]]
+    assert sizes(by_epoch({0: 2, 1: 3}), 5) == [[2, 2], [2, 2], [1], [2, 2, 2], [2, 1]]
+    assert sizes(by_step({0: 3, 1: 1, 2: 4}), 3, 1) == [[1, 1, 1], [1], [1, 1, 1, 1]]
+
+
+def test_steps_and_learning_rates_are_right_across_a_change(fit):
+    """The schedule counts optimizer steps, whatever their windows hold."""
+    lines = ("scheduler=linear", "max_steps=6", "lr=1e-2", "log_every=1", "batch_size=2")
+    _, plain = fit(*lines, folder="plain")
+    _, changing = fit(*lines, "accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}", folder="changing")
+
+    def column(run, name):
+        header, *rows = (line.split(",") for line in (run / "metrics.csv").read_text().splitlines())
+        return [row[header.index(name)] for row in rows if row[header.index("lr")]]
+
+    assert column(changing, "step") == column(plain, "step") == list("123456")
+    assert column(changing, "lr") == column(plain, "lr")
+    assert [int(t) for t in column(changing, "tokens")] == [16 * n for n in (2, 4, 10, 16, 22, 28)]
+
+
+def test_an_effective_batch_is_counted_from_micro_batch_and_devices():
+    assert effective_batch(64, batch_size=8)(0, 0) == 8
+    assert effective_batch(64, batch_size=8, devices=4)(0, 0) == 2
+    assert effective_batch(64, batch_size=8).largest == 8
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: fixed(0), "at least one"),
+        (lambda: effective_batch(10, 4), "accumulation.size=8"),
+        (lambda: effective_batch(4, 2, devices=8), "accumulation.size=16"),
+        (lambda: by_step({1: 2}), "accumulation.sizes="),
+        (lambda: by_epoch({0: 0}), "at least one"),
+        (lambda: by_epoch({0: 2.5}), "at least one"),
+    ],
+)
+def test_what_makes_no_window_is_a_sentence(make, says):
+    with pytest.raises(Refused, match=says):
+        make()
+
+
+def test_a_size_that_does_not_divide_is_refused_as_typed(command, tmp_path):
+    code, said = command("accumulation=effective_batch", "accumulation.size=10")
+    assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_schedule_is_typed_as_the_yaml_says(command, tmp_path):
+    code, said = command("accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}")
+    assert code == 0, said
+    code, said = command("accumulation=by_step", f"hydra.run.dir={tmp_path}/second")
+    assert code == 1 and "accumulation.sizes" in said
+
+
+def test_micro_batches_count_the_tokens_that_have_labels():
+    rows = torch.zeros(3, 5, dtype=torch.long)
+    labels = rows.clone()
+    labels[0, :4] = -100
+    assert MicroBatch(rows, rows).tokens == 15 and MicroBatch(rows, labels).tokens == 11
+    assert MicroBatch(rows, torch.full_like(rows, losses.IGNORED)).tokens == 0
+
+
+def test_devices_share_a_window_and_know_the_tokens_of_all():
+    """Each of its sequences is on one of them."""
+    whole = next(iter(WindowLoader(parity.Ragged(), Share(4), fixed(2), seed=0)))
+    shares = [
+        next(iter(WindowLoader(parity.Ragged(), Share(2, rank=r, world_size=2), fixed(2), seed=0))) for r in (0, 1)
+    ]
+    assert {share.tokens for share in shares} == {whole.tokens}
+    assert sum(batch.tokens for share in shares for batch in share.micro_batches) == whole.tokens
+    read, shared = (
+        sorted(i for window in windows for batch in window.micro_batches for i in indices(batch))
+        for windows in ([whole], shares)
+    )
+    assert read == shared and len({*read}) == 8
+
+
+def imported(module):
+    """Top-level packages that the source of a module names in an import."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in named}
+
+
+def test_the_oracle_is_not_lowmem():
+    assert "torch" in imported(oracle) and "lowmem" not in imported(oracle)
+    assert "lowmem" in imported(parity)  # is seen where it is
+
+
+class Silent(parity.Ragged):
+    """One sequence at most has something to learn."""
+
+    def __init__(self, telling=0):
+        super().__init__()
+        self.telling = telling
+
+    def micro_batch(self, indices):
+        batch = super().micro_batch(indices)
+        batch.labels[torch.as_tensor(indices) != self.telling] = losses.IGNORED
+        return batch
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-master"])
+def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, precision):
+    """No division by zero, and none of the weight decay or momentum that a step of zero gradients would be."""
+    cfg = config(*parity.overrides(f"precision={precision}"), "batch_size=1", "max_steps=2", base=())
+    module = causal_lm(cfg, describe(cfg))
+    read = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, window, _):
+            weights = [p.detach().to(torch.float32, copy=True) for p in module.model.parameters()]
+            read.append((outputs["stepped"], float(outputs["loss"]), window.tokens, weights))
+
+    callbacks = [*map(instantiate, cfg.callbacks.values()), Watch()]
+    training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), callbacks)
+    training.fit(module, WindowLoader(Silent(), Share(1), fixed(1), seed=0))
+    assert [stepped for stepped, *_ in read] == [tokens > 0 for _, _, tokens, _ in read]
+    assert module.skipped_steps == len(read) - 2 and module.position.window == len(read)
+    for (_, _, _, before), (stepped, loss, _, after) in pairwise(read):
+        same = all(map(torch.equal, before, after))
+        assert same != stepped and math.isfinite(loss)
+
+
+def test_an_evaluation_of_nothing_has_no_loss(config):
+    cfg = config(*parity.overrides(), base=())
+    module = causal_lm(cfg, describe(cfg))
+    for telling in (0, None):
+        training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), [])
+        training.validate(module, ValidationLoader(Silent(telling), Share(2), 4), verbose=False)
+        assert (module.val_loss is None) == (telling is None)

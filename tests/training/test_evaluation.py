@@ -1,0 +1,139 @@
+"""Validation sets: each with the loss that plain transformers gives for the exported folder, document by document."""
+
+import csv
+import json
+import math
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from conftest import ROOT
+from lowmem.command import cli
+from lowmem.config.settle import run_of
+from lowmem.config.typed_lines import quoted
+from lowmem.system.errors import Refused
+from lowmem.training import build
+from lowmem.training.module import CausalLM
+
+LINES = ("val_every=2", "max_steps=2", "val_sequences=12", "lr=1e-2", "seq_len=24")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Text to train on, and two files of other text, one of which is in the same folder."""
+    folder = tmp_path_factory.mktemp("sets")
+    (folder / "train").mkdir()
+    for number in range(40):
+        (folder / "train" / f"{number:02d}.txt").write_text(
+            f"def f{number}(x): return {number} * x + x\n" * (number % 7 + 1)
+        )
+    for number in range(20):
+        (folder / "near").mkdir(exist_ok=True)
+        (folder / "near" / f"{number}.txt").write_text(f"def g{number}(y): return y\n" * (number % 5 + 1))
+    (folder / "train" / "99.txt").write_text("Quite another kind of text, which nobody has seen. " * 30)
+    return folder
+
+
+def typed(files, *more):
+    sets = f"data.val_path={{near:{files / 'near'},far:{files / 'train' / '99.txt'}}}"
+    return ("data=text", f"data.path={files / 'train'}", sets, *LINES, *more)
+
+
+def plain(folder, micro_batches):
+    """(loss, mean of the micro-batches' means) of plain transformers, each document by itself."""
+    model, sums = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    for batch in micro_batches:
+        nats, count = 0.0, 0
+        for row, labels in enumerate(batch.labels):
+            starts = [0] if batch.position_ids is None else (batch.position_ids[row] == 0).nonzero()[:, 0].tolist()
+            for start, stop in pairwise([*starts, len(labels)]):
+                with torch.no_grad():
+                    logits = model(batch.input_ids[row : row + 1, start:stop]).logits[0]
+                nats += cross_entropy(logits, labels[start:stop], reduction="sum", ignore_index=-100).item()
+                count += int((labels[start:stop] != -100).sum())
+        sums.append((nats, count))
+    return sum(n for n, _ in sums) / sum(c for _, c in sums), sum(n / c for n, c in sums) / len(sums)
+
+
+@pytest.mark.rows("documents")
+@pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
+def test_every_sets_loss_is_that_of_the_exported_folder(fit, config, files, packing):
+    lines = typed(files, f"data.packing={packing}", "data.too_long=cut")
+    summary, run = fit(*lines)
+    data = build.data(config(*lines))
+    assert [one["name"] for one in summary["validation"]] == [one.name for one in data.val] == ["near", "far"]
+    means = []
+    for one, loader in zip(summary["validation"], data.val, strict=True):
+        loss, mean_of_means = plain(run / "model", loader)
+        assert one["loss"] == pytest.approx(loss, abs=1e-5)
+        assert one["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        means.append(abs(mean_of_means - loss))
+    assert summary["val_loss"] == summary["validation"][0]["loss"] != summary["validation"][1]["loss"]
+    if packing != "joined":  # where micro-batches have unequal counts, a mean of means would not have passed
+        assert max(means) > 1e-4
+
+
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+def test_of_a_chat_it_is_that_of_what_the_assistant_says(fit, config, packing):
+    where = ("data=chat", f"data.path={ROOT / 'examples' / 'chat.jsonl'}", f"data.packing={packing}")
+    lines = (*where, *LINES, "seq_len=256", "model.architecture.vocab_size=400", "val_sequences=3", "batch_size=2")
+    summary, run = fit(*lines, "sample_tokens=4", "sample_prompts=[Who are you?]")
+    data = build.data(config(*lines))
+    loss, _ = plain(run / "model", data.val[0])
+    assert summary["val_loss"] == pytest.approx(loss, abs=1e-5)
+    tokenizer, text, count = data.tokens.tokenizer, 0, 0
+    for batch in data.val[0]:
+        learnt = batch.labels[batch.labels != -100]
+        text, count = text + len(tokenizer.decode(learnt, skip_special_tokens=True).encode()), count + len(learnt)
+    assert summary["bits_per_byte"] == pytest.approx(loss / math.log(2) * count / text, abs=1e-4)
+    every = torch.cat([batch.input_ids.flatten() for batch in data.val[0]])
+    assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # questions are no part of it
+    said = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])["prompt"]
+    assert "Who are you?" in said and said != "Who are you?"  # in the template's words
+    kept = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in kept and (run / "model" / "chat_template.jinja").is_file()
+
+
+def test_the_curves_have_a_column_for_each_set(fit, files):
+    summary, run = fit(*typed(files, "val_every=1"))
+    rows = [row for row in csv.DictReader((run / "metrics.csv").open()) if row["val_loss"]]
+    assert len(rows) == 2 and all(row["val_loss_far"] and row["bits_per_byte_far"] for row in rows)
+    assert float(rows[-1]["val_loss_far"]) == summary["validation"][1]["loss"]
+    assert float(rows[-1]["val_loss"]) == summary["val_loss"] and "perplexity" not in rows[0]
+
+
+def test_the_first_set_decides_and_the_others_are_not_trained_on(fit, config, files, monkeypatch):
+    both = build.data(config(*typed(files)))
+    alone = build.data(config(*typed(files, f"data.val_path={files / 'near'}")))
+    assert len(both.tokens.train.ids) < len(alone.tokens.train.ids)  # 99.txt is no training text
+    assert torch.equal(next(iter(both.val[0])).input_ids[:, 1:8], next(iter(both.val[0])).labels[:, :7])
+    losses = iter([[9.0, 9.0], [2.0, 5.0], [3.0, 4.0], [4.0, 3.0], [5.0, 1.0]])  # the others fall
+    evaluated = CausalLM.on_validation_epoch_end
+
+    def given(self):
+        evaluated(self)
+        self.val_losses = next(losses)
+
+    monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
+    lines = ("val_every=1", "max_steps=6", "checkpoint.keep=best", "early_stop.patience=2")
+    summary, run = fit(*typed(files, *lines))
+    assert summary["steps"] == 3 and summary["stopped_early"]
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000001.ckpt", "step-00000003.ckpt"}
+
+
+def test_what_cannot_be_a_set_is_a_sentence(fit, files):
+    for val_path, says in (
+        ("{a:/none}", "no such file"),
+        (f"{{near:{files / 'train'}}}", "this is data.path too"),
+        ("{a:x,b c:y}", "by names"),
+        ("{}", "no such file"),  # a name, as any other
+    ):
+        with pytest.raises(Refused, match=says):
+            fit("data=text", f"data.path={files / 'train'}", f"data.val_path={val_path}", *LINES)
+    read = cli.prepare(["data=text", "data.path=x", "data.val_path={a:~/b (2).txt,c:d}"])
+    assert run_of(read).data.val_path == {"a": os.path.expanduser("~/b (2).txt"), "c": "d"}
+    assert [quoted(line) for line in read] == read

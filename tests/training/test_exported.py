@@ -1,0 +1,81 @@
+"""The exported folder: what transformers would write of the whole model at once, written one shard after the other."""
+
+import pytest
+import torch
+from test_model_folder import Nothing
+from transformers import AutoModelForCausalLM
+
+from host_memory import Highest, linux
+from lowmem.model.loading import _of_type
+from lowmem.saving import export as exporting
+from lowmem.saving.export import ModelFolder, Weights, export
+from new_process import in_a_new_process
+
+WIDTHS = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+MODELS = {
+    "gpt2 tied": ("gpt2", {"vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 2}),
+    "llama untied": ("llama", WIDTHS),
+    "qwen3 tied": ("qwen3", WIDTHS | {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2, softcapped": ("gemma2", WIDTHS | {"head_dim": 8}),
+    "mixtral, whose experts files hold apart": ("mixtral", WIDTHS | {"num_local_experts": 4}),
+}
+
+
+def made(name, dtype=torch.float32):
+    model_type, keys = MODELS[name]
+    return AutoModelForCausalLM.from_config(_of_type(model_type, **keys), dtype=dtype)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
+
+
+@pytest.mark.parametrize("shard", ["2GB", "4KB"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_folder_is_what_transformers_writes_to_the_byte(tmp_path, monkeypatch, name, dtype, shard):
+    """Of a model whose parameters are held in 16 bits, and whose full precision lies elsewhere."""
+    monkeypatch.setattr(exporting, "SHARD", shard)
+    wide = made(name)
+    held = made(name, torch.bfloat16)
+    masters = dict(zip(held.parameters(), wide.parameters(), strict=True))
+    weights = Weights(held, lambda p: masters[p].data)
+    export(held, ModelFolder(tmp_path / "ours", Nothing(), dtype), weights)
+    wide.to(getattr(torch, dtype or "float32")).save_pretrained(tmp_path / "theirs", max_shard_size=shard)
+    ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
+    assert ours == theirs and (len(ours) > 4) == (shard == "4KB")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for (name, one), other in zip(opened.named_parameters(), wide.parameters(), strict=True):
+        assert torch.equal(one, other.to(opened.dtype)), name
+
+
+def test_a_loaded_model_goes_out_as_it_came_in(tmp_path):
+    """transformers keeps how it has renamed and joined what it read."""
+    made("llama untied").save_pretrained(tmp_path / "in")
+    export(AutoModelForCausalLM.from_pretrained(tmp_path / "in"), ModelFolder(tmp_path / "out", Nothing()))
+    assert contents(tmp_path / "out") == contents(tmp_path / "in")
+
+
+@pytest.mark.slow
+@linux
+@pytest.mark.parametrize("wrong", [False, True])
+@in_a_new_process
+def test_an_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
+    """Wrong: all of it is one shard."""
+    keys = WIDTHS | {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(_of_type("llama", **keys), dtype=torch.bfloat16)
+    network.to_empty(device="cpu")
+    weights = 4 * sum(p.numel() for p in network.parameters())
+    monkeypatch.setattr(exporting, "SHARD", "50GB" if wrong else "17MB")  # the embedding has 16.4
+    with Highest() as highest:
+        export(network, ModelFolder(tmp_path / "model", Nothing(), "float32"))
+    assert (highest.rise < 17e6 + 0.1 * weights) != wrong
+    assert (tmp_path / "model" / "model.safetensors").exists() == wrong

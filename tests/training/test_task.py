@@ -1,0 +1,478 @@
+"""What a run has left is gone on from, evaluated and exported, and done to the end where it was cut short."""
+
+import csv
+import errno
+import json
+import logging
+import os
+import resource
+import shlex
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowmem import fit
+from lowmem.command import cli
+from lowmem.config.settle import run_of
+from lowmem.report import hints
+from lowmem.report.metrics import Metrics
+from lowmem.saving import export
+from lowmem.saving.checkpoint import AtomicCheckpointIO, complete, going_on
+from lowmem.system.errors import Refused
+from lowmem.training import model_folder, results
+from lowmem.training.module import CausalLM
+from lowmem.training.training import _evaluated
+from same import last, same
+
+LINES = ("save_every=2", "val_every=2")
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory):
+    """(precision) -> the folder of a run of four steps, with checkpoints at 2 and 4; it is copied, never changed."""
+    made = {}
+
+    def run(precision="32"):
+        if precision not in made:
+            made[precision] = tmp_path_factory.mktemp("whole")
+            fit.fit(run_of([*small, *LINES, f"precision={precision}"]), made[precision])
+        return made[precision]
+
+    return run
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """(precision) -> a copy in the folder in which `fit` works."""
+    return lambda precision="32": shutil.copytree(whole(precision), tmp_path / "run")
+
+
+def summary_of(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def weights(run):
+    return load_file(run / "model" / "model.safetensors")
+
+
+def zero_a_page(file):
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        stream.write(bytes(4096))
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """() -> from now on nothing trains."""
+    return lambda: monkeypatch.setattr(CausalLM, "training_step", lambda *_: pytest.fail("trained"))
+
+
+# --- resume=auto ------------------------------------------------------------------------------------------------------
+
+
+def test_one_command_line_starts_goes_on_and_is_done(fit, whole, caplog, no_training):
+    caplog.set_level(logging.INFO)
+    lines = (*LINES, "resume=auto")
+    fit(*lines, "max_steps=2", "scheduler.total_steps=4")
+    assert "the run starts" in caplog.text
+    summary, run = fit(*lines)
+    assert summary["steps"] == 4 and summary["resumed_from"].endswith("step-00000002.ckpt")
+    assert same(last(run)["state_dict"], last(whole())["state_dict"])
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows if row["train_loss"]] == [1, 2, 3, 4]  # of both lives
+    no_training()
+    assert fit(*lines)[0]["val_loss"] == summary["val_loss"] and "nothing is missing" in caplog.text
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over_by_auto_and_refused_otherwise(fit, copy, whole, caplog):
+    run = copy()
+    broken = run / "checkpoints" / "step-00000004.ckpt"
+    zero_a_page(broken)
+    for named in (run, broken):
+        with pytest.raises(Refused, match=r"step-00000004\.ckpt is damaged.*resume=.*step-00000002\.ckpt"):
+            fit(*LINES, f"resume={named}", "max_steps=6", folder="other")
+    summary, _ = fit(*LINES, "resume=auto")
+    assert f"{broken} is damaged" in caplog.text and summary["resumed_from"].endswith("step-00000002.ckpt")
+    assert same(last(run)["state_dict"], last(whole())["state_dict"])
+
+
+def test_a_digest_that_is_not_compared_is_caught(fit, copy, whole, monkeypatch):
+    """The deliberately wrong variant: any zip archive will do."""
+    run = copy()
+    zero_a_page(run / "checkpoints" / "step-00000002.ckpt")
+    (run / "checkpoints" / "step-00000004.ckpt").unlink()
+    monkeypatch.setattr("lowmem.saving.checkpoint.intact", lambda path: True)
+    try:
+        fit(*LINES, "resume=auto")
+    except Exception:  # what it loads may be anything
+        return
+    assert not same(last(run)["state_dict"], last(whole())["state_dict"])
+
+
+# --- another model, another tokenizer, code ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [("n_layer=3", r"missing there"), ("n_layer=1", r"missing in this model"), ("n_embd=64", r"\(300, 32\) there")],
+)
+def test_another_model_is_refused_in_every_direction(fit, whole, other, says):
+    with pytest.raises(Refused, match=f"{says}.*Type the model= and model.architecture of that run"):
+        fit(f"resume={whole()}", f"model.architecture.{other}", "max_steps=6", folder="other")
+
+
+def test_other_tokens_are_refused_and_the_exported_model_takes_any_text(fit, whole, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.txt").write_text(f"quite other words {number} " * 200)
+    data = (f"data.path={text}", "data.val_fraction=0.5")
+    with pytest.raises(Refused, match=r"its tokens are not those.*evaluate=.*/model"):
+        fit(f"evaluate={whole()}", *data, folder="other")
+    summary, _ = fit(f"evaluate={whole()}/model", *data, folder="other")
+    assert summary["val_loss"] > 0
+
+
+@pytest.mark.parametrize("line", ["model.trust_remote_code=true", "+callbacks.x._target_=os.system"])
+def test_what_can_run_code_is_not_repeated(tmp_path, line):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(f"- lr=0.5\n- '{line}'\n")
+    for name in ("resume", "evaluate", "export"):
+        with pytest.raises(Refused, match="Type it again, if you trust it: " + line.replace("+", r"\+")):
+            cli.prepare([f"{name}={tmp_path}"])
+        assert cli.prepare([f"{name}={tmp_path}", line]) == ["lr=0.5", f"{name}={tmp_path}", line]
+
+
+# --- what comes after the last step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-master"])
+@pytest.mark.parametrize("missing", ["evaluation", "export"])
+def test_what_is_missing_of_a_complete_run_is_done(fit, copy, whole, no_training, precision, missing):
+    run, unbroken = copy(precision), whole(precision)
+    no_training()
+    shutil.rmtree(run / "model")
+    if missing == "evaluation":
+        (run / "summary.json").unlink()
+    summary, _ = fit(*LINES, f"precision={precision}", "resume=auto")
+    assert same(weights(run), weights(unbroken))
+    found, expected = summary_of(run), summary_of(unbroken)
+    assert found.keys() == expected.keys() and summary["steps"] == 4
+    for figure in ("steps", "tokens", "train_loss", "val_loss", "bits_per_byte", "parameters", "skipped_steps"):
+        assert found[figure] == expected[figure], figure
+    assert (run / "metrics.csv").read_text().startswith((unbroken / "metrics.csv").read_text())
+    with pytest.raises(Refused, match="max_steps=8"):  # and now nothing is
+        fit(*LINES, f"precision={precision}", f"resume={run}", folder="other")
+
+
+def test_evaluate_does_just_that_to_a_run_a_checkpoint_and_a_model(fit, whole, no_training, tmp_path):
+    run = whole()
+    no_training()
+    for named in (run, run / "checkpoints" / "step-00000004.ckpt", run / "model"):
+        summary, other = fit(f"evaluate={named}", "sample_tokens=4", folder="other")
+        assert summary["val_loss"] == pytest.approx(summary_of(run)["val_loss"], abs=1e-6)
+        assert summary_of(other).keys() == summary_of(run).keys()
+        assert not (other / "model").exists() and not (other / "checkpoints").exists()
+    assert fit(f"evaluate={run / 'checkpoints' / 'step-00000002.ckpt'}", folder="other")[0]["steps"] == 2
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-master"])
+def test_export_does_just_that_to_a_run_and_a_checkpoint(fit, whole, no_training, precision):
+    run = whole(precision)
+    no_training()
+    summary, other = fit(f"export={run}", f"precision={precision}", folder="other")
+    assert same(weights(other), weights(run)) and summary["val_loss"] == summary_of(run)["val_loss"]
+    earlier = run / "checkpoints" / "step-00000002.ckpt"
+    summary, other = fit(f"export={earlier}", f"precision={precision}", "export_dtype=bfloat16", folder="earlier")
+    saved = torch.load(earlier, weights_only=True)["state_dict"]
+    assert all(torch.equal(w, saved[f"model.{name}"].bfloat16()) for name, w in weights(other).items())
+    assert summary["steps"] == 2 and summary_of(other)["val_loss"] is None
+
+
+def test_evaluate_and_export_as_typed(command, whole, tmp_path):
+    (whole() / ".hydra").mkdir(exist_ok=True)
+    (whole() / ".hydra" / "overrides.yaml").write_text("- lr=0.5\n")
+    code, said = command(f"export={whole()}")
+    assert code == 0 and "Traceback" not in said and (tmp_path / "run" / "model").is_dir(), said
+    for _ in range(2):  # a second time says the same again
+        code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
+        assert code == 0, said
+    code, said = command("max_steps=1", f"hydra.run.dir={tmp_path}/evaluated")
+    assert code == 1 and "another run is here" in said and "resume" not in said
+    code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
+    assert code == 0 and "step 4: validation " in said and "loss nan" not in said, said
+    code, said = command(f"export={whole()}", "resume=auto", f"hydra.run.dir={tmp_path}/other")
+    assert code == 1 and "one command does one of them" in said
+
+
+# --- the end of training ----------------------------------------------------------------------------------------------
+
+
+def test_early_stop_ends_a_run_that_no_longer_learns(fit, no_training):
+    lines = ("lr=1e-30", "val_every=1", "early_stop.patience=2", "max_steps=9", "resume=auto")
+    summary, run = fit(*lines)
+    assert summary["steps"] == 3 and summary["stopped_early"] and not summary["interrupted"]
+    assert [path.name for path in complete(run / "checkpoints")][-1] == "step-00000003.ckpt"
+    no_training()
+    assert fit(*lines)[0]["steps"] == 3  # the same command again has nothing to do
+
+
+def test_nobody_is_told_to_take_the_precision_that_he_has(fit):
+    with pytest.raises(Refused, match="steps in a row were skipped") as refused:
+        fit("precision=bf16-master", "optim=sgd", "on_nonfinite=skip", "lr=1e30")
+    assert str(refused.value).endswith("Type a smaller lr.")
+
+
+def test_lightnings_usual_callbacks_work(fit):
+    summary, run = fit(
+        "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
+        "+callbacks.early.monitor=val_loss",
+        "+callbacks.early.patience=1",
+        "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor",
+        *("+logger.rows._target_=lightning.pytorch.loggers.CSVLogger", "+logger.rows.save_dir=${output_dir}"),
+        *("+trainer.log_every_n_steps=1", "lr=1e-30", "val_every=1", "max_steps=9"),
+    )
+    assert summary["steps"] == 2 and summary["stopped_early"]
+    rates = [row for row in csv.DictReader(next(run.rglob("version_0/metrics.csv")).open()) if row.get("lr-AdamW/pg1")]
+    assert rates and float(rates[0]["lr-AdamW/pg1"]) <= 1e-30
+
+
+def test_a_callback_that_cannot_work_is_a_sentence(command, tmp_path):
+    code, said = command("+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint")
+    assert code == 1 and "checkpoint.keep=best" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+    code, said = command("+callbacks.x._target_=lightning.pytorch.callbacks.LearningRateMonitor", "logger=none")
+    assert code == 1 and "logger" in said and "Traceback" not in said
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_also_after_a_resume(fit, monkeypatch):
+    losses = iter([9.0, 5.0, 1.0, 4.0, 3.0, 2.0])  # the first is of the check before step 1
+    evaluated = CausalLM.on_validation_epoch_end
+
+    def given(self):
+        evaluated(self)
+        self.val_losses = [next(losses)]
+
+    monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
+    lines = ("val_every=1", "save_every=1", "checkpoint.keep=best", "scheduler.total_steps=5", "resume=auto")
+    _, run = fit(*lines, "max_steps=3")
+    assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "3.ckpt"]
+    losses = iter([9.0, 3.0, 2.0])
+    _, run = fit(*lines, "max_steps=5")
+    assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "5.ckpt"]
+
+
+def test_a_run_that_keeps_its_best_is_evaluated_and_done_to_the_end(fit, copy, no_training):
+    run = copy()
+    no_training()
+    summary, other = fit(*LINES, "checkpoint.keep=best", f"evaluate={run}", folder="other")
+    assert summary["val_loss"] == summary_of(run)["val_loss"] and not (other / "checkpoints").exists()
+    (run / "summary.json").unlink()  # killed in its last evaluation
+    assert fit(*LINES, "checkpoint.keep=best", "resume=auto")[0]["val_loss"] == summary["val_loss"]
+
+
+def test_a_better_one_that_could_not_be_written_does_not_cost_the_best(fit, full, monkeypatch):
+    losses = iter([9.0, 5.0, 1.0, 0.5, 3.0])  # the first is of the check before step 1
+    evaluated = CausalLM.on_validation_epoch_end
+
+    def given(self):
+        evaluated(self)
+        self.val_losses = [next(losses)]
+
+    monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
+    full(AtomicCheckpointIO, "save_checkpoint", {3})  # saved at every evaluation that is better, and in the end
+    _, run = fit("val_every=1", "save_every=100", "checkpoint.keep=best")
+    assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "4.ckpt"]
+
+
+def test_a_checkpoint_may_be_named_from_beside_it(fit, whole, monkeypatch):
+    monkeypatch.chdir(whole() / "checkpoints")
+    with pytest.raises(Refused, match="4 steps are done and max_steps=4"):
+        fit(*LINES, "resume=step-00000004.ckpt")
+    assert fit(*LINES, "resume=step-00000004.ckpt", "max_steps=5")[0]["steps"] == 5
+
+
+def test_what_is_printed_for_copying_is_quoted_for_the_shell(fit, copy, tmp_path):
+    run = copy().rename(tmp_path / "Müller's run")
+    broken = run / "checkpoints" / "step-00000004.ckpt"
+    zero_a_page(broken)
+    with pytest.raises(Refused) as refused:
+        fit(f"resume={run}")
+    good = f"resume={run}/checkpoints/step-00000002.ckpt"
+    assert good in shlex.split(str(refused.value).partition("Type ")[2].rstrip("."))
+    assert shlex.split(going_on(run / "checkpoints"))[0] == f"resume={broken}"
+
+
+def test_one_that_was_saved_after_an_evaluation_goes_on_as_the_unbroken_run(fit):
+    lines = ("val_every=1", "save_every=100", "checkpoint.keep=best", "model.architecture.resid_pdrop=0.1", "lr=1e-2")
+    _, whole = fit(*lines, "max_steps=5", folder="whole")
+    _, part = fit(*lines, "max_steps=3", "scheduler.total_steps=5", folder="part")
+    saved = torch.load(complete(part / "checkpoints")[-1], weights_only=True)
+    assert saved["callbacks"]["Checkpoints"]["best_step"] == 3  # it was written again, after the evaluation
+    _, run = fit(*lines, "max_steps=5", f"resume={part}", folder="run")
+    assert same(last(run)["state_dict"], last(whole)["state_dict"])
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows if row["val_loss"]] == [4, 5]
+
+
+def test_saving_by_minutes_and_keeping_a_number(fit, monkeypatch):
+    from lowmem.saving import checkpoint
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self):
+            self.now += 20.0  # seconds between two looks
+            return self.now
+
+    monkeypatch.setattr(checkpoint, "time", Clock())
+    _, run = fit("save_every=1min", "max_steps=20", "checkpoint.keep=3")
+    steps = [int(path.name[5:13]) for path in complete(run / "checkpoints")]
+    assert steps == [15, 18, 20]
+
+
+def test_the_last_lines_are_commands_that_work(command, tmp_path):
+    _, said = command(f"hydra.run.dir={tmp_path}/a run")
+    typed = [line for line in said.splitlines() if line.startswith("python train.py ")]
+    assert [line.split("=")[0].split()[-1].strip("'") for line in typed] == ["generate", "evaluate", "resume"]
+    for line in typed:
+        cli.prepare(shlex.split(line)[2:])  # it is not refused
+    code, said = command(*shlex.split(typed[-1])[2:], f"hydra.run.dir={tmp_path}/run", base=())
+    new, old = tmp_path / "run", tmp_path / "a run"
+    assert code == 0 and summary_of(new)["steps"] == 8
+    assert said.startswith(f"resume={old}: goes on in a new folder, {new}. The old one stays as it is.\n")
+
+
+def test_a_run_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch):
+    for name in (".hydra", "model"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for interrupted, steps, expected in (
+        (True, 2, ["evaluate=run", "resume=run"]),
+        (False, 2, ["generate=run prompt='Once upon a time'", "evaluate=run", "resume=run"]),
+    ):
+        hints.tell_commands(tmp_path / "run", "train", {"interrupted": interrupted, "steps": steps}, 4)
+        assert capsys.readouterr().out.split("python train.py ")[1:] == [f"{line}\n" for line in expected]
+
+
+# --- no room ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """(owner, name, which) -> from now on these calls of a function find that no file may grow beyond 2 kB."""
+
+    def arrange(owner, name, which):
+        function, calls = getattr(owner, name), iter(range(1, 1000))
+
+        def without_room(*arguments, **keywords):
+            if next(calls) not in which:
+                return function(*arguments, **keywords)
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        monkeypatch.setattr(owner, name, without_room)
+
+    return arrange
+
+
+def drafts(run):
+    return list(run.rglob("*.writing"))
+
+
+def test_a_save_that_fails_once_is_reported_and_training_goes_on(fit, full, caplog):
+    full(AtomicCheckpointIO, "save_checkpoint", {2})
+    summary, run = fit("save_every=1")
+    assert summary["steps"] == 4 and "step-00000002.ckpt cannot be written: File too large" in caplog.text
+    assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["3.ckpt", "4.ckpt"] and not drafts(run)
+
+
+def test_twice_in_a_row_ends_the_run_with_the_old_checkpoint_and_the_weights_of_that_step(command, full, tmp_path):
+    full(AtomicCheckpointIO, "save_checkpoint", {2, 3})
+    code, said = command("save_every=1")
+    assert code == 1 and "Traceback" not in said and "Nor could the one before it" in said
+    run = tmp_path / "run"
+    assert f"resume={run}/checkpoints/step-00000001.ckpt goes on" in said
+    assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["1.ckpt"] and not drafts(run)
+    assert "training ended at step 3" in said and "The weights alone, of step 3" in said
+    assert (run / "model" / "model.safetensors").is_file() and not summary_of(run)["stopped_early"]
+
+
+def test_the_last_save_of_all_is_tried_again(command, full, tmp_path):
+    full(AtomicCheckpointIO, "save_checkpoint", {1})
+    assert command()[0] == 0
+    assert [path.name[-6:] for path in complete(tmp_path / "run" / "checkpoints")] == ["4.ckpt"]
+
+
+def test_without_room_for_the_last_checkpoint_the_weights_are_written_alone(command, full, tmp_path):
+    full(AtomicCheckpointIO, "save_checkpoint", {1, 2})
+    code, said = command()
+    run = tmp_path / "run"
+    assert code == 1 and "Traceback" not in said and "is tried once more after the last evaluation" in said
+    assert "goes on, and" not in said and "There is no checkpoint to go on from." in said
+    assert summary_of(run)["steps"] == 4 and "The weights alone" in (run / "failed.txt").read_text()
+    loss = summary_of(run)["val_loss"]
+    for typed in (f"evaluate={run}/model", f"generate={run}/model", f"model=hf model.name={run}/model"):
+        assert typed in said
+    code, said = command(f"evaluate={run}/model", f"hydra.run.dir={tmp_path}/other", base=())
+    assert code == 0 and summary_of(tmp_path / "other")["val_loss"] == pytest.approx(loss), said
+
+
+def test_without_room_for_the_weights_either_it_says_what_is_left(command, full, tmp_path):
+    full(AtomicCheckpointIO, "save_checkpoint", {2, 3})
+    full(model_folder, "_write", {1})
+    code, said = command("save_every=2")
+    run = tmp_path / "run"
+    assert code == 1 and "Traceback" not in said and f"Nor can {run}/model: File too large" in said
+    assert "resume=" in said and "step-00000002.ckpt goes on" in said and not (run / "model").exists()
+    assert summary_of(run)["steps"] == 4  # what else fits is written
+
+
+def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(command, full, tmp_path):
+    full(export, "export", {1})
+    code, said = command()
+    run = tmp_path / "run"
+    assert code == 1 and "Traceback" not in said and f"{run}/model cannot be written: File too large" in said
+    assert f"type export={run}" in said and "bits per byte" in said
+    assert summary_of(run)["steps"] == 4 and not drafts(run) and not (run / "model").exists()
+    code, said = command(f"export={run}", f"hydra.run.dir={tmp_path}/other", base=())
+    assert code == 0 and (tmp_path / "other" / "model" / "model.safetensors").is_file(), said
+
+
+def test_a_curve_without_room_is_a_sentence(command, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream raises it, which does not say whose it is
+
+    monkeypatch.setattr(Metrics, "_write", full)
+    code, said = command()
+    assert code == 1 and "Traceback" not in said and f"{tmp_path}/run: No space left on device" in said
+
+
+def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, full, tmp_path, monkeypatch):
+    write = results.write
+    monkeypatch.setattr(results, "write", lambda file, summary: write(file, {**summary, "long": "x" * 3000}))
+    full(results, "write", {1})
+    code, said = command()
+    run = tmp_path / "run"
+    assert code == 1 and "Traceback" not in said and f"{run}/summary.json: File too large" in said
+    assert not drafts(run) and not (run / "summary.json").exists()
+    fit("resume=auto")
+    assert summary_of(run)["val_loss"] > 0 and (run / "model").is_dir()
+
+
+def test_an_evaluation_says_on_how_much_it_is(config, text_folder):
+    held = SimpleNamespace(count=8, name="", sequences=range(20))
+    of = ("data=text", f"data.path={text_folder}")
+    cfg = config(*of, "evaluate=x", "data.val_fraction=0.2")
+    said = _evaluated(cfg, [held])
+    assert "on 8 of 20 sequences" in said and "data.val_fraction=0.2" in said and "data.val_path=<it>" in said
+    sets = [held, SimpleNamespace(count=3, name="far", sequences=range(3))]
+    said = _evaluated(config(*of, "evaluate=x", "data.val_path=y"), sets)
+    assert "3 of 3 sequences of far" in said and "held out" not in said

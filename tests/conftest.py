@@ -128,7 +128,7 @@ def config(small):
     """(overrides) -> a small run, whose values are not checked: some tests compute in float64."""
 
     def make(*overrides: str, base: tuple[str, ...] = small):
-        return Run.of(composed(beside(base, overrides)))
+        return Run.from_draft(composed(beside(base, overrides)))
 
     return make
 

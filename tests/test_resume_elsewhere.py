@@ -56,7 +56,7 @@ def written(lines, tmp_path_factory):
     return base, {job.folder.name: [rank[number] for rank in said] for number, job in enumerate(jobs)}
 
 
-def held(path):
+def state_of(path):
     """What a checkpoint holds, each tensor whole and by its name, whichever form it has."""
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(path)
     (optimizer,) = content["optimizer_states"]
@@ -97,12 +97,12 @@ def test_what_is_read_is_what_was_saved_and_the_next_steps_are_those_of_the_unbr
     base, said = written
     assert not any(said.get(reader, ())), said[reader]
     writer, reads = base / reader.split()[0], base / reader
-    there, rest = held(at(writer, AFTER))
-    here, rest_here = held(at(reads, AFTER))
+    there, rest = state_of(at(writer, AFTER))
+    here, rest_here = state_of(at(reads, AFTER))
     assert same(there, here) and same(rest, rest_here)
     assert at(reads, AFTER).is_dir() == reader.split(" to ")[1].startswith("fsdp")
     assert len(there) > 3 * 20  # weights, and two moments of each
-    (ends, _), (unbroken, _) = held(at(reads, STEPS)), held(at(base / "one", STEPS))
+    (ends, _), (unbroken, _) = state_of(at(reads, STEPS)), state_of(at(base / "one", STEPS))
     assert furthest(ends, unbroken) < NEAR
     exported = [load_file(run / "model" / "model.safetensors") for run in (reads, base / "one")]
     assert exported[0].keys() == exported[1].keys() and furthest(*exported) < NEAR
@@ -112,13 +112,13 @@ def test_forgetting_the_state_is_caught(written, lines):
     """The deliberately wrong variant."""
     base, _ = written
     live(Job(lines("auto", 1, f"resume={at(base / 'fsdp', AFTER)}"), base / "forgot", ("forgets state",)))
-    assert furthest(held(at(base / "forgot", STEPS))[0], held(at(base / "one", STEPS))[0]) > 1e3 * NEAR
+    assert furthest(state_of(at(base / "forgot", STEPS))[0], state_of(at(base / "one", STEPS))[0]) > 1e3 * NEAR
 
 
 def test_two_processes_train_what_one_does(written):
     base, said = written
     assert not any(said["fsdp"]), said["fsdp"]
-    assert furthest(held(at(base / "fsdp", STEPS))[0], held(at(base / "one", STEPS))[0]) < NEAR
+    assert furthest(state_of(at(base / "fsdp", STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
     parts = sorted(file.name for file in at(base / "fsdp", STEPS).iterdir())
     assert parts == ["index.pt", "part-00000.bin", "part-00001.bin"]
     sizes = [(at(base / "fsdp", STEPS) / part).stat().st_size for part in parts[1:]]
@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_for_one_of_them_is_full_for_all(written):
     assert not any(said["full disk"]), said["full disk"]  # the run goes on
     steps = sorted(path.name for path in (base / "full disk" / "checkpoints").iterdir())
     assert steps == [f"step-{step:08d}.ckpt" for step in (1, 2, 4)]
-    assert furthest(held(at(base / "full disk", STEPS))[0], held(at(base / "fsdp", STEPS))[0]) == 0
+    assert furthest(state_of(at(base / "full disk", STEPS))[0], state_of(at(base / "fsdp", STEPS))[0]) == 0
 
 
 def test_an_export_that_fails_fails_for_all(written):
@@ -156,9 +156,9 @@ def test_parts_of_another_kind_are_read_and_read_by_others(written, lines, tmp_p
     assert not any(map(any, said)), said
     live(Job(lines("auto", 1, f"resume={at(there, AFTER)}"), tmp_path / "one", ("saves at once",)))
     for writer, reader in ((base / "fsdp", here), (there, back), (there, tmp_path / "one")):
-        (saved, rest), (read_, rest_read) = held(at(writer, AFTER)), held(at(reader, AFTER))
+        (saved, rest), (read_, rest_read) = state_of(at(writer, AFTER)), state_of(at(reader, AFTER))
         assert same(saved, read_) and same(rest, rest_read), (writer, reader)
-        assert furthest(held(at(reader, STEPS))[0], held(at(base / "one", STEPS))[0]) < NEAR
+        assert furthest(state_of(at(reader, STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (there, base / "one"))
     assert ours.keys() == theirs.keys() and furthest(ours, theirs) < NEAR
 
@@ -180,12 +180,12 @@ def test_as_many_processes_go_on_as_if_they_had_not_stopped(lines, tmp_path, str
     said = several(2, *jobs)
     assert not any(map(any, said)), said
     for step in (AFTER, STEPS):
-        (one, rest), (other, rest_other) = held(at(whole, step)), held(at(again, step))
+        (one, rest), (other, rest_other) = state_of(at(whole, step)), state_of(at(again, step))
         assert same(one, other) and same(rest, rest_other), step
     contents = [checkpoint.AtomicCheckpointIO().load_checkpoint(at(run, STEPS)) for run in (whole, again)]
     scales = [[content[name] for name in content if "Float16" in name] for content in contents]
     assert scales[0] == scales[1] and bool(scales[0]) == (precision == "16")
-    assert not same(held(at(whole, AFTER))[0], held(at(tmp_path / "other", AFTER))[0])
+    assert not same(state_of(at(whole, AFTER))[0], state_of(at(tmp_path / "other", AFTER))[0])
 
 
 @pytest.mark.slow
@@ -197,9 +197,9 @@ def test_three_processes_and_back(written, lines, tmp_path):
     back = several(2, Job(lines("fsdp", 2, f"resume={at(tmp_path / 'three', 3)}"), tmp_path / "two", at_once))
     assert not any(map(any, back)), back
     for writer, reader, step in ((base / "fsdp", tmp_path / "three", 2), (tmp_path / "three", tmp_path / "two", 3)):
-        (there, rest), (here, rest_here) = held(at(writer, step)), held(at(reader, step))
+        (there, rest), (here, rest_here) = state_of(at(writer, step)), state_of(at(reader, step))
         assert same(there, here) and same(rest, rest_here)
-        assert furthest(held(at(reader, STEPS))[0], held(at(base / "one", STEPS))[0]) < NEAR
+        assert furthest(state_of(at(reader, STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
 
 
 @pytest.mark.slow
@@ -211,4 +211,4 @@ def test_one_that_is_killed_in_a_save_leaves_the_checkpoint_before(written, line
     again = several(2, Job(lines("fsdp", 2, "resume=auto"), run))
     assert not any(map(any, again)), again
     assert not list((run / "checkpoints").glob(".step-*"))
-    assert furthest(held(at(run, STEPS))[0], held(at(written[0] / "fsdp", STEPS))[0]) == 0
+    assert furthest(state_of(at(run, STEPS))[0], state_of(at(written[0] / "fsdp", STEPS))[0]) == 0

@@ -36,7 +36,7 @@ def known():
 
 
 @pytest.fixture
-def held(fit, known):
+def held_bytes(fit, known):
     """(shape, overrides) -> bytes by category."""
 
     def run(shape, *lines):
@@ -51,9 +51,9 @@ def held(fit, known):
     return run
 
 
-def too_much(held, saves, *lines):
+def too_much(held_bytes, saves, *lines):
     """Categories of which more is left than `saves` says: category -> share of the shipped run's bytes."""
-    left = {kind: held(SHAPES[kind], *lines)[kind] / held(SHAPES[kind])[kind] for kind in saves}
+    left = {kind: held_bytes(SHAPES[kind], *lines)[kind] / held_bytes(SHAPES[kind])[kind] for kind in saves}
     return {kind: share for kind, share in left.items() if share > saves[kind]}
 
 
@@ -68,9 +68,9 @@ def test_a_technique_declares_what_it_saves(technique):
 
 @pytest.mark.slow_rows(*SIBLINGS)
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
-def test_a_technique_saves_what_it_declares(held, technique):
+def test_a_technique_saves_what_it_declares(held_bytes, technique):
     group, name = technique.split("=")
-    found = too_much(held, techniques(group)[name].saves, technique, *WITH.get(technique, []))
+    found = too_much(held_bytes, techniques(group)[name].saves, technique, *WITH.get(technique, []))
     assert found == {}, f"{technique} leaves these shares of the shipped run's bytes: declares.saves says less"
 
 
@@ -87,9 +87,9 @@ IDLE = {
 
 @pytest.mark.slow_rows(*shipped_but("precision=16-master", "loss=chunked", "optim=adafactor"))
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
-def test_one_that_does_nothing_is_caught(held, technique):
+def test_one_that_does_nothing_is_caught(held_bytes, technique):
     """The deliberately wrong variant of every technique: the yardstick of its group under its declaration."""
     group, name = technique.split("=")
     saves = techniques(group)[name].saves
-    found = too_much(held, saves, *IDLE[group])
+    found = too_much(held_bytes, saves, *IDLE[group])
     assert found.keys() == saves.keys(), f"conf/{group}/{name}.yaml: {IDLE[group][0]} saves what it declares, too"

@@ -32,7 +32,7 @@ def test_a_card_has_every_field_and_says_where_from(name):
     )
     card = cards.card(name)
     assert card.size == round(said["total_gib"] * GIB)
-    assert card.beside - cards.LATER == said["context_mib"] * MIB and 0.1 * GIB < card.beside < GIB
+    assert card.context_bytes - cards.LATER == said["context_mib"] * MIB and 0.1 * GIB < card.context_bytes < GIB
     assert card.multiplies("bfloat16") == (name != "t4")
     assert all(map(card.multiplies, ("float32", "tensorfloat32", "float16")))
 
@@ -52,7 +52,7 @@ def test_none_has_as_much_as_its_name_says(name):
 
 def test_a_bare_size_keeps_a_share_free_and_assumes_a_context():
     card = cards.card("12GiB")
-    assert card.size == round(0.98 * 12 * GIB) and card.beside == GIB // 2
+    assert card.size == round(0.98 * 12 * GIB) and card.context_bytes == GIB // 2
     assert card.rates is None and card.multiplies("bfloat16") and cards.card(None) is None
 
 
@@ -68,10 +68,10 @@ def test_the_nearest_name_comes_first(word, first):
 # --- the context is counted once -------------------------------------------------------------------------------------
 
 
-def predicted(reserved, beside):
+def predicted(reserved, context_bytes):
     """What README's recipe for 12 GiB needs: `reserved` of torch's."""
     phases = {name: Need(reserved, GIB) for name in PHASES}
-    return Prediction(phases, {}, {"libraries": 0}, reserved, reserved, 1, True, beside=beside)
+    return Prediction(phases, {}, {"libraries": 0}, reserved, reserved, 1, True, context_bytes=context_bytes)
 
 
 RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl gpu=12GiB` makes torch reserve
@@ -79,9 +79,9 @@ RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl g
 
 def test_a_card_by_name_holds_what_torch_reserves_and_its_context():
     card = cards.card("rtx3060")
-    assert predicted(RECIPE, card.beside).fits(Target(True, card))
-    assert predicted(card.size - card.beside, card.beside).fits(Target(True, card))
-    assert not predicted(card.size - card.beside + 1, card.beside).fits(Target(True, card))
+    assert predicted(RECIPE, card.context_bytes).fits(Target(True, card))
+    assert predicted(card.size - card.context_bytes, card.context_bytes).fits(Target(True, card))
+    assert not predicted(card.size - card.context_bytes + 1, card.context_bytes).fits(Target(True, card))
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -91,7 +91,7 @@ def test_a_card_that_is_here_is_not_charged_for_its_context_again(monkeypatch, c
     made_up(monkeypatch, free)
     cfg = config("device=cuda", "plan=check")
     context = cards.CONTEXT if twice else 0
-    monkeypatch.setattr(at_start, "predict", lambda _, target, __: predicted(RECIPE, target.beside + context))
+    monkeypatch.setattr(at_start, "predict", lambda _, target, __: predicted(RECIPE, target.context_bytes + context))
     monkeypatch.setattr(at_start, "_host", lambda: 64 * GIB)
     monkeypatch.setattr(at_start, "_does_not_fit", lambda *_: "it does not fit")
     assert at_start.could_fit(cfg) != twice
@@ -114,7 +114,7 @@ def test_a_limit_is_of_the_allocator_which_holds_no_context(monkeypatch, config)
         at_start._free(config("device=cuda", *typed)) for typed in ((), ("memory.limit=8GiB",), ("memory.limit=12GiB",))
     )
     assert (of_card.size, capped.size, above.size) == (11 * GIB, 8 * GIB, 11 * GIB)
-    assert of_card.beside == capped.beside == cards.LATER < 0.2 * GIB
+    assert of_card.context_bytes == capped.context_bytes == cards.LATER < 0.2 * GIB
     assert at_start._free(config("memory.limit=8GiB")) == cards.Card(8 * GIB, "memory.limit")
     assert at_start._free(config()) is None
 

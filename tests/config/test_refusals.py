@@ -272,7 +272,7 @@ def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch
     monkeypatch.setattr(refusals, "REFUSALS", ())
     monkeypatch.setattr(ddp.DataParallel, "before_training", among_others)
     monkeypatch.setattr(ddp.DataParallel, "local", lambda self, p: p)  # what hooks of backward are on
-    monkeypatch.setattr(ddp.DataParallel, "parts", lambda self, model: model)
+    monkeypatch.setattr(ddp.DataParallel, "local_parameters", lambda self, model: model)
 
     def moved(*lines):
         fit("strategy=ddp", "optim=sgd", "optim.weight_decay=0", "max_steps=1", "clip=null", *lines)

@@ -12,7 +12,7 @@ from lowmem.config.typed_lines import composed
 from lowmem.memory import ledger
 from lowmem.saving.checkpoint import Saved, complete
 from lowmem.system.errors import Refused
-from lowmem.techniques.precision.host_masters import HostMasters, Master
+from lowmem.techniques.precision.host_masters import HostMasters, HostWeight
 from lowmem.techniques.precision.weights_16bit import SixteenBitWeights
 from same import last, same
 from tolerances import allowed, within
@@ -48,7 +48,7 @@ def counted(frozen=FROZEN):
     return sum(left.values()), sum(every.values())
 
 
-def held(config, *lines):
+def host_state(config, *lines):
     look = Held()
     parity.run(config_of(config, *lines, FREEZE), callbacks=[look])
     return look
@@ -65,7 +65,7 @@ def right(look, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS[:3])
 def test_only_what_is_trained_is_held(config, precision):
-    assert right(held(config, precision), precision)
+    assert right(host_state(config, precision), precision)
 
 
 def test_a_master_of_a_frozen_weight_would_be_seen(config, monkeypatch):
@@ -73,11 +73,11 @@ def test_a_master_of_a_frozen_weight_would_be_seen(config, monkeypatch):
 
     def convert(self, module):
         for name, p in module.named_parameters():
-            self.masters[id(p)] = Master(name, p, self.dtype)
+            self.masters[id(p)] = HostWeight(name, p, self.dtype)
         return module
 
     monkeypatch.setattr(HostMasters, "convert_module", convert)
-    assert not right(held(config, "precision=bf16-master"), "precision=bf16-master")
+    assert not right(host_state(config, "precision=bf16-master"), "precision=bf16-master")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

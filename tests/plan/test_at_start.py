@@ -153,9 +153,9 @@ def test_a_run_that_ends_refines_the_rates_that_are_kept(fit, monkeypatch, tmp_p
     monkeypatch.setattr(update_time, "_kind", lambda cfg: cfg.optim.target)
     rates.updates["torch.optim.AdamW"] = 1.0
     rates.save()
-    assert counted(5) is None and not machine.kept(False).runs
+    assert counted(5) is None and not machine.stored_rates(False).runs
     caplog.clear()
-    assert (seconds := counted(16)) > 0 and len(machine.kept(False).runs["float32"]) == 1
+    assert (seconds := counted(16)) > 0 and len(machine.stored_rates(False).runs["float32"]) == 1
     assert f"16 steps of about {seconds:.2g} s take about" in caplog.text
 
 

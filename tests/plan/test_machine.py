@@ -142,7 +142,7 @@ def test_a_run_that_went_wrong_changes_nothing_and_runs_that_agree_do(measuremen
     assert here.pace("bfloat16") == here.pace("float32") == 1.0
     for _ in range(3):
         here.learn("bfloat16", 1.3)
-    assert machine.kept(False).pace("bfloat16") == 1.3 and here.pace("float32") == 1.0
+    assert machine.stored_rates(False).pace("bfloat16") == 1.3 and here.pace("float32") == 1.0
     here.learn("bfloat16", 0.001)
     assert here.pace("bfloat16") == 1.3
     assert min(here.runs["bfloat16"]) == 1 / machine.ODD and max(here.runs["bfloat16"]) == machine.ODD
@@ -175,10 +175,10 @@ def test_what_nobody_can_have_measured_is_not_read(measurements, damage):
     machine.machine(False)
     (file,) = machine.CACHE.iterdir()
     said = json.loads(file.read_text())
-    assert machine.kept(False) is not None
+    assert machine.stored_rates(False) is not None
     file.write_text(json.dumps(said | damage))
-    assert machine.kept(False) is None
-    assert machine.machine(False).flops == machine.kept(False).flops == {"float32": 2.0}  # measured and kept again
+    assert machine.stored_rates(False) is None
+    assert machine.machine(False).flops == machine.stored_rates(False).flops == {"float32": 2.0}  # stored again
 
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"null", b"\xff", b'{"name": "any", "flops": {', b"[" * 100_000])
@@ -186,7 +186,7 @@ def test_nor_is_what_is_no_such_file(measurements, said):
     machine.machine(False)
     (file,) = machine.CACHE.iterdir()
     file.write_bytes(said)
-    assert machine.kept(False) is None and machine.machine(False).flops == {"float32": 2.0}
+    assert machine.stored_rates(False) is None and machine.machine(False).flops == {"float32": 2.0}
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(measurements, caplog):
@@ -194,7 +194,11 @@ def test_a_folder_that_cannot_be_written_is_told_once(measurements, caplog):
     machine.CACHE.write_text("a file")
     here = machine.machine(False)
     here.learn("float32", 1.5)
-    assert here.runs == {"float32": [1.5]} and machine.kept(False) is None and machine.CACHE.read_text() == "a file"
+    assert (
+        here.runs == {"float32": [1.5]}
+        and machine.stored_rates(False) is None
+        and machine.CACHE.read_text() == "a file"
+    )
     assert len(caplog.records) == 1 and str(machine.CACHE) in caplog.text and "LOWMEM_RATES" in caplog.text
 
 
@@ -207,7 +211,7 @@ def test_so_is_one_that_may_only_be_read(measurements, monkeypatch, caplog):
     for _ in range(2):
         here.learn("float32", 1.5)
     assert [record.message.count("Permission denied") for record in caplog.records] == [1]
-    assert not machine.kept(False).runs
+    assert not machine.stored_rates(False).runs
 
 
 def test_two_may_save_at_once(measurements, monkeypatch, caplog):
@@ -222,7 +226,7 @@ def test_two_may_save_at_once(measurements, monkeypatch, caplog):
     monkeypatch.setattr(Path, "write_text", interrupted)
     here.save()
     assert not caplog.records and next(meanwhile, None) is None
-    assert machine.kept(False).flops == here.flops and len(list(machine.CACHE.iterdir())) == 1
+    assert machine.stored_rates(False).flops == here.flops and len(list(machine.CACHE.iterdir())) == 1
 
 
 @pytest.mark.parametrize("busy", [(False, False), (True, False), (False, True)])
@@ -238,7 +242,7 @@ def test_an_update_that_was_timed_while_others_computed_is_used_and_never_kept(m
     assert [update_time.pace_of_update(here, cfg) for _ in range(2)] == [1.5, 1.5] and len(timings) == 1
     assert update_time.knows_update(here, cfg)
     here.learn("float32", 1.0)
-    assert update_time.knows_update(machine.kept(False), cfg) != any(busy)
+    assert update_time.knows_update(machine.stored_rates(False), cfg) != any(busy)
 
 
 def test_updates_with_other_arguments_take_other_times():

@@ -216,4 +216,4 @@ def test_two_processes_need_what_is_predicted():
 def test_a_card_has_nccls_buffers_for_each_group_that_exchanges(typed, lines, groups):
     cfg = typed(*lines)
     on_card, on_cpu = (predict(cfg, Target(on_card, Card(0, "", GIB))) for on_card in (True, False))
-    assert on_card.beside == GIB + groups * COMMUNICATOR and on_cpu.beside == 0
+    assert on_card.context_bytes == GIB + groups * COMMUNICATOR and on_cpu.context_bytes == 0

@@ -595,8 +595,8 @@ def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(compos
     itself = trace(cfg, on_card=True)
     derived, traced = derivation.trace(recipe, cfg), needs(itself, cfg, ON_CARD, 0)
     assert derived[1] == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
-    assert (derived[0].weights, derived[0].streamed, derived[0].held) == pytest.approx(
-        (itself.weights, itself.streamed, itself.held), rel=0.001
+    assert (derived[0].weights, derived[0].streamed, derived[0].host_bytes) == pytest.approx(
+        (itself.weights, itself.streamed, itself.host_bytes), rel=0.001
     )
     found = needs(derived[0], cfg, ON_CARD, 0)
     for phase, need in traced.phases.items():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowmem.plan.tracing import shapes
-from lowmem.plan.tracing.shapes import Shapes
+from lowmem.plan.tracing.shapes import ShapeMode
 from lowmem.system.torch_private import FakeTensor, storage_key
 
 
@@ -39,20 +39,20 @@ def computed():
 
 
 def test_what_is_made_again_is_what_torch_works_out():
-    with Shapes() as first:
+    with ShapeMode() as first:
         expected, among = [], []
         for tensor in computed():
             expected.append(told(tensor, among))
             among.append(tensor)
     assert len(shapes._known) > 20
-    with Shapes() as again:
+    with ShapeMode() as again:
         for one, tensor in zip(expected, again_of := list(computed()), strict=True):
             assert type(tensor) is FakeTensor and one == told(tensor, again_of[: len(one[5])])
     assert again.work == first.work
 
 
 def test_a_tensor_that_is_given_twice_is_read_once():
-    seen = Shapes()
+    seen = ShapeMode()
     seen.phase = "forward"
     with seen:
         x = torch.empty(8)
@@ -63,7 +63,7 @@ def test_a_tensor_that_is_given_twice_is_read_once():
 
 
 def test_a_dtype_that_is_not_named_is_that_of_now():
-    with Shapes():
+    with ShapeMode():
         wide = torch.empty(4)
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -74,7 +74,7 @@ def test_a_dtype_that_is_not_named_is_that_of_now():
 
 
 def test_what_depends_on_numbers_is_not_noted():
-    with Shapes():
+    with ShapeMode():
         known = len(shapes._known)
         constant = torch.tensor(3)
         constant.add(1)
@@ -83,7 +83,7 @@ def test_what_depends_on_numbers_is_not_noted():
 
 
 def test_a_question_for_the_device_is_no_work():
-    seen = Shapes()
+    seen = ShapeMode()
     seen.phase = "forward"
     with seen:
         linear = nn.Linear(8, 8, bias=False)
@@ -93,7 +93,7 @@ def test_a_question_for_the_device_is_no_work():
 
 
 def test_an_operator_that_torch_writes_as_others_counts_once():
-    seen = Shapes()
+    seen = ShapeMode()
     seen.phase = "forward"
     with seen:
         torch.ops.aten._foreach_add.List([torch.empty(4), torch.empty(4)], [torch.empty(4), torch.empty(4)])
@@ -101,8 +101,8 @@ def test_an_operator_that_torch_writes_as_others_counts_once():
 
 
 def test_tensors_of_two_runs_are_each_of_their_own():
-    with Shapes() as one:
+    with ShapeMode() as one:
         a = torch.empty(2) + 1
-    with Shapes() as two:
+    with ShapeMode() as two:
         b = torch.empty(2) + 1
     assert a.fake_mode is one and b.fake_mode is two

@@ -9,7 +9,7 @@ from torch import nn
 
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.tracing.operator_cost import Work
-from lowmem.plan.tracing.shapes import Shapes
+from lowmem.plan.tracing.shapes import ShapeMode
 from lowmem.techniques.precision.weights_16bit import stochastically
 
 N = 1 << 12
@@ -17,7 +17,7 @@ N = 1 << 12
 
 def work(make, field="moved"):
     """Of the call that `make` returns, bytes per parameter."""
-    with Shapes() as shapes:
+    with ShapeMode() as shapes:
         call = make()
         shapes.phase = "update"
         call()

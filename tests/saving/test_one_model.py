@@ -15,7 +15,7 @@ from lowmem.techniques.arithmetic.fp32_halves import joined
 from lowmem.techniques.loss.cross_entropy import full
 from lowmem.techniques.precision.host_masters import BFloat16Master
 from lowmem.techniques.precision.host_masters_callback import MasterWeights
-from lowmem.techniques.precision.host_weight import Halves
+from lowmem.techniques.precision.host_weight import SplitHostWeight
 from lowmem.techniques.weights.streamed import Streamed
 from lowmem.training.module import CausalLM, Placement, Update
 from new_process import in_a_new_process
@@ -66,7 +66,7 @@ def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path
 
     with monkeypatch.context() as patch:
         if wrong == "saving":
-            patch.setattr(Halves, "kept", property(lambda self: self.whole))
+            patch.setattr(SplitHostWeight, "checkpoint_tensor", property(lambda self: self.full_precision))
         rises["saving"] = highest(save)
     save()
     other, _ = module()
@@ -77,7 +77,7 @@ def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path
     most = {"moving": 0.35, "saving": 0.05, "reading": 0.25}
     assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
     for one, two in zip(ours.parameters(), other.parameters(), strict=True):
-        assert torch.equal(plugin.whole(one), two)
+        assert torch.equal(plugin.full_precision(one), two)
 
 
 LOADS = """

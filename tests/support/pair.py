@@ -25,7 +25,7 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import run_of
 from lowmem.data.loader import WindowLoader
 from lowmem.data.packing import with_positions
-from lowmem.memory.ledger import parts
+from lowmem.memory.ledger import plain_tensors
 from lowmem.model import loading
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
@@ -284,8 +284,8 @@ class Seen(Callback):
         self.answer["stepped"].append(bool(outputs["stepped"]))
 
     def on_train_end(self, trainer, module):
-        whole = trainer.precision_plugin.whole
-        self.answer["weights"] = _whole(module, lambda p: whole(p).detach())
+        full_precision = trainer.precision_plugin.full_precision
+        self.answer["weights"] = _whole(module, lambda p: full_precision(p).detach())
 
 
 def _of(gradient, p):
@@ -297,7 +297,7 @@ def _whole(module, of):
     ranks, found = module.ranks, {}
     for name, p in module.model.named_parameters():
         if p.requires_grad:
-            whole = ranks.whole(p, of(ranks.local(p)))
+            whole = ranks.gathered(p, of(ranks.local(p)))
             found[name] = None if whole is None else whole.detach().double().numpy().copy()
     return found
 
@@ -311,7 +311,7 @@ def _bytes(module, optimizer):
         for one in optimizer.state.values()
         for value in one.values()
         if torch.is_tensor(value)
-        for part in parts(value)
+        for part in plain_tensors(value)
     )
     size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors if t.numel() > 1)  # noqa: E731
     return {

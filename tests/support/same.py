@@ -2,7 +2,7 @@
 
 import torch
 
-from lowmem.memory.ledger import parts
+from lowmem.memory.ledger import plain_tensors
 from lowmem.saving.checkpoint import complete
 from lowmem.techniques.arithmetic.fp32_halves import joined
 
@@ -23,5 +23,5 @@ def same(one, other):
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and all(map(torch.equal, parts(one), parts(other)))
+        return one.dtype == other.dtype and all(map(torch.equal, plain_tensors(one), plain_tensors(other)))
     return one == other

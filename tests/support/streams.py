@@ -57,7 +57,7 @@ class Sees(Callback):
         plugin = trainer.precision_plugin
         plugin.arrived()
         network = list(module.model.parameters())
-        self.masters = [plugin.whole(p).clone() for p in network]
+        self.masters = [plugin.full_precision(p).clone() for p in network]
         self.weights = [plugin.stored(p).clone() for p in network]
 
 

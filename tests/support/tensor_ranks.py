@@ -108,7 +108,7 @@ def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="Ad
         before = {name: p.detach().clone() for name, p in one.named_parameters()}
         ranks.shard(Held(ours))
         figures = {"conversion": distance(ranks, ours, before, lambda p: p)}
-        figures["parts"] = all(torch.equal(ranks.part(p, before[name]), ranks.local(p)) for name, p in named(ours))
+        figures["parts"] = all(torch.equal(ranks.shard_of(p, before[name]), ranks.local(p)) for name, p in named(ours))
         figures["share"] = sum(ranks.local(p).numel() for p in ours.parameters()) / sum(
             map(torch.numel, one.parameters())
         )
@@ -175,7 +175,7 @@ def named(model):
 
 def distance(ranks, model, expected, of):
     """Largest difference of any element, put together from all ranks. Args: of: local parameter -> what is compared."""
-    wholes = {name: ranks.whole(p, of(ranks.local(p)).detach()) for name, p in named(model) if name in expected}
+    wholes = {name: ranks.gathered(p, of(ranks.local(p)).detach()) for name, p in named(model) if name in expected}
     return max((wholes[name] - tensor).abs().max().item() for name, tensor in expected.items())
 
 

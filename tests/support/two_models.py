@@ -102,7 +102,11 @@ def ours(cfg, lane=None):
     trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps
     parameters = list(module.model.parameters())
-    return [plugins[0].whole(p).detach() for p in parameters], [p.detach() for p in parameters], module.skipped_steps
+    return (
+        [plugins[0].full_precision(p).detach() for p in parameters],
+        [p.detach() for p in parameters],
+        module.skipped_steps,
+    )
 
 
 def equal(one, other):

@@ -163,7 +163,7 @@ def trained(case: Case, ranks: deepspeed.ZeRO2 | None) -> tuple[Module, dict[str
 
     def whole(get: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
         given = zip(module.model.parameters(), parts, strict=True)
-        return [ranks.whole(p, get(part)) if ranks else get(part).clone() for p, part in given if part.requires_grad]
+        return [ranks.gathered(p, get(part)) if ranks else get(part).clone() for p, part in given if part.requires_grad]
 
     for number, window in enumerate(windows()):
         tokens = sum(one.tokens for one in window)
@@ -230,7 +230,7 @@ def facts(ranks: deepspeed.ZeRO2, module: Module) -> dict:
     numbers = [torch.randn(p.whole_shape if ranks.stage == 3 else p.shape) for p in stepped]
     for p, number in zip(stepped, numbers, strict=True):
         dist.broadcast(number, 0)
-        ranks.local(p).data.copy_(ranks.part(p, number))
+        ranks.local(p).data.copy_(ranks.shard_of(p, number))
     ranks.after_load()
     there = zip(gathered(module, ranks.stage), module.model.parameters(), strict=True)
     written = [one for one, p in there if p.requires_grad]

@@ -133,7 +133,7 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
     if causes:
         cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watchdog_message, rank.at))
         if cause.how != "ended":
-            raise RankEnded(_told(cause, ranks, folder))
+            raise RankEnded(_error_message(cause, ranks, folder))
         told = told or [cause.signal]
     if causes or any(rank.ours for rank in ranks):
         raise Ended(told[-1], " and a second signal" if len(told) > 1 else "")
@@ -245,7 +245,7 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
         rank.process.send_signal(sent)
 
 
-def _told(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
+def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     """Returns the error: without a rank's number if all ranks have the same one."""
     own = rank.report.get("said")
     if own and all(one.report.get("said") == own for one in ranks):

@@ -33,14 +33,14 @@ REFERENCE = "rtx3060"  # whose rates are those of a card without a name that is 
 class Card:
     """A card that a plan is made for.
 
-    Args: size: bytes that a run may need; says: a name for these bytes; beside: bytes that torch cannot reserve; rates:
-    arguments of `lowmem.plan.cost.machine.Machine`, and those of `tensorfloat32` among its flops; None: as measured on
-    the card that is here, or else those of REFERENCE; name: whose rates they are.
+    Args: size: bytes that a run may need; says: a name for these bytes; context_bytes: bytes that torch cannot reserve;
+    rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among its flops; None: as measured on
+    the card of this machine, or those of REFERENCE; name: the card whose rates they are.
     """
 
     size: int
     says: str
-    beside: int = 0
+    context_bytes: int = 0
     rates: Mapping[str, object] | None = None
     capability: float | None = None
     name: str | None = None
@@ -94,9 +94,9 @@ def named(name: str) -> Card:
         "peer": 1e9 * said["peer"],
         "network": 1e9 * said["network"],
     }
-    beside = said["context_mib"] * MIB + LATER
+    context_bytes = said["context_mib"] * MIB + LATER
     says = f"{name}, as torch reports it"
-    return Card(round(said["total_gib"] * GIB), says, beside, rates, said["capability"], name)
+    return Card(round(said["total_gib"] * GIB), says, context_bytes, rates, said["capability"], name)
 
 
 def nearest(word: object) -> list[str]:

@@ -64,7 +64,7 @@ REFUSALS = (
         "the_state_of_parameters_in_host_memory_is_not_paged",
     ),
     Refusal(
-        lambda run: run.trainer.arguments.get("strategy", "auto") != "auto" or not _one(run.trainer),
+        lambda run: run.trainer.arguments.get("strategy", "auto") != "auto" or not _on_one_device(run.trainer),
         "trainer.strategy, trainer.devices: Lightning would start processes that write folders of their own. Type "
         "strategy=ddp devices=2, say, and leave both out.",
         "lightning_starts_processes_with_folders_of_their_own",
@@ -244,6 +244,6 @@ def _merges(run: Run) -> bool:
     return run.any("freezes_base") and (run.merge or not run.model.pretrained)
 
 
-def _one(trainer: Node) -> bool:
+def _on_one_device(trainer: Node) -> bool:
     given = trainer.arguments
     return given.get("devices", 1) in (1, "1", "auto", [0]) and given.get("num_nodes", 1) == 1

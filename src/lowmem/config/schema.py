@@ -348,9 +348,9 @@ OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 def errors(cfg: DictConfig) -> list[str]:
     """Returns a sentence for every wrong value and for every key that nothing reads."""
     values = OmegaConf.to_container(cfg, resolve=True)
-    told = [*_told(PlanKeys if "gpu" in cfg else Keys, values)]
+    told = [*_sentences(PlanKeys if "gpu" in cfg else Keys, values)]
     for path, node in _nodes(values):
-        told += _told(arguments(_identity(node)), node, path)
+        told += _sentences(arguments(_identity(node)), node, path)
     # a value that was only taken over is told of where it was typed
     typed = [sentence for path, sentence in told if not _is_taken_over(cfg, path)]
     return list(dict.fromkeys(typed or [sentence for _, sentence in told]))
@@ -360,7 +360,7 @@ def errors(cfg: DictConfig) -> list[str]:
 def arguments(identity: str) -> type[BaseModel]:
     """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. It is empty if
     no yaml names it."""
-    wholes = (_whole(text) for text in _texts() if identity in text)
+    wholes = (_parsed(text) for text in _texts() if identity in text)
     named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
     values = {key: value for node in reversed(named) for key, value in node.items()}
     needed = set.intersection(*map(set, named)) if named else set()
@@ -374,7 +374,7 @@ def _texts() -> tuple[str, ...]:
 
 
 @cache
-def _whole(text: str) -> dict:
+def _parsed(text: str) -> dict:
     return OmegaConf.to_container(OmegaConf.create(text))
 
 
@@ -419,7 +419,7 @@ def _identity(node: Mapping) -> object:
     return node.get("_target_", node.get("model_type"))
 
 
-def _told(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
+def _sentences(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
     """Yields (path, sentence) for each of the `values` that does not fit the schema."""
     try:
         schema.model_validate(values)

@@ -39,7 +39,7 @@ class Run(schema.Keys):
     _draft: DictConfig = PrivateAttr()  # as it was composed, with its interpolations
 
     @classmethod
-    def of(cls, draft: DictConfig) -> "Run":
+    def from_draft(cls, draft: DictConfig) -> "Run":
         """Returns the run of a composed config whose values have been checked."""
         kind = PlanRun if "gpu" in draft else Run
         run = kind.model_validate(OmegaConf.to_container(draft, resolve=True))
@@ -49,18 +49,18 @@ class Run(schema.Keys):
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Run":
         """Returns the run of the values that `as_dict` returned."""
-        return cls.of(OmegaConf.create(values))
+        return cls.from_draft(OmegaConf.create(values))
 
     def knowing(self, **facts: object) -> "Run":
         """Returns a run with these values, in which the values that depend on them follow. A mapping changes only the
         keys that it has."""
-        return Run.of(OmegaConf.merge(self._draft, facts))
+        return Run.from_draft(OmegaConf.merge(self._draft, facts))
 
     def replacing(self, key: str, value: object) -> "Run":
         """Returns a run in which a key such as adapter or model.architecture has this value and nothing of the old."""
         draft = self._draft.copy()
         OmegaConf.update(draft, key, value, merge=False)
-        return Run.of(draft)
+        return Run.from_draft(draft)
 
     def sized(self) -> "Run":
         """Returns a run with a number for batch_size, for work that does not depend on the number."""
@@ -211,7 +211,7 @@ class PlanRun(Run, schema.PlanKeys):
 
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
     """Returns the run of typed lines. Args: lines: checked already; name: the yaml of conf/ that they change."""
-    return Run.of(composed(lines, name))
+    return Run.from_draft(composed(lines, name))
 
 
 def settled(cfg: DictConfig | Run) -> Run:
@@ -229,7 +229,7 @@ def settled(cfg: DictConfig | Run) -> Run:
         errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
     if errors:
         raise Refused("\n".join(errors))
-    return Run.of(cfg)
+    return Run.from_draft(cfg)
 
 
 def _missing(cfg: DictConfig) -> Iterator[str]:

@@ -25,7 +25,7 @@ class Owner(NamedTuple):
     tensors: Callable[[], Iterable[Tensor]]
 
 
-class Held(NamedTuple):
+class OwnedStorage(NamedTuple):
     """A storage that exists now, with its category and side."""
 
     owner: Owner  # the first of those who hold it
@@ -42,32 +42,32 @@ class Ledger:
     def own(self, category: str, tensors: Callable[[], Iterable[Tensor]], side: Side = "device") -> None:
         self.owners.append(Owner(category, side, tensors))
 
-    def storages(self) -> dict[int, Held]:
+    def storages(self) -> dict[int, OwnedStorage]:
         """Returns the storages by key."""
-        by_key: dict[int, Held] = {}
+        by_key: dict[int, OwnedStorage] = {}
         for owner in self.owners:
             for tensor in owner.tensors():
-                for held in parts(tensor):
-                    storage = held.untyped_storage()
-                    by_key.setdefault(storage_key(storage), Held(owner, storage.nbytes(), storage))
+                for inner in plain_tensors(tensor):
+                    storage = inner.untyped_storage()
+                    by_key.setdefault(storage_key(storage), OwnedStorage(owner, storage.nbytes(), storage))
         return by_key
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
         """Returns the bytes that owners on one side hold now, by category."""
         total = dict.fromkeys(CATEGORIES, 0)
-        for held in self.storages().values():
-            if held.owner.side == side:
-                total[held.owner.category] += held.bytes
+        for owned in self.storages().values():
+            if owned.owner.side == side:
+                total[owned.owner.category] += owned.bytes
         return total
 
 
-def parts(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Returns the tensors that hold the bytes. A quantised tensor only wraps them: its own storage has the unquantised
     size and no memory."""
     if is_traceable_wrapper_subclass(tensor):
-        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for one in (one for one in held if isinstance(one, Tensor)):  # a divided one also names its devices
-            yield from parts(one)
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for one in (one for one in inner if isinstance(one, Tensor)):  # a divided one also names its devices
+            yield from plain_tensors(one)
     else:
         yield tensor
 

@@ -249,7 +249,7 @@ class MemoryMeter(Callback):
                     seen[key] = max(value, seen.get(key, 0))
         return peaks
 
-    def held(self) -> dict[str, int]:
+    def held_bytes(self) -> dict[str, int]:
         """Returns, of memory that stays from step to step, the most bytes of each category at any sampled point, and
         the bytes that the host holds now, without gradients."""
         columns = {category: f"{category}_bytes" for category in ("weights", "gradients", "optimizer")}

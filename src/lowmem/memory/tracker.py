@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
-from lowmem.memory.ledger import Held, Owner, Side, parts
+from lowmem.memory.ledger import OwnedStorage, Owner, Side, plain_tensors
 from lowmem.system.torch_private import TorchDispatchMode, storage_key, tree_leaves
 from lowmem.system.units import CATEGORIES
 
@@ -98,7 +98,7 @@ class StorageTracker(TorchDispatchMode):
         OverLimit: from the operator whose output exceeds the limit.
     """
 
-    def __init__(self, known: Mapping[int, Held], limit: int | None = None) -> None:
+    def __init__(self, known: Mapping[int, OwnedStorage], limit: int | None = None) -> None:
         super().__init__()
         self.limit = limit
         self.base, self.host_base = dict.fromkeys(CATEGORIES, 0), 0
@@ -109,14 +109,14 @@ class StorageTracker(TorchDispatchMode):
         self._references: list[weakref.ref] = []  # a weak reference that is itself dropped never calls back
         self._owner: dict[int, Owner] = {}  # by serial
         self._before: list[tuple[int, int]] = []  # (serial, bytes) of the base line
-        for held in known.values():
-            serial = self._follow(held.storage)
-            self._owner[serial] = held.owner
-            self._before.append((serial, held.bytes))
-            if held.owner.side == "device":
-                self.base[held.owner.category] += held.bytes
+        for owned in known.values():
+            serial = self._follow(owned.storage)
+            self._owner[serial] = owned.owner
+            self._before.append((serial, owned.bytes))
+            if owned.owner.side == "device":
+                self.base[owned.owner.category] += owned.bytes
             else:
-                self.host_base += held.bytes
+                self.host_base += owned.bytes
         self.now = sum(self.base.values())  # live bytes of the device side
 
     def __enter__(self):
@@ -140,8 +140,8 @@ class StorageTracker(TorchDispatchMode):
         """Records the outputs of an operator."""
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
-                for held in parts(leaf):
-                    self._see(held.untyped_storage())
+                for inner in plain_tensors(leaf):
+                    self._see(inner.untyped_storage())
 
     def _see(self, storage: UntypedStorage) -> None:
         if storage_key(storage) in self._live:
@@ -201,12 +201,12 @@ class StorageTracker(TorchDispatchMode):
             self.now -= size
         self._owner[serial] = owner
 
-    def settle(self, known: Mapping[int, Held]) -> None:
+    def settle(self, known: Mapping[int, OwnedStorage]) -> None:
         """Takes categories from the ledger for storages that exist now: gradients after backward, state after the
         step."""
-        for key, held in known.items():
+        for key, owned in known.items():
             if key in self._live:
-                self._own(self._live[key], held.bytes, held.owner)
+                self._own(self._live[key], owned.bytes, owned.owner)
 
     def timeline(self) -> Iterator[Point]:
         """Returns live bytes after every event, with those from before. A storage that never had an owner counts as an

@@ -209,13 +209,13 @@ def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
     spec = described.spec
     how = {"dtype": weights_dtype, "trust_remote_code": spec.trust_remote_code}
 
-    def made(attention: str) -> PreTrainedModel:
+    def load_with(attention: str) -> PreTrainedModel:
         if spec.pretrained:
             return _load(spec.name, described.config, how | {"attn_implementation": attention})
         with drawn_in_fp32():
             return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
 
-    model = _with_attention(spec.attention, made)
+    model = _with_attention(spec.attention, load_with)
     if described.added and spec.pretrained:
         vocabulary.grow(model, described.added)
     if spec.stable_embedding:

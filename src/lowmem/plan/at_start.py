@@ -11,7 +11,7 @@ from lowmem.config.cards import Card
 from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import as_mapping, replaced, without
-from lowmem.plan.cost.machine import Machine, kept
+from lowmem.plan.cost.machine import Machine, stored_rates
 from lowmem.plan.cost.step_time import of_trace, refine
 from lowmem.plan.cost.update_time import knows_update
 from lowmem.plan.prediction import Prediction, predict
@@ -131,10 +131,10 @@ def refined(run: Run, prediction: Prediction, metrics: Metrics) -> float | None:
 
 def _rates(run: Run, prediction: Prediction) -> Machine | None:
     """Returns the stored rates of this machine; None: there are none, or they do not apply to this run."""
-    rates = kept(on_card=run.device == "cuda")
+    rates = stored_rates(on_card=run.device == "cuda")
     if rates is None or prediction.estimate or prediction.devices > 1:
         return None
-    rates.host = kept(on_card=False) if run.device == "cuda" else None
+    rates.host = stored_rates(on_card=False) if run.device == "cuda" else None
     return rates
 
 

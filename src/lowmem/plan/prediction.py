@@ -63,7 +63,7 @@ class Prediction:
     parameters: int
     on_card: bool
     estimate: str | None = None  # why this is only an estimate
-    beside: int = 0  # bytes of a card that torch cannot reserve: the context, unless the card's size excludes it
+    context_bytes: int = 0  # bytes of a card that torch cannot reserve: the context, unless the card's size excludes it
     advice: str | None = None  # what to type if attention takes the math kernel
     shapes: Trace | None = None  # its work tells the time
     mapped: int = 0  # bytes of a file while it is loaded: resident in that phase, and given up if memory is short
@@ -92,14 +92,14 @@ class Prediction:
         Paged state does not count: the step of a parameter brings its state in pages of 2 MiB or less, and if there is
         no room for a page, another page leaves.
         """
-        return self.smallest + self.beside if self.on_card else self.device_peak
+        return self.smallest + self.context_bytes if self.on_card else self.device_peak
 
     def paged_on_host(self, gpu: int | None) -> int:
         """Returns the bytes of paged state for which a card of `gpu` bytes has no room; None: there is always room.
 
         Pages leave when torch asks for memory, so torch never has to give back idle segments for them.
         """
-        return 0 if gpu is None else min(self.paged, max(0, self.paged + self.reserved + self.beside - gpu))
+        return 0 if gpu is None else min(self.paged, max(0, self.paged + self.reserved + self.context_bytes - gpu))
 
     def host_need(self, gpu: int | None) -> int:
         """Returns the bytes that a host with cards of `gpu` bytes must have, for all processes on it.
@@ -236,7 +236,7 @@ def outline(run: Run, on_card: bool) -> Trace:
         steps_on_host=on_host,
         phases=phases,
         paged=paged,
-        held=count * master if on_host else 0,
+        host_bytes=count * master if on_host else 0,
         streamed=sum(streamed),
     )
 
@@ -303,7 +303,7 @@ def needs(shapes: Trace, run: Run, target: Target, libraries: int) -> Prediction
         smallest=smallest,
         parameters=shapes.parameters,
         on_card=on_card,
-        beside=target.beside + _communicators(shapes, run) if on_card else 0,
+        context_bytes=target.context_bytes + _communicators(shapes, run) if on_card else 0,
         advice=shapes.advice,
         shapes=replace(shapes, events=[], places={}),
         mapped=mapped,
@@ -344,7 +344,7 @@ def _host_bytes(shapes: Trace, run: Run, on_card: bool, size: int, loaded: int) 
     # on a CPU weights are loaded where they stay, and frozen ones are narrowed there
     load = masters + weights if on_card else max(masters, weights - shapes.weights)
     if shapes.streamed:  # none of these is on the device yet, and weights are split one at a time
-        load = shapes.held + (shapes.weights if on_card else 0)
+        load = shapes.host_bytes + (shapes.weights if on_card else 0)
     # with a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
     if not on_card:

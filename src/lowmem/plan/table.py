@@ -74,7 +74,7 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
         f"{recipe.seconds / plan.seconds:.2f}" if plan.fits(recipe) else "",
         f"{'~' if need.estimate else ''}{need.device_need / GIB:.2f}",
         "" if gpu is None else f"{(gpu - need.device_need) / GIB:+.2f}",
-        f"{(need.reserved + need.beside) / GIB:.2f}" if need.on_card else "",
+        f"{(need.reserved + need.context_bytes) / GIB:.2f}" if need.on_card else "",
         f"{need.host_need(gpu) / GIB:.1f}",
         need.peak_phase,
     )
@@ -104,7 +104,7 @@ def _facts(plan: Plan) -> list[str]:
         return ["GiB. Device and host are one here: device is what the tensors take, host all resident memory."]
     found = [
         "GiB. device: the smallest card that works; reserves: what CUDA's allocator takes of one with room; both with "
-        f"{_beside(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
+        f"{_context(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
     ]
     if plan.recipes[0].prediction.paged:
         found.append(_paged(plan.recipes[0].prediction, plan.target.device_memory))
@@ -116,9 +116,9 @@ def _facts(plan: Plan) -> list[str]:
     return found if card is None else [*found, f"the card: {card.says}: {card.size / GIB:.2f} GiB."]
 
 
-def _beside(prediction: Prediction) -> str:
+def _context(prediction: Prediction) -> str:
     what = "CUDA's context, kernels and NCCL's buffers" if prediction.devices > 1 else "CUDA's context and kernels"
-    return f"{prediction.beside / GIB:.2f} GiB for {what}"
+    return f"{prediction.context_bytes / GIB:.2f} GiB for {what}"
 
 
 def _ranks(prediction: Prediction) -> str:
@@ -164,7 +164,7 @@ def of_prediction(prediction: Prediction, target: Target) -> str:
         reserved, need = prediction.reserved / GIB, prediction.device_need / GIB
         lines.append(
             f"CUDA reserves {reserved:.2f} GiB where there is room, and works with {prediction.smallest / GIB:.2f}: "
-            f"with {_beside(prediction)} a card of {need:.2f}"
+            f"with {_context(prediction)} a card of {need:.2f}"
         )
     if prediction.paged:
         lines.append(_paged(prediction, gpu))

@@ -20,9 +20,9 @@ class Target:
         return self.card.size if self.card else None
 
     @property
-    def beside(self) -> int:
+    def context_bytes(self) -> int:
         """Returns the bytes of the card that torch cannot reserve."""
-        return self.card.beside if self.card else 0
+        return self.card.context_bytes if self.card else 0
 
     @property
     def capability(self) -> float | None:

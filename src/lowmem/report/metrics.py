@@ -158,7 +158,7 @@ class Metrics(Callback):
         self.evaluated = [evaluation(name, loss, bits(loss)) for (name, bits), loss in losses]
         metrics = dict(pair for number, one in enumerate(self.evaluated) for pair in _columns(one, number > 0))
         self._write(trainer, module, "val", metrics | self.own)
-        said = "; ".join(map(_said, self.evaluated))
+        said = "; ".join(map(_evaluated, self.evaluated))
         if self._bar:  # it trains
             said = f"loss {self.train_loss:.3f}, {said}, {self.tokens_per_second():,.0f} tokens/s"
         tqdm.write(f"step {trainer.global_step}: {said}")
@@ -209,6 +209,6 @@ def _columns(of: dict[str, object], other: bool) -> Iterator[tuple[str, object]]
     return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in of.items() if key != "name")
 
 
-def _said(of: dict[str, object]) -> str:
+def _evaluated(of: dict[str, object]) -> str:
     name = f" of {of['name']}" if of["name"] else ""
     return f"validation{name} {of['loss']:.3f}, {of['bits_per_byte']:.3f} bits per byte"

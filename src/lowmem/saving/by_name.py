@@ -35,7 +35,7 @@ def stepped(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
     return [(names[id(p)], p) for group in parameter_groups(module.model) for p in group["params"]]
 
 
-def held(tensor: Tensor, ranks: OneDevice) -> Tensor:
+def local_data(tensor: Tensor, ranks: OneDevice) -> Tensor:
     """Returns this process's shard of a parameter or of a buffer, in the same memory."""
     if isinstance(tensor, DTensor):
         return tensor.detach().to_local()
@@ -54,7 +54,7 @@ def divided(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor
     for (name, p), state in ((numbered[number], state) for number, state in optimizer["state"].items()):
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{STATE}{name}/{key}"] = module.ranks.saved(p, value) if value.dim() else value
+                tensors[f"{STATE}{name}/{key}"] = module.ranks.as_dtensor(p, value) if value.dim() else value
             else:
                 plain.setdefault(name, {})[key] = value
     everyone = {name: state for some in module.ranks.all_gather(plain) for name, state in some.items()}
@@ -69,7 +69,7 @@ def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: di
             continue
         if name in parameters:
             p = parameters[name]
-            yield WEIGHTS + name, module.ranks.saved(p, held(p, module.ranks))
+            yield WEIGHTS + name, module.ranks.as_dtensor(p, local_data(p, module.ranks))
         elif name not in tied:  # a buffer
             yield WEIGHTS + name, tensor
 
@@ -107,7 +107,7 @@ def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rest
     for name, tensor in checkpoint_state(module).items():
         if name not in tied and not tensor.is_meta:
             p, rest = parameters.get(name, tensor), rests.get(name)
-            part = held(p, module.ranks)
+            part = local_data(p, module.ranks)
             _fill(part, p, name, state_dict, module.ranks, lambda full, rest=rest: _in_full(full, rest))
 
 
@@ -125,11 +125,11 @@ def _fill(
 ) -> None:
     """Copies this process's shard of a saved tensor, which has the layout of the parameter `p`, into `part`."""
     if not isinstance(whole, checkpoint_folder.Stored):
-        part.copy_(ranks.part(p, in_full(whole[name])))
+        part.copy_(ranks.shard_of(p, in_full(whole[name])))
         return
-    placed = ranks.saved(p, part)
+    placed = ranks.as_dtensor(p, part)
     whole.read(name, placed)
-    read = placed.to_local() if isinstance(placed, DTensor) else ranks.part(p, placed)
+    read = placed.to_local() if isinstance(placed, DTensor) else ranks.shard_of(p, placed)
     if read.data_ptr() != part.data_ptr():  # it could not be placed where it lies
         part.copy_(read)
 
@@ -176,10 +176,10 @@ def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: d
     }
 
 
-Made = Callable[[str, nn.Parameter, OneDevice], dict[str, Callable[[], object]]]
+Readers = Callable[[str, nn.Parameter, OneDevice], dict[str, Callable[[], object]]]
 
 
-def _in_folder(theirs: dict) -> Made:
+def _in_folder(theirs: dict) -> Readers:
     stored, keys = theirs["stored"], {}
     for name, _, key in (full.rpartition("/") for full in stored):
         keys.setdefault(name, []).append(key)
@@ -188,30 +188,32 @@ def _in_folder(theirs: dict) -> Made:
         like = stored[full]
         laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # scales of blocks, means of rows are not
         whole = not (ranks.divides and like.dim() and laid_out_alike)
-        part = torch.empty_like(like, device="cpu") if whole else torch.empty_like(held(p, ranks), dtype=like.dtype)
+        part = (
+            torch.empty_like(like, device="cpu") if whole else torch.empty_like(local_data(p, ranks), dtype=like.dtype)
+        )
         _fill(part, p, full, stored, OneDevice() if whole else ranks)
         return part
 
-    def made(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
+    def readers(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
         plain = {key: partial(_itself, value) for key, value in theirs["state"].get(name, {}).items()}
         return plain | {key: partial(read, f"{name}/{key}", p, ranks) for key in keys.get(name, ())}
 
-    return made
+    return readers
 
 
-def _in_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> Made:
+def _in_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> Readers:
     first: dict[int, str] = {weights[name].data_ptr(): name for name in names}  # a tied weight has one memory
     state = {name: theirs["state"].get(number, {}) for number, name in enumerate(names)}
 
-    def made(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
+    def readers(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
         of = state[name if name in state else first[weights[name].data_ptr()]]
         of_its_shape = {key for key, value in of.items() if isinstance(value, Tensor) and value.dim()}
         return {
-            key: partial(ranks.part, p, value) if key in of_its_shape else partial(_itself, value)
+            key: partial(ranks.shard_of, p, value) if key in of_its_shape else partial(_itself, value)
             for key, value in of.items()
         }
 
-    return made
+    return readers
 
 
 def _itself(value: object) -> object:

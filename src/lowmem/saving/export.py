@@ -34,19 +34,19 @@ _SAYS = {  # what is asked of a tensor that need not be there
 class Later(Tensor):
     """A tensor that is made when somebody computes with it."""
 
-    made: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, made: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype) -> "Later":
+    def computed_by(cls, compute: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype) -> "Later":
         later = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        later.made = made
+        later.compute = compute
         return later
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         if func in _SAYS:
             return super().__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = tree_map_only(cls, lambda later: later.made(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, lambda later: later.compute(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -55,31 +55,31 @@ class Weights:
     host memory, and the others answer it within `fail_together`.
 
     Args:
-        part: returns this process's shard of a parameter at full precision; anything, if it has none of it.
+        shard: returns this process's shard of a parameter at full precision; anything, if it has none of it.
         ranks: the strategy that shards the model.
     """
 
     def __init__(
         self,
         network: nn.Module,
-        part: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
+        shard: Callable[[nn.Parameter], Tensor] = lambda p: p.data,
         ranks: OneDevice = ONE_DEVICE,
     ) -> None:
-        self.part, self.ranks = part, ranks
+        self.shard, self.ranks = shard, ranks
         network.state_dict()  # what an engine has put together for a forward pass, it takes apart for this
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # of parameters that replace some of the model's
 
-    def whole(self, p: nn.Parameter) -> Tensor:
+    def full(self, p: nn.Parameter) -> Tensor:
         """Returns a full weight; the first process calls this. A parameter that is not the model's was made here, and
         is complete."""
         if p not in self._names:
             return self.computed[p]() if p in self.computed else p.data
-        return self._gathered(self._said(self._names[p]))
+        return self._gathered(self._send_name(self._names[p]))
 
     def dtype_of(self, p: nn.Parameter) -> torch.dtype:
-        return self.part(p).dtype if p in self._names else p.dtype
+        return self.shard(p).dtype if p in self._names else p.dtype
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
@@ -90,13 +90,13 @@ class Weights:
                 try:
                     yield True
                 finally:
-                    self._said(None)
+                    self._send_name(None)
             else:
-                while (name := self._said(None)) is not None:
+                while (name := self._send_name(None)) is not None:
                     self._gathered(name)
                 yield False
 
-    def _said(self, name: str | None) -> str | None:
+    def _send_name(self, name: str | None) -> str | None:
         """Returns the next parameter's name; the first process sends it, which may take a while."""
         with self.ranks.leave_after_rank_0("write the model"):
             pass
@@ -104,7 +104,7 @@ class Weights:
 
     def _gathered(self, name: str) -> Tensor | None:
         p = self._named[name]
-        return self.ranks.whole(p, self.part(p))
+        return self.ranks.gathered(p, self.shard(p))
 
 
 class ModelFolder(NamedTuple):
@@ -131,7 +131,7 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     Args: weights: the model's own reader; None: its parameters are at full precision.
     """
     weights, dtype = weights or Weights(network), folder.dtype
-    with folder.draft() as draft, folded(network, weights.whole):
+    with folder.draft() as draft, folded(network, weights.full):
         held = network.state_dict() | _laters(network, dtype, weights)
         network.save_pretrained(draft, state_dict=_once(network, held), max_shard_size=SHARD)
         # transformers says the dtype of the parameters as they are
@@ -144,7 +144,7 @@ def _laters(network: nn.Module, dtype: str | None, weights: Weights) -> dict[str
 
     def later(p: nn.Parameter) -> Later:
         kind = getattr(torch, dtype) if dtype else weights.dtype_of(p)
-        return Later.of(lambda: weights.whole(p).to("cpu", kind), full_shape(p), kind)
+        return Later.computed_by(lambda: weights.full(p).to("cpu", kind), full_shape(p), kind)
 
     return {name: later(p) for name, p in network.named_parameters(remove_duplicate=False)}
 

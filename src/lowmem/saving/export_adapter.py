@@ -52,7 +52,7 @@ def export(
             plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)
             return
         for _, p in trainable(network):
-            p.data = weights.whole(p)
+            p.data = weights.full(p)
         merge(network, getattr(torch, folder.dtype or "float32"))
         plain.export(network, folder._replace(dtype=None))
     else:
@@ -103,7 +103,7 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
     read."""
 
     def gathered(part: nn.Module) -> Tensor:
-        held = {id(p): nn.Parameter(weights.whole(p).clone(), False) for p in part.parameters()}
+        held = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in part.parameters()}
         return _merged(deepcopy(part, held).cpu(), torch.float32).weight.data  # where what is gathered is
 
     for name in _names(network):
@@ -139,17 +139,19 @@ def _in_4_bits(part: nn.Module) -> bool:
 def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
     from peft import get_peft_model_state_dict
 
-    state = network.state_dict() | {name: weights.whole(p) for name, p in trainable(network)}
+    state = network.state_dict() | {name: weights.full(p) for name, p in trainable(network)}
     # "auto" would ask the hub for the base's configuration
     held = get_peft_model_state_dict(network, state, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}
     tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
     dtypes = {str(part.dtype).removeprefix("torch.") for part in network.modules() if _in_4_bits(part)}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
-    (folder / CONFIG).write_text(json.dumps(_said(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(
+        json.dumps(_peft_config(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
-def _said(network: PreTrainedModel, base: str) -> dict:
+def _peft_config(network: PreTrainedModel, base: str) -> dict:
     """Returns peft's configuration with sorted sets: unsorted, the same adapter would have other bytes each time."""
     (config,) = network.peft_config.values()
     said = config.to_dict() | {

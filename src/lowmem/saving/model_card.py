@@ -24,7 +24,7 @@ def card(summary: Mapping) -> str:
     head = {"base_model": summary["base_model"], "library_name": "peft" if summary["adapter_alone"] else "transformers"}
     head |= {"pipeline_tag": "text-generation", "tags": ["lowmem", *_tags(summary)]}
     known = {name: value for name, value in head.items() if value is not None}
-    parts = [f"---\n{yaml.safe_dump(known, sort_keys=False)}---", *_said(summary)]
+    parts = [f"---\n{yaml.safe_dump(known, sort_keys=False)}---", *_sections(summary)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -33,7 +33,7 @@ def _tags(summary: Mapping) -> list[str]:
     return [summary["recipe"]["adapter"]] if "adapter" in summary["recipe"] else []
 
 
-def _said(summary: Mapping) -> Iterator[str]:
+def _sections(summary: Mapping) -> Iterator[str]:
     base, data = summary["base_model"], ", ".join(summary["data"]) or "a data set of its own"
     start = f"[{base}](https://huggingface.co/{base})" if base else "a random start"
     if summary["pretrained"] and not base:

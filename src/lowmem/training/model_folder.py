@@ -58,7 +58,7 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     base = run.model.name if run.model.pretrained else None
     network, tokenizer = training.module.model, training.tokens.tokenizer
     network.generation_config.eos_token_id = end_tokens(tokenizer, network)
-    weights = Weights(network, training.part, ranks if ranks.divides else ONE_DEVICE)
+    weights = Weights(network, training.shard, ranks if ranks.divides else ONE_DEVICE)
     folder = ModelFolder(command.folder / "model", tokenizer, run.export_dtype, card(summary))
     with weights.writing() as writes:
         if writes:

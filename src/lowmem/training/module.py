@@ -109,7 +109,7 @@ class CausalLM(LightningModule):
     @property
     def parts(self) -> nn.Module:
         """Returns the module whose parameters are this process's shard of the model's."""
-        return self.ranks.parts(self.model)
+        return self.ranks.local_parameters(self.model)
 
     @property
     def device(self) -> torch.device:

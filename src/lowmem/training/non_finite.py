@@ -43,7 +43,7 @@ def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
     """Returns a sentence: which step, which numbers are not finite, on which sequences."""
     trainer = module.trainer
     names = module.ranks.all_gather(
-        trainer.precision_plugin.first_not_finite(module.ranks.parts(module))
+        trainer.precision_plugin.first_not_finite(module.ranks.local_parameters(module))
     )  # of its part each knows
     name = next(filter(None, names), None)
     what = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]

@@ -55,7 +55,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
         "versions": versions(),
         "weights_bytes": sum(full_shape(p).numel() * p.element_size() for p in module.model.parameters()),
-        "ranks": module.ranks.all_gather(meter.peak_bytes | meter.held()),
+        "ranks": module.ranks.all_gather(meter.peak_bytes | meter.held_bytes()),
     }
 
 

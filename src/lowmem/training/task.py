@@ -47,7 +47,7 @@ def find_task(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Task
         Refused: a checkpoint that cannot be used; a run that is already done.
     """
 
-    def found(find: Callable[[], Path | None]) -> Path | None:
+    def find_for_all(find: Callable[[], Path | None]) -> Path | None:
         with fail_together(ranks):
             path = find() if ranks.rank == 0 else None
         return ranks.broadcast(path)
@@ -55,15 +55,15 @@ def find_task(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Task
     if run.show is not None:
         return Task("show")
     if run.export is not None:
-        return Task("export", Saved(found(lambda: checkpoint.find(run.export, "export")), "export"))
+        return Task("export", Saved(find_for_all(lambda: checkpoint.find(run.export, "export")), "export"))
     if run.evaluate is not None:
         if is_model(run.evaluate):
             return Task("evaluate")
-        return Task("evaluate", Saved(found(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate"))
+        return Task("evaluate", Saved(find_for_all(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate"))
     if run.resume is None:
         return TRAIN
     auto = run.resume == "auto"
-    path = found(lambda: checkpoint.newest(output_dir) if auto else checkpoint.find(run.resume))
+    path = find_for_all(lambda: checkpoint.newest(output_dir) if auto else checkpoint.find(run.resume))
     if path is None:
         return TRAIN
     saved = Saved(path)

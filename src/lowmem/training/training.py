@@ -67,9 +67,9 @@ class Training:
         ended = self.watchers.stop.interrupted or self.saves.ended_by
         return trainer.should_stop and trainer.global_step < trainer.max_steps and not ended
 
-    def part(self, p: nn.Parameter) -> Tensor:
+    def shard(self, p: nn.Parameter) -> Tensor:
         """Returns this process's shard of a weight at full precision."""
-        return self.trainer.precision_plugin.whole(self.module.ranks.local(p))
+        return self.trainer.precision_plugin.full_precision(self.module.ranks.local(p))
 
     def close(self) -> None:
         self.watchers.meter.close()
@@ -205,7 +205,7 @@ def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: P
 
 def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Task, keeps: bool) -> Training:
     folder = module.ranks.folder(output_dir)
-    watchers = Watchers.of(run, data, folder, asked.saved.steps if asked.resumes else 0, keeps)
+    watchers = Watchers.for_run(run, data, folder, asked.saved.steps if asked.resumes else 0, keeps)
     saving, paused = watchers.meter.saving, watchers.metrics.paused
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, saving, paused)
     plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]

@@ -25,7 +25,7 @@ class Watchers(NamedTuple):
     own: OwnMetric | None  # a user's metric
 
     @classmethod
-    def of(cls, run: Run, data: Data, folder: Path, resumed_at: int, keeps: bool) -> "Watchers":
+    def for_run(cls, run: Run, data: Data, folder: Path, resumed_at: int, keeps: bool) -> "Watchers":
         """Makes them. Args: folder: for their files; resumed_at: the step until which files keep their rows; keeps: the
         run writes checkpoints."""
         stop, limit = Stop(keeps), run.limit if run.device == "cpu" else None

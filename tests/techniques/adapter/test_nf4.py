@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.memory.ledger import weights
-from lowmem.plan.tracing.shapes import Shapes
+from lowmem.plan.tracing.shapes import ShapeMode
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import tensors_count_as_real
 from lowmem.techniques.adapter import nf4
@@ -176,7 +176,7 @@ def test_a_large_matrix_is_quantised_in_pieces(monkeypatch):
 
 def test_it_is_traced_by_shape():
     real = NF4Linear(nn.Linear(100, 160))
-    with Shapes(), tensors_count_as_real():
+    with ShapeMode(), tensors_count_as_real():
         traced = NF4Linear(nn.Linear(100, 160))
         x = torch.empty(2, 100, requires_grad=True)
         traced(x).sum().backward()

@@ -9,7 +9,7 @@ from transformers import optimization
 
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
-from lowmem.plan.tracing.shapes import OPERATORS, Shapes
+from lowmem.plan.tracing.shapes import OPERATORS, ShapeMode
 from lowmem.system import process
 from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
 from lowmem.techniques.optim import adafactor
@@ -215,7 +215,7 @@ def test_it_steps_on_shapes(monkeypatch):
     """A plan runs it without memory, in so many operators that a trace of an 8B model may have them."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 22)
     shape = (20 * 1024, 4096)
-    with Shapes() as shapes:
+    with ShapeMode() as shapes:
         p = nn.Parameter(torch.zeros(1).expand(shape))
         optimizer, narrow = Adafactor([p], **RULE), torch.ones(shape, dtype=torch.bfloat16)
         optimizer.step_narrow(Step(torch.ones_like(narrow), optimizer.param_groups[0], p, CLIPPED, narrow), written)

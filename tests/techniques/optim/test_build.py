@@ -6,7 +6,7 @@ from torch import nn
 
 from lowmem.config.declarations import techniques
 from lowmem.data.loader import MicroBatch
-from lowmem.memory.ledger import optimizer_state, parts
+from lowmem.memory.ledger import optimizer_state, plain_tensors
 from lowmem.techniques.loss import cross_entropy as losses
 from lowmem.techniques.optim.build import parameter_groups
 from lowmem.training.build import optimizer
@@ -100,7 +100,7 @@ def test_bytes_of_state_per_parameter(config, optim):
     """Counted on the tensors that hold them: 2 x 1 byte and two fp32 scales per 256 elements, for instance."""
     change, made = stepped(config, optim)
     # by storage: bitsandbytes' tables of 256 values are shared by all parameters
-    held = {p.untyped_storage()._cdata: p.nbytes for state in optimizer_state(made) for p in parts(state)}
+    held = {p.untyped_storage()._cdata: p.nbytes for state in optimizer_state(made) for p in plain_tensors(state)}
     per_parameter = sum(held.values()) / change.numel()
     if optim == "adafactor":
         assert per_parameter < 0.05

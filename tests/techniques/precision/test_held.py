@@ -17,22 +17,22 @@ class Kahan(SixteenBitWeights):
 
     dtype = torch.bfloat16
 
-    def hold(self, p):
+    def new_extra_state(self, p):
         return {"lost": torch.zeros_like(p.data)}
 
     def widen(self, p):
-        return p.data.float().add_(self.held(p)["lost"])
+        return p.data.float().add_(self.extra_state(p)["lost"])
 
     def round(self, wide, p):
         p.data.copy_(wide)
-        self.held(p)["lost"].copy_(wide.sub_(p.data))
+        self.extra_state(p)["lost"].copy_(wide.sub_(p.data))
 
 
 class Subtracting(Kahan):
     """The deliberately wrong variant: what was lost is taken away a second time."""
 
     def widen(self, p):
-        return p.data.float().sub_(self.held(p)["lost"])
+        return p.data.float().sub_(self.extra_state(p)["lost"])
 
 
 class Unseen(Kahan):

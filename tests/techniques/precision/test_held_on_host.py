@@ -11,7 +11,7 @@ from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
 from lowmem.techniques.precision import host_weight
 from lowmem.techniques.precision.bf16_on_host import BFloat16Stochastic
 from lowmem.techniques.precision.host_masters import BFloat16Master
-from lowmem.techniques.precision.host_weight import AtRandom, Halves, Master
+from lowmem.techniques.precision.host_weight import HostWeight, SplitHostWeight, StochasticHostWeight
 from streams import built, lines
 from two_models import configured, windows
 
@@ -90,9 +90,9 @@ def test_a_weight_that_is_not_contiguous_is_stepped():
     optimizer.step()
     plugin.teardown()
     assert layer.weight.lt(before).all()
-    halves = Halves("w", nn.Parameter(torch.randn(128, 64).t()), torch.bfloat16)
+    halves = SplitHostWeight("w", nn.Parameter(torch.randn(128, 64).t()), torch.bfloat16)
     assert halves.narrow.is_contiguous() and halves.rest.is_contiguous()
-    own = AtRandom("w", nn.Parameter(torch.randn(128, 64).t().bfloat16()), torch.bfloat16)
+    own = StochasticHostWeight("w", nn.Parameter(torch.randn(128, 64).t().bfloat16()), torch.bfloat16)
     own.moved(None)
     assert own.narrow.is_contiguous()
 
@@ -102,14 +102,14 @@ def test_a_frozen_weight_that_streams_is_whole_while_the_run_goes_on(config):
     plugin, frozen = BFloat16Master(), module.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     plugin.weights, expected = module.weights, frozen.detach().bfloat16()
     plugin.convert_module(module.model)
-    assert frozen.isnan().all() and torch.equal(plugin.whole(frozen), expected)
+    assert frozen.isnan().all() and torch.equal(plugin.full_precision(frozen), expected)
     module.weights.stop()
     plugin.teardown()
 
 
 def test_a_gradient_that_somebody_else_made_is_not_kept_beside_the_next():
     """That of an embedding, (V, H): kept, it would be a third one of that size where the next is added up."""
-    master = Master("w", nn.Parameter(torch.zeros(4)), torch.bfloat16)
+    master = HostWeight("w", nn.Parameter(torch.zeros(4)), torch.bfloat16)
     piece = torch.ones(4, dtype=torch.bfloat16)
     master.use(0, piece)
     assert master.sum is piece and master.complete
@@ -124,7 +124,7 @@ def test_a_gradient_that_somebody_else_made_is_not_kept_beside_the_next():
 
 
 def test_a_buffer_that_the_host_drops_while_memory_is_counted_is_no_tensor_less():
-    class Dropping(Master):
+    class Dropping(HostWeight):
         """Whose gradient is gone when it is read a second time."""
 
         _reads = 0

@@ -151,17 +151,17 @@ def clipped_before_unscaling(monkeypatch):
 
 
 def one_gradient_dropped(monkeypatch):
-    right = host_weight.Master.add
+    right = host_weight.HostWeight.add
 
     def wrong(self, start, piece):
         if not (self.complete and "layers.1.mlp.up" in self.name):  # all but the first of each window
             right(self, start, piece)
 
-    monkeypatch.setattr(host_weight.Master, "add", wrong)
+    monkeypatch.setattr(host_weight.HostWeight, "add", wrong)
 
 
 def summed_in_16_bits(monkeypatch):
-    right = host_weight.Master.add
+    right = host_weight.HostWeight.add
 
     def wrong(self, start, piece):
         if self.complete:
@@ -170,7 +170,7 @@ def summed_in_16_bits(monkeypatch):
         else:
             right(self, start, piece)
 
-    monkeypatch.setattr(host_weight.Master, "add", wrong)
+    monkeypatch.setattr(host_weight.HostWeight, "add", wrong)
 
 
 @pytest.mark.rows("one_gradient*", "clipped*")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowmem.plan.tracing.shapes import Shapes
+from lowmem.plan.tracing.shapes import ShapeMode
 from lowmem.techniques.arithmetic import fp32_halves
 
 AT_ONCE = 1 << 20
@@ -98,7 +98,7 @@ def test_masters_become_bf16_half_up_and_fp16_to_nearest_even(dtype):
 
 
 def test_a_trace_sees_few_operators_however_many_numbers_there_are():
-    with Shapes() as shapes:
+    with ShapeMode() as shapes:
         wide = torch.empty(1 << 20, 1 << 16)  # 256 GiB
         upper, rest = fp32_halves.halves(wide)
         assert (upper.dtype, rest.dtype, upper.shape) == (torch.bfloat16, torch.int16, wide.shape)

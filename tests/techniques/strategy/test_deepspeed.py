@@ -83,7 +83,7 @@ def test_a_run_of_elements_is_a_slice_of_the_flattened_whole():
     ranks = object.__new__(deepspeed.ZeRO2)
     p = torch.nn.Parameter(torch.zeros(3, 4))
     ranks._runs = {p: run}
-    assert ranks.part(p, torch.arange(12.0).view(3, 4)).tolist() == [4.0, 5.0, 6.0]
+    assert ranks.shard_of(p, torch.arange(12.0).view(3, 4)).tolist() == [4.0, 5.0, 6.0]
 
 
 def test_the_loss_is_computed_in_the_precision_of_the_run():

@@ -9,9 +9,9 @@ from torch import nn
 import parity
 from lowmem.config.instantiate import instantiate
 from lowmem.system.errors import Refused
-from lowmem.techniques.precision.host_weight import Halves
+from lowmem.techniques.precision.host_weight import SplitHostWeight
 from lowmem.techniques.weights import edges
-from lowmem.techniques.weights.edges import Edge, Outlet
+from lowmem.techniques.weights.edges import Edge, GradientSink
 from lowmem.techniques.weights.link import AtOnceLane, Link, StagedLink
 from lowmem.techniques.weights.resident import Home
 from lowmem.training.build import optimizer
@@ -51,7 +51,7 @@ def weights_after(cfg, kind, lane=None):
     if held.streams:
         readers = [(edge.embedding is not None, edge.head is not None) for edge in held.edges]
         assert readers == ([(True, True)] if kind in TIED else [(True, False), (False, True)])
-    return {name: plugin.whole(p).detach() for name, p in module.model.named_parameters()}
+    return {name: plugin.full_precision(p).detach() for name, p in module.model.named_parameters()}
 
 
 def same(config, kind, clip, accumulation, lane, **precision):
@@ -88,7 +88,7 @@ def test_so_it_has_with_a_loss_scale_and_steps_that_are_skipped(config, kind, mo
 
 
 def looked_up_before_the_update(monkeypatch):
-    start, step = Edge.start, Halves.step
+    start, step = Edge.start, SplitHostWeight.step
 
     class Hasty(Home):
         def __init__(self, home):
@@ -98,7 +98,7 @@ def looked_up_before_the_update(monkeypatch):
             pass
 
     monkeypatch.setattr(Edge, "start", lambda self, home, *of: start(self, Hasty(home), *of))
-    monkeypatch.setattr(Halves, "step", lambda *of: time.sleep(0.002) or step(*of))
+    monkeypatch.setattr(SplitHostWeight, "step", lambda *of: time.sleep(0.002) or step(*of))
 
 
 def tied_gradients_each_on_its_own(monkeypatch):
@@ -107,7 +107,7 @@ def tied_gradients_each_on_its_own(monkeypatch):
 
     def wrong(self, at, landed, of_head, *piece):
         if of_head is not None and piece[0] == 0:
-            self.outlet.held(self.weight).use(0, of_head.view(-1))
+            self.sink.sum_of(self.weight).use(0, of_head.view(-1))
         right(self, at, landed, None, *piece)
 
     monkeypatch.setattr(Edge, "_take_rows", wrong)
@@ -195,7 +195,7 @@ def test_a_padding_row_has_no_gradient_although_the_next_lookup_is_under_way(sta
             taken.append(piece)
 
     embedding.__dict__.pop("forward")
-    edge.start(home, AtOnceLane(), Outlet(Meanwhile(), lambda p: Held(), lambda p: None))
+    edge.start(home, AtOnceLane(), GradientSink(Meanwhile(), lambda p: Held(), lambda p: None))
     ids = torch.tensor([[7, 3, 7, 5, 3]])
     for model in (whole, apart):
         model.model.embed_tokens(ids).sum().backward()

@@ -17,7 +17,7 @@ from lowmem.system.torch_private import in_backward
 from lowmem.techniques.arithmetic.fp32_halves import joined
 from lowmem.techniques.gradient_checkpointing.policies import every_layer
 from lowmem.techniques.loss import cross_entropy as losses
-from lowmem.techniques.precision.host_weight import Halves
+from lowmem.techniques.precision.host_weight import SplitHostWeight
 from lowmem.techniques.weights.link import StagedLink
 from lowmem.techniques.weights.resident import Home
 from lowmem.techniques.weights.streamed import Streamed
@@ -337,13 +337,13 @@ def as_it_was_before_the_step(monkeypatch):
 
 
 def brought_before_the_step_is_done(monkeypatch):
-    step = Halves.step
+    step = SplitHostWeight.step
 
     def slowly(self, *how):
         time.sleep(0.005)
         step(self, *how)
 
-    monkeypatch.setattr(Halves, "step", slowly)
+    monkeypatch.setattr(SplitHostWeight, "step", slowly)
     monkeypatch.setattr(Home, "arrived", lambda self: None)
 
 

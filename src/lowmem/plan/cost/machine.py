@@ -130,7 +130,7 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
         known = card if card and card.rates else cards.named(cards.REFERENCE)
         return Machine(known.name, host=host, fp32_products=fp32, **known.rates)
-    this = kept(on_card)
+    this = stored_rates(on_card)
     if this is None:
         device, name = ("cuda" if on_card else "cpu"), _name(on_card)
         quiet = not others_compute(device)
@@ -142,7 +142,7 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
     return this
 
 
-def kept(on_card: bool) -> Machine | None:
+def stored_rates(on_card: bool) -> Machine | None:
     """Returns the stored rates of this machine; None: there are none, or they are too old or dated in the future."""
     try:
         known = TypeAdapter(Machine).validate_json(_file(_name(on_card)).read_bytes())

@@ -16,7 +16,7 @@ from torch import nn
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run
 from lowmem.plan.cost.machine import Machine, fastest, others_compute
-from lowmem.plan.tracing.shapes import Shapes
+from lowmem.plan.tracing.shapes import ShapeMode
 from lowmem.plan.tracing.stand_in import stand_in
 from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.training import build
@@ -53,7 +53,7 @@ def timed(run: Run) -> float:
 
 
 def counted(machine: Machine, run: Run) -> float:
-    make, shapes = build.optimizer(run), Shapes()
+    make, shapes = build.optimizer(run), ShapeMode()
     if not run.any("steps_on_shapes"):
         make = stand_in(make, one_kernel=True, pages=False)
     with shapes, _update(run, make) as update:

@@ -41,7 +41,7 @@ class Typed:
         return chosen_by(self.lines)
 
     @cached_property
-    def said(self) -> dict[str, str]:
+    def values(self) -> dict[str, str]:
         """Returns key -> value."""
         return as_mapping(self.lines)
 
@@ -61,7 +61,7 @@ class Typed:
             return self._strictly(recipe)
         except ConfigCompositionException:  # loss.rows was typed, and this loss has none
             changed = {group for group, name in recipe.items() if self.named.get(group) != name}
-            return self._strictly({**{key: None for key in self.said if key.split(".")[0] in changed}, **recipe})
+            return self._strictly({**{key: None for key in self.values if key.split(".")[0] in changed}, **recipe})
 
     def _strictly(self, recipe: Mapping[str, str | None]) -> Run:
         key = tuple(sorted((k, v or "") for k, v in recipe.items() if self.named.get(k) != v))
@@ -79,13 +79,15 @@ class Typed:
     def keeps(self, group: str) -> bool:
         if group in CHANGEABLE and self.may_change is not None:
             return group not in self.may_change
-        return group in self.said or (group not in CHANGEABLE and any(key.startswith(f"{group}.") for key in self.said))
+        return group in self.values or (
+            group not in CHANGEABLE and any(key.startswith(f"{group}.") for key in self.values)
+        )
 
     def says(self, key: str, value: str) -> bool:
         """Returns whether the typed lines already give this value, so a recipe need not name it."""
         if key == "batch_size":
             return str(self.run.batch_size) == value
-        return self.named.get(key, self.said.get(key)) == value
+        return self.named.get(key, self.values.get(key)) == value
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]
     """Yields (batch_size, overrides that keep the update's size). Args: run: with a strategy, which may differ from the
     strategy that the update's size was typed for."""
     size = typed.run.accumulation.arguments.get("size")
-    is_typed = any(key.split(".")[0] == "accumulation" for key in typed.said)
-    if ("batch_size" in typed.said and typed.run.batch_size != "auto") or (is_typed and size is None):
+    is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
+    if ("batch_size" in typed.values and typed.run.batch_size != "auto") or (is_typed and size is None):
         yield typed.run.batch_size, {}
         return
     if size is not None:
@@ -223,7 +225,7 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
 
 def _in_backward(typed: Typed, run: Run) -> Run | None:
     """Returns the run in which each gradient steps its parameter at once; None: it was typed, or is refused."""
-    if "optim.in_backward" in typed.said:
+    if "optim.in_backward" in typed.values:
         return None
     in_backward = run.knowing(optim={"in_backward": True})
     return None if any(refused(in_backward)) else in_backward

@@ -115,13 +115,13 @@ class Derivation:
     def of_parameters(self, recipe: Mapping[str, str], run: Run) -> Trace:
         """Derives the weights, gradients and state of a recipe alone; its only phase, the step, has no activations."""
         parameters = self._parameters(recipe, run)
-        held = {category: parameters.bytes(_held("step", category)) for category in CATEGORIES}
+        held = {category: parameters.bytes(_category_bytes("step", category)) for category in CATEGORIES}
         return Trace(
             parameters=parameters.bytes(lambda t: t.parameters),
             largest=parameters.any.largest,
             trained_parameters=parameters.bytes(lambda t: t.trained_parameters),
             largest_trained=parameters.any.largest_trained,
-            weights=parameters.bytes(_held("evaluation", "weights")),
+            weights=parameters.bytes(_category_bytes("evaluation", "weights")),
             gradients=parameters.bytes(lambda t: t.gradients),
             steps_on_host=parameters.any.steps_on_host,
             waits_on_host=parameters.any.waits_on_host,
@@ -129,7 +129,7 @@ class Derivation:
             generated=parameters.any.generated,
             paged=parameters.bytes(lambda t: t.paged),
             blocks=(self.depth, parameters.any.blocks[1]),
-            held=parameters.bytes(lambda t: t.held),
+            host_bytes=parameters.bytes(lambda t: t.host_bytes),
             streamed=parameters.bytes(lambda t: t.streamed),
             outside=parameters.any.outside,
             head=parameters.any.head,
@@ -285,7 +285,7 @@ class Corners:
         return round(self.at(value))
 
 
-def _held(phase: str, category: str) -> Callable[[Trace], int]:
+def _category_bytes(phase: str, category: str) -> Callable[[Trace], int]:
     return lambda t: t.phases[phase].bytes[category]
 
 
@@ -308,7 +308,7 @@ def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leav
     else:
         top = max(tops, key=lambda place: place.with_all_gradients)
         gradients = top.with_all_gradients - top.with_newest_gradient
-    state = parameters.bytes(_held("evaluation", "optimizer"))
+    state = parameters.bytes(_category_bytes("evaluation", "optimizer"))
     # Host bytes of the optimizer, plus offloaded boundaries. If weights wait on the host, the traced host bytes of the
     # passes include those weights, so the boundaries are counted by themselves.
     offloaded = sum(derived.pinned) if derived.streamed or derived.waits_on_host else passes.bytes(_host(phase))
@@ -320,13 +320,13 @@ def _step(passes: Corners, derived: Trace) -> Point:
     """Takes the peak from a trace of the step instead of a sum: if each gradient is freed after use, the peak holds
     only some of them."""
     alone = derived.phases["step"]
-    batch = passes.bytes(_held("step", "activations"))  # the tensors of the micro-batch
+    batch = passes.bytes(_category_bytes("step", "activations"))  # the tensors of the micro-batch
     return alone._replace(bytes=alone.bytes | {"activations": batch})
 
 
 def _evaluation(passes: Corners, parameters: Corners, derived: Trace) -> Point:
-    state = parameters.bytes(_held("evaluation", "optimizer"))
-    activations = passes.bytes(_held("evaluation", "activations"))
+    state = parameters.bytes(_category_bytes("evaluation", "optimizer"))
+    activations = passes.bytes(_category_bytes("evaluation", "activations"))
     return _point("evaluation", derived.weights, 0, state, activations, parameters.bytes(_host("evaluation")))
 
 

@@ -167,7 +167,7 @@ class _Search:
     def _partly_resident(self, found: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
         """Yields streaming candidates with as many blocks resident on the card as fit."""
         memory = self.target.device_memory
-        if memory is None or STAY in self.typed.said:
+        if memory is None or STAY in self.typed.values:
             return
         for candidate, recipe in zip(found, derived, strict=True):
             if candidate.streams and recipe.prediction.fits(self.target):
@@ -202,7 +202,7 @@ class _Search:
 
     def _least(self, candidate: Candidate) -> int:
         """Returns the least bytes of a card that any recipe with these weights, gradients and state needs."""
-        return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.target.beside
+        return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.target.context_bytes
 
     def _derived(self, group: list[Candidate]) -> list[Recipe]:
         self._trace(need for c in group for need in self.derivation.needed(c.option, c.run))

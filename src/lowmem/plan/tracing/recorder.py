@@ -42,7 +42,7 @@ class Recorder(MemoryMeter):
         self.before = before
         self.recordings: list[Recording] = []  # the window, then the evaluation
         self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins there), in the window
-        self.weights = self.held = 0  # bytes of weights on the device; of weights and masters on the host
+        self.weights = self.host_bytes = 0  # bytes of weights on the device; of weights and masters on the host
 
     def mark_blocks(self, model: nn.Module) -> None:
         """Adds hooks that mark where a pass is: at the first block, at the last, or between them."""
@@ -81,7 +81,7 @@ class Recorder(MemoryMeter):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         super().on_train_start(trainer, module)
-        self.weights, self.held = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
+        self.weights, self.host_bytes = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
         tracker = self._tracker

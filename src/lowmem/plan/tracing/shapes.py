@@ -48,7 +48,7 @@ class TooLong(Exception):
     """A trace takes too many operators, and might never end."""
 
 
-class Made(NamedTuple):
+class OutputSpec(NamedTuple):
     """Describes a tensor that an operator yields."""
 
     shape: torch.Size
@@ -61,7 +61,7 @@ class Made(NamedTuple):
 class Known(NamedTuple):
     """Holds what an operator does to arguments of some shapes."""
 
-    makes: tuple[Made | None, ...]  # None: the operator yields None
+    makes: tuple[OutputSpec | None, ...]  # None: the operator yields None
     kind: type | None  # tuple or list, if it yields several tensors
     in_place: bool  # it yields its first argument
     work: Work | None
@@ -70,7 +70,7 @@ class Known(NamedTuple):
 _known: dict[tuple, Known] = {}  # for this process: (operator, notes on its arguments) -> its effect
 
 
-class Shapes(LeanFakeTensorMode):
+class ShapeMode(LeanFakeTensorMode):
     """Answers questions about numbers, counts the work of every operator, and reports results to the trackers."""
 
     def __init__(self, over_gloo: bool = False) -> None:
@@ -157,7 +157,7 @@ class Shapes(LeanFakeTensorMode):
                 key += map(numbers.index, numbers)  # x * x reads one tensor
             known = _known.get(key := tuple(key))
             if known is not None:
-                return self._made(known, args, tensors), known.work
+                return self._outputs(known, args, tensors), known.work
         if not plain and func not in MAKES_OF_NUMBERS and _is_real(args):
             return func(*args, **kwargs), None
         call = self._experts if func is GROUPED_PRODUCTS else super().__torch_dispatch__
@@ -169,13 +169,13 @@ class Shapes(LeanFakeTensorMode):
             _known[key] = known
         return out, work
 
-    def _made(self, known: Known, args: tuple, tensors: list[Tensor]) -> object:
+    def _outputs(self, known: Known, args: tuple, tensors: list[Tensor]) -> object:
         if known.in_place:
             return args[0]
-        made = [one and self._one(one, tensors) for one in known.makes]
+        made = [one and self._output(one, tensors) for one in known.makes]
         return made[0] if known.kind is None else known.kind(made)
 
-    def _one(self, made: Made, tensors: list[Tensor]) -> Tensor:
+    def _output(self, made: OutputSpec, tensors: list[Tensor]) -> Tensor:
         if made.view_of is None:
             like = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
         else:
@@ -244,14 +244,14 @@ def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object,
     return Known(tuple(makes), kind, False, work)
 
 
-def _as_made(one: object, kept: dict[int, int]) -> Made | None:
+def _as_made(one: object, kept: dict[int, int]) -> OutputSpec | None:
     plain = type(one) is FakeTensor and one.constant is None and one.layout is torch.strided
     if not plain or one.dtype.is_complex or one.requires_grad or one.fake_device.type != "cpu":
         return None
     view_of = kept.get(storage_key(one))
     if view_of == -1:
         return None
-    made = Made(one.shape, one.stride(), one.dtype, one.storage_offset(), view_of)
+    made = OutputSpec(one.shape, one.stride(), one.dtype, one.storage_offset(), view_of)
     if view_of is None:
         again = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
         if made.offset or again.untyped_storage().nbytes() != one.untyped_storage().nbytes():

@@ -38,7 +38,7 @@ from lowmem.config.settle import Run
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.data.opening import source_class
 from lowmem.data.packing import with_positions
-from lowmem.memory.ledger import parts, weights
+from lowmem.memory.ledger import plain_tensors, weights
 from lowmem.memory.tracker import Point
 from lowmem.model import loading as model
 from lowmem.model.trainable import packed, parameters, trainable
@@ -46,7 +46,7 @@ from lowmem.plan.tracing import as_card
 from lowmem.plan.tracing.one_rank import as_rank
 from lowmem.plan.tracing.operator_cost import Work
 from lowmem.plan.tracing.recorder import Place, Recorder, highest_of_phases, places, stack_of
-from lowmem.plan.tracing.shapes import Shapes, TooLong
+from lowmem.plan.tracing.shapes import ShapeMode, TooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.tracing.traffic import EARLIER, Sent
 from lowmem.system.torch_private import boundaries_count_as_real, storage_key, tensors_count_as_real
@@ -111,7 +111,7 @@ class Trace:
     generated: bool = False  # torch.compile generates the step
     paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
     blocks: tuple[int, int] = (0, 0)  # (number of blocks, bytes of the largest on the device)
-    held: int = 0  # bytes of weights and masters in host memory
+    host_bytes: int = 0  # bytes of weights and masters in host memory
     streamed: int = 0  # bytes of the blocks' weights that come from the host for each pass
     outside: int = 0  # bytes of weights outside the blocks that wait on the host too
     head: int = 0  # bytes of `outside` that come for each pass, in tiles
@@ -149,7 +149,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
     with _quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(run, on_card)
         instantiate(run.adapter)  # imports its library, which must not happen while tensors have no memory
-    run, shapes = run, Shapes(over_gloo=not on_card)
+    run, shapes = run, ShapeMode(over_gloo=not on_card)
     with (
         _quietly(),
         as_rank(run, rank) as ranks,
@@ -191,7 +191,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         unseen=round(scratch * of_part["largest_trained"]),
         generated=run.technique("optim").generates_code,
         paged=optimizer.paged if isinstance(optimizer := trainer.optimizers[0], StandIn) else 0,
-        held=recorder.held,
+        host_bytes=recorder.host_bytes,
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
         outside=sum(edge.weight.nbytes for edge in module.weights.edges),
         head=sum(edge.weight.nbytes for edge in module.weights.edges if edge.head is not None),
@@ -255,7 +255,7 @@ def _of_part(module: CausalLM) -> dict:
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
     """Returns (number of blocks, bytes of the largest)."""
-    sizes = [sum(part.nbytes for held in weights(block) for part in parts(held)) for block in stack_of(model)]
+    sizes = [sum(part.nbytes for held in weights(block) for part in plain_tensors(held)) for block in stack_of(model)]
     return len(sizes), max(sizes, default=0)
 
 
@@ -316,7 +316,7 @@ class Steady(Callback):
     Args: before: windows that run before the traced one and leave their memory behind.
     """
 
-    def __init__(self, shapes: Shapes, run: Run, before: int) -> None:
+    def __init__(self, shapes: ShapeMode, run: Run, before: int) -> None:
         self.shapes, self.accumulates, self.early, self.before = shapes, run.accumulates, run.early, before
         self.overlaps = run.any("overlaps_micro_batches")
         self.counts = False  # whether this window's work counts

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.memory.ledger import parts
+from lowmem.memory.ledger import plain_tensors
 from lowmem.model.trainable import full_shape, trainable
 from lowmem.system.process import page_out
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
@@ -112,7 +112,7 @@ def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """One is let go before the next is asked for, which may be made only then."""
     for key, value in state.items():
         yield key, value
-        page_out(parts(value) if isinstance(value, Tensor) else ())
+        page_out(plain_tensors(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowmem.techniques.precision.host_masters import HostMasters
-from lowmem.techniques.precision.host_weight import AtRandom, Master
+from lowmem.techniques.precision.host_weight import HostWeight, StochasticHostWeight
 
 
 class BFloat16Stochastic(HostMasters):
@@ -16,10 +16,10 @@ class BFloat16Stochastic(HostMasters):
 
     dtype = torch.bfloat16
 
-    def held(self, name: str, p: nn.Parameter) -> Master:
+    def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
         if p.dtype != self.dtype:  # beside weights of 16 bits, a part that is held in full: nothing is rounded
-            return Master(name, p, p.dtype)
-        made = AtRandom(name, p, self.dtype)
+            return HostWeight(name, p, p.dtype)
+        made = StochasticHostWeight(name, p, self.dtype)
         made.seed = torch.initial_seed()
         return made
 
@@ -31,5 +31,5 @@ class BFloat16Stochastic(HostMasters):
         for master in self._at_random():
             master.steps = state_dict.get("steps", {}).get(master.name, 0)  # none of a run that stepped on the device
 
-    def _at_random(self) -> list[AtRandom]:
-        return [master for master in self.masters.values() if isinstance(master, AtRandom)]
+    def _at_random(self) -> list[StochasticHostWeight]:
+        return [master for master in self.masters.values() if isinstance(master, StochasticHostWeight)]

@@ -7,7 +7,7 @@ what it is a kind of:
 
     BasePrecision         here
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
-      SixteenBitWeights                         `weights_16bit.py`: 16-bit weights; seams `widen`, `round` and `hold`
+      SixteenBitWeights                         `weights_16bit.py`: 16-bit weights; `widen`, `round`, `new_extra_state`
       HostMasters                               `host_masters.py`: weights in 16 bits, their fp32 masters on the host
       ScaledLoss                                `loss_scale.py`: a mixin, placed first, for any of them in fp16
 
@@ -180,7 +180,7 @@ class BasePrecision(Precision):
         and plain numbers without which a resumed run would have other bits."""
         return {}
 
-    def whole(self, p: nn.Parameter) -> Tensor:
+    def full_precision(self, p: nn.Parameter) -> Tensor:
         """Asked by the export and by checkpoints, after `arrived`. Returns: a weight at its full precision; of one that
         the host holds in another form, a copy that is made now."""
         return p.data

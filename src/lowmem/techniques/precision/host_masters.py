@@ -26,7 +26,7 @@ from lowmem.system.errors import NotFinite
 from lowmem.techniques.arithmetic.gradients import Reading, finite, norm_of
 from lowmem.techniques.optim.contract import Step
 from lowmem.techniques.precision.contract import BasePrecision, with_step
-from lowmem.techniques.precision.host_weight import Halves, Master
+from lowmem.techniques.precision.host_weight import HostWeight, SplitHostWeight
 from lowmem.techniques.precision.loss_scale import ScaledLoss
 from lowmem.techniques.weights.link import Link, Take, link_to
 from lowmem.techniques.weights.resident import Resident
@@ -41,7 +41,7 @@ class HostMasters(BasePrecision):
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
-        self.masters: dict[int, Master] = {}  # by id of the weight
+        self.masters: dict[int, HostWeight] = {}  # by id of the weight
         self.link: Link = link_to(torch.device(device))
         self.weights = Resident()  # where they are while no block needs them; the callback brings the run's own
         self._groups: dict[int, int] = {}  # id of a master -> index of its group
@@ -55,15 +55,15 @@ class HostMasters(BasePrecision):
             if not p.requires_grad:
                 p.data = p.data.to(self.dtype)
             elif id(p) not in self.masters:
-                self.masters[id(p)] = self.held(name, p)
+                self.masters[id(p)] = self.new_host_weight(name, p)
         self.weights.move_in(torch.device(self.device))
         for master in self.masters.values():
             master.moved(self.weights.home(master.weight))
         return module
 
-    def held(self, name: str, p: nn.Parameter) -> Master:
+    def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
         """How the host holds a parameter, whose weight becomes one of 16 bits."""
-        return Master(name, p, self.dtype)
+        return HostWeight(name, p, self.dtype)
 
     def master(self, p: nn.Parameter) -> nn.Parameter:
         return self.masters[id(p)].wide if p.requires_grad else p
@@ -74,7 +74,7 @@ class HostMasters(BasePrecision):
         yield from self.weights.host_tensors()
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        return self.masters[id(p)].narrow if id(p) in self.masters else self.weights.of(p)
+        return self.masters[id(p)].narrow if id(p) in self.masters else self.weights.stored(p)
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class HostMasters(BasePrecision):
     def _usable(self, finite: bool) -> bool:
         return finite
 
-    def _collected(self) -> list[Master]:
+    def _collected(self) -> list[HostWeight]:
         """Masters with a gradient of this window, in the order in which the next forward pass reads their weights."""
         return [master for master in self.masters.values() if master.complete]
 
@@ -164,7 +164,7 @@ class HostMasters(BasePrecision):
         for master in self._collected():
             self._update(optimizer, master, self.reading)
 
-    def _update(self, optimizer: Optimizer, master: Master, reading: Reading, early: bool = False) -> None:
+    def _update(self, optimizer: Optimizer, master: HostWeight, reading: Reading, early: bool = False) -> None:
         if not self._groups:
             self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # a copy of the group as it is now: the schedule goes on while the host still steps
@@ -180,8 +180,8 @@ class HostMasters(BasePrecision):
         for master in self.masters.values():
             self.link.wait(master.weight)
 
-    def whole(self, p: nn.Parameter) -> Tensor:
-        return self.masters[id(p)].whole if id(p) in self.masters else self.weights.of(p)
+    def full_precision(self, p: nn.Parameter) -> Tensor:
+        return self.masters[id(p)].full_precision if id(p) in self.masters else self.weights.stored(p)
 
     def teardown(self) -> None:
         super().teardown()
@@ -193,8 +193,8 @@ class BFloat16Master(HostMasters):
 
     dtype = torch.bfloat16
 
-    def held(self, name: str, p: nn.Parameter) -> Master:
-        kind = Halves if self.weights.takes(p) else Master
+    def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
+        kind = SplitHostWeight if self.weights.takes(p) else HostWeight
         return kind(name, p, self.dtype)
 
 
@@ -207,7 +207,7 @@ class Float16Master(ScaledLoss, HostMasters):
         return self.loss_scale.update(finite)
 
 
-def _step(optimizer: Optimizer, group: dict, master: Master, reading: Reading, early: bool, narrow: Tensor) -> None:
+def _step(optimizer: Optimizer, group: dict, master: HostWeight, reading: Reading, early: bool, narrow: Tensor) -> None:
     """On the host: step a weight and write its 16 bits into `narrow`."""
     gradient = master.gradient()
     if early and not finite(gradient):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lowmem.config.settle import steps_early
 from lowmem.model.trainable import trainable
 from lowmem.system.errors import NotFinite, Refused
-from lowmem.techniques.weights.edges import Outlet
+from lowmem.techniques.weights.edges import GradientSink
 
 
 class MasterWeights(Callback):
@@ -49,10 +49,10 @@ class MasterWeights(Callback):
             if self.early and module.last_micro_batch:
                 self.plugin.step_early(p, trainer.optimizers[0], self.clip_value)
 
-        module.weights.start(Outlet(self.plugin.link, lambda p: self.plugin.masters[id(p)], complete))
+        module.weights.start(GradientSink(self.plugin.link, lambda p: self.plugin.masters[id(p)], complete))
 
         def left(p: nn.Parameter) -> None:
-            if p.grad is None:  # it has left by the outlet
+            if p.grad is None:  # it has left by the sink
                 return
             if self.early and module.last_micro_batch:
                 self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
@@ -119,7 +119,7 @@ class MasterWeights(Callback):
         if not self.on_host:
             return
         self.plugin.arrived()
-        kept = {id(p): self.plugin.masters[id(p)].kept for _, p in trainable(module)}  # a tied one once
+        kept = {id(p): self.plugin.masters[id(p)].checkpoint_tensor for _, p in trainable(module)}  # a tied one once
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
                 checkpoint["state_dict"][name] = kept[id(p)]

@@ -1,8 +1,8 @@
 """How the host holds one weight between two steps: what `host_masters.py` steps is one of these.
 
-    Master      fp32, and its 16 bits on the device, or in host memory where weights stream
-    Halves      fp32 as two halves: the upper is the bf16 weight that streams, the lower waits beside it
-    AtRandom    the bf16 weight alone: a step is rounded up or down at random
+    HostWeight      fp32, and its 16 bits on the device, or in host memory where weights stream
+    SplitHostWeight      fp32 as two halves: the upper is the bf16 weight that streams, the lower waits beside it
+    StochasticHostWeight    the bf16 weight alone: a step is rounded up or down at random
 
 The optimizer knows a parameter by `wide`, an fp32 one; of the last two it holds nothing but the shape between steps.
 """
@@ -22,10 +22,10 @@ from lowmem.techniques.precision.weights_16bit import stochastically
 from lowmem.techniques.weights.resident import Home, nowhere
 
 
-class Master:
+class HostWeight:
     """One parameter: its 16-bit weight, and what the host holds of it."""
 
-    rest: Tensor | None = None  # int16: what `kept` has lost
+    rest: Tensor | None = None  # int16: what `checkpoint_tensor` has lost
 
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
@@ -33,7 +33,7 @@ class Master:
         self.home: Home | None = None  # where its 16 bits are, if they stream
         self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
         self.complete = False  # whether `sum` is of this window
-        self.given = False  # whether `sum` was made by somebody else, who will make the next one, too
+        self.borrowed = False  # whether `sum` was made by somebody else, who will make the next one, too
         self._narrow(dtype)
 
     def _narrow(self, dtype: torch.dtype) -> None:
@@ -51,14 +51,14 @@ class Master:
         return self.weight.data if self.home is None else self.home.tensors[self.weight]
 
     @property
-    def whole(self) -> Tensor:
-        """The weight of the last step, in all the bits that it has. Of `Halves` it is made when it is asked for."""
+    def full_precision(self) -> Tensor:
+        """The weight after the last step, with all its bits. `SplitHostWeight` computes it from its halves."""
         return self.wide.data
 
     @property
-    def kept(self) -> Tensor:
+    def checkpoint_tensor(self) -> Tensor:
         """What a checkpoint holds of it, beside `rest`: no copy, and a storage of its own."""
-        return self.whole
+        return self.full_precision
 
     def tensors(self) -> Iterator[Tensor]:
         """In host memory, but for `home`."""
@@ -85,7 +85,7 @@ class Master:
     def use(self, start: int, piece: Tensor) -> None:
         """`add` for a gradient that is stepped at once: the only one of its window need not be copied."""
         if self.sum is None:
-            self.sum, self.complete, self.given = piece, True, True
+            self.sum, self.complete, self.borrowed = piece, True, True
         else:
             self.add(start, piece)
 
@@ -96,9 +96,9 @@ class Master:
     def used(self, early: bool) -> None:
         """After a step. The buffer stays for the next window's gradients, except one in 16 bits, so the window's only
         gradient, that was stepped inside backward or given: no buffer is needed for the next."""
-        if (early or self.given) and self.sum.dtype != torch.float32:
+        if (early or self.borrowed) and self.sum.dtype != torch.float32:
             self.sum = None
-        self.complete = self.given = False
+        self.complete = self.borrowed = False
 
     # --- its step -------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Master:
         self.wide.grad = None
 
 
-class Halves(Master):
+class SplitHostWeight(HostWeight):
     """fp32 in 4 bytes, of which the upper two are the bf16 weight that streams: exact, and no copy of it."""
 
     def _narrow(self, dtype: torch.dtype) -> None:
@@ -137,11 +137,11 @@ class Halves(Master):
             self._forget()
 
     @property
-    def whole(self) -> Tensor:
+    def full_precision(self) -> Tensor:
         return fp32_halves.joined(self.narrow, self.rest)
 
     @property
-    def kept(self) -> Tensor:
+    def checkpoint_tensor(self) -> Tensor:
         return by_itself(self.narrow)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -156,7 +156,7 @@ class Halves(Master):
         self._forget()
 
 
-class AtRandom(Master):
+class StochasticHostWeight(HostWeight):
     """The bf16 weight alone: a step is rounded up or down, right in the mean.
 
     Random numbers are those of the parameter and the step, whenever it is made: nothing else that draws changes them.
@@ -178,11 +178,11 @@ class AtRandom(Master):
         return super().narrow if self.own is None else self.own
 
     @property
-    def whole(self) -> Tensor:
+    def full_precision(self) -> Tensor:
         return self.narrow
 
     @property
-    def kept(self) -> Tensor:
+    def checkpoint_tensor(self) -> Tensor:
         return by_itself(self.narrow)
 
     def tensors(self) -> Iterator[Tensor]:

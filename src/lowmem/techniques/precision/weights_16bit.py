@@ -22,18 +22,18 @@ from lowmem.techniques.precision.contract import BasePrecision, step_one, with_g
 from lowmem.techniques.precision.loss_scale import ScaledLoss
 from lowmem.techniques.strategy.contract import OneDevice
 
-Held = dict[str, Tensor]
+ExtraState = dict[str, Tensor]
 
 CHUNK = 1 << 22  # elements that are rounded at random at once
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class SixteenBitWeights(BasePrecision):
-    """Weights in `dtype`. What differs between such precisions is `widen`, `round` and `hold`."""
+    """Weights in `dtype`. What differs between such precisions is `widen`, `round` and `new_extra_state`."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
-        self._held: dict[nn.Parameter, Held] = {}
+        self._extra_state: dict[nn.Parameter, ExtraState] = {}
         self._named: dict[str, nn.Parameter] = {}  # what is stepped of each
         self._divided = False
 
@@ -47,20 +47,20 @@ class SixteenBitWeights(BasePrecision):
         """After an update: write the stepped weight, in fp32, into `p.data`, in 16 bits."""
         p.data.copy_(wide)
 
-    def hold(self, p: nn.Parameter) -> Held:
-        """Before a parameter's first update. Returns: what is also held of it on the device, by name: from then on that
-        is `held(p)`, to be changed in place by `widen` and `round`; the meter counts it and checkpoints hold it."""
+    def new_extra_state(self, p: nn.Parameter) -> ExtraState:
+        """Returns tensors by name that are kept with a weight on the device; called before its first update. `widen`
+        and `round` find them in `extra_state(p)` and change them in place. Meter and checkpoints include them."""
         return {}
 
-    def held(self, p: nn.Parameter) -> Held:
+    def extra_state(self, p: nn.Parameter) -> ExtraState:
         if self._divided:
             raise Refused(
                 f"precision: {type(self).__name__} holds something beside each weight, which checkpoints of a divided "
                 "model do not. Type strategy=ddp."
             )
-        if p not in self._held:
-            self._held[p] = self.hold(p)
-        return self._held[p]
+        if p not in self._extra_state:
+            self._extra_state[p] = self.new_extra_state(p)
+        return self._extra_state[p]
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -75,17 +75,17 @@ class SixteenBitWeights(BasePrecision):
         return with_step(optimizer, self._step_all)
 
     def device_tensors(self) -> Iterator[Tensor]:
-        return (tensor for held in self._held.values() for tensor in held.values())
+        return (tensor for held in self._extra_state.values() for tensor in held.values())
 
     def state_dict(self) -> dict:
-        held = {name: self._held[p] for name, p in self._named.items() if self._held.get(p)}
+        held = {name: self._extra_state[p] for name, p in self._named.items() if self._extra_state.get(p)}
         return super().state_dict() | ({"held": held} if held else {})
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         for name, held in state_dict.get("held", {}).items():  # most hold nothing
             p = self._named[name]
-            self._held[p] = {key: tensor.to(p.device, copy=True) for key, tensor in held.items()}
+            self._extra_state[p] = {key: tensor.to(p.device, copy=True) for key, tensor in held.items()}
 
     def _step_all(self, optimizer: Optimizer) -> None:
         for group, p in with_gradient(optimizer):

@@ -116,23 +116,23 @@ class OneDevice:
         """Returns this rank's shard of a parameter, a plain tensor in the same memory: the optimizer steps it."""
         return p
 
-    def parts(self, model: nn.Module) -> nn.Module:
-        """Returns: what has the local parameters under `parameters` and `named_parameters`, in the model's order."""
+    def local_parameters(self, model: nn.Module) -> nn.Module:
+        """Returns a module whose `parameters` and `named_parameters` are the local ones, in the model's order."""
         return model
 
-    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor | None:
-        """The whole in the model's own layout, in host memory, of a part that is laid out as this process's of `p`: of
-        the weight itself, or of a state of its shape. All processes ask for the same, in the same order; on those of
-        another rank than 0 it may be None."""
-        return part
+    def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
+        """Returns the full tensor, in host memory and in the model's own layout, of which each rank passes its shard.
+        The shard is laid out as this rank's shard of `p`: it is the weight itself, or a state of the weight's shape.
+        All ranks call this in the same order; on another rank than 0 the result may be None."""
+        return shard
 
-    def saved(self, p: nn.Parameter, part: Tensor) -> Tensor:
-        """What of such a part goes into a checkpoint: a DTensor in the same memory where it is one, or the whole in the
-        model's own layout, a plain tensor. All processes ask for the same, in the same order."""
-        return part
+    def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
+        """Returns what a checkpoint stores of such a shard: a DTensor in the same memory if `p` is one, else the full
+        tensor in the model's own layout. All ranks call this in the same order."""
+        return shard
 
-    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        """Returns this rank's shard of a tensor that every rank has whole. Nothing is sent."""
+    def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
+        """Returns this rank's shard of a tensor that every rank has in full. Nothing is sent."""
         return full
 
     def register_memory(self, ledger: Ledger) -> None:
@@ -155,13 +155,13 @@ class OneDevice:
         """Returns whether the flag is set on any rank."""
         return bool(self.all_max(int(flag)))
 
-    def broadcast(self, said: object) -> object:
+    def broadcast(self, value: object) -> object:
         """Returns on every rank what rank 0 passes: anything that can be pickled."""
-        return said
+        return value
 
-    def all_gather(self, said: object) -> list:
+    def all_gather(self, value: object) -> list:
         """Returns on every rank a list of what each of them passes, by rank."""
-        return [said]
+        return [value]
 
     def barrier(self) -> None:
         """Waits until every rank is here."""

@@ -127,18 +127,18 @@ class ZeRO2(Divided):
         self._holders[part] = 1
         return part
 
-    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor:
+    def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         run = self._runs[p]
-        if len(part) == run.shape.numel() and not p.requires_grad:  # which zero2 does not divide
-            return part.cpu().view(run.shape)
-        full = torch.zeros(run.shape.numel(), dtype=part.dtype)
-        full[run.elements] = part.cpu()
+        if len(shard) == run.shape.numel() and not p.requires_grad:  # which zero2 does not divide
+            return shard.cpu().view(run.shape)
+        full = torch.zeros(run.shape.numel(), dtype=shard.dtype)
+        full[run.elements] = shard.cpu()
         dist.all_reduce(full.view(torch.uint8))  # who does not hold an element adds zero bits
         return full.view(run.shape)
 
-    saved = whole
+    as_dtensor = gathered
 
-    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
+    def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         return full.flatten()[self._runs[p].elements]
 
 

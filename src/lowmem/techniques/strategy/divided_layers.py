@@ -32,18 +32,18 @@ class Layout(NamedTuple):
     fused: int = 1
     summed: bool = False
 
-    def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """That of one rank, in the order in which it computes with it: a copy, or `whole` where it is not divided."""
+    def shard_of(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """Returns one rank's shard in the order in which it computes: a copy, or `full` itself if it is not divided."""
         if self.dim is None:
-            return whole
-        return torch.cat([one.chunk(size, self.dim)[rank] for one in whole.chunk(self.fused, self.dim)], self.dim)
+            return full
+        return torch.cat([matrix.chunk(size, self.dim)[rank] for matrix in full.chunk(self.fused, self.dim)], self.dim)
 
-    def whole(self, parts: list[Tensor]) -> Tensor:
-        """Args: parts: of all ranks, in their order."""
+    def joined(self, shards: list[Tensor]) -> Tensor:
+        """Returns the full tensor. Args: shards: those of all ranks, in order of rank."""
         if self.dim is None:
-            return parts[0]
-        each = zip(*(part.chunk(self.fused, self.dim) for part in parts), strict=True)
-        return torch.cat([one for pieces in each for one in pieces], self.dim)
+            return shards[0]
+        matrices = zip(*(shard.chunk(self.fused, self.dim) for shard in shards), strict=True)
+        return torch.cat([piece for matrix in matrices for piece in matrix], self.dim)
 
 
 WHOLE = Layout()
@@ -181,7 +181,7 @@ class Share(Whole):
 def _exchange(layer: nn.Module, name: str, layout: Layout, group: Group) -> tuple[nn.Parameter, Layout]:
     """A parameter for this rank's part of it."""
     p = getattr(layer, name)
-    part = layout.part(p.detach(), group.rank, group.size)
+    part = layout.shard_of(p.detach(), group.rank, group.size)
     divided = nn.Parameter(group.placed(part, p, layout.dim), p.requires_grad)
     setattr(layer, name, divided)
     return divided, layout

@@ -27,8 +27,8 @@ class FullyShardTensorParallel(TensorParallel):
         shard(module, self.mesh["data"], offload=False, pinned=False)
         return layouts
 
-    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        return _piece(super().part(p, full), self.data_rank, self.data_size)
+    def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
+        return _piece(super().shard_of(p, full), self.data_rank, self.data_size)
 
 
 def _piece(part: Tensor, rank: int, size: int) -> Tensor:

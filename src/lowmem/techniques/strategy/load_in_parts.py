@@ -66,7 +66,7 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
     for name, full in _arriving(numbers, ranks):
         held = here[name]
         if not held.is_meta:  # a block of another stage
-            part = ranks.part(held, full) if isinstance(held, nn.Parameter) else full
+            part = ranks.shard_of(held, full) if isinstance(held, nn.Parameter) else full
             (held.detach().to_local() if isinstance(held, DTensor) else held).copy_(part)
 
 

@@ -216,21 +216,21 @@ class Pipeline(Divided):
     def holders(self, p: nn.Parameter) -> int:
         return len(self.stage.holders[p])
 
-    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor | None:
-        """Sent to rank 0 by the first stage that holds it."""
+    def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
+        """The first stage that holds the weight sends it to rank 0."""
         owner = self.stage.holders[p][0]
         if self.rank == owner:
-            part = part.cpu()
+            shard = shard.cpu()
             if owner:
-                dist.send(part.contiguous(), 0)
-            return part
+                dist.send(shard.contiguous(), 0)
+            return shard
         if self.rank:
             return None
-        received = torch.empty(part.shape, dtype=part.dtype)
+        received = torch.empty(shard.shape, dtype=shard.dtype)
         dist.recv(received, owner)
         return received
 
-    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
+    def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         return full.to("meta") if p.is_meta else full
 
 

@@ -93,7 +93,7 @@ class Several(OneDevice):
             if local is not p:
                 local.data = p.detach()
 
-    def parts(self, model: nn.Module) -> nn.Module:
+    def local_parameters(self, model: nn.Module) -> nn.Module:
         return Parts(self, model)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -202,21 +202,21 @@ class Divided(Several):
         dist.all_reduce(total)
         return total.sqrt()
 
-    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor | None:
+    def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
         if not isinstance(p, DTensor):
-            return part.cpu()
-        return self.saved(p, part).full_tensor().cpu()
+            return shard.cpu()
+        return self.as_dtensor(p, shard).full_tensor().cpu()
 
-    def saved(self, p: nn.Parameter, part: Tensor) -> Tensor:
-        """With its place in the whole."""
+    def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
+        """Returns a DTensor in the shard's memory, which knows the shard's place in the full tensor."""
         if not isinstance(p, DTensor):
-            return part
-        placed = torch.empty_like(p.detach(), dtype=part.dtype)  # `from_local` moves what waits on the host to the card
+            return shard
+        placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would move host memory to the card
         with torch.no_grad():
-            placed.to_local().data = part
+            placed.to_local().data = shard
         return placed
 
-    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
+    def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         if not isinstance(p, DTensor):
             return full
         from torch.distributed.tensor import distribute_tensor

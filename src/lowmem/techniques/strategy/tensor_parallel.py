@@ -250,23 +250,23 @@ class TensorParallel(Divided):
                     "leaves out that they are added. Type another strategy=, such as fsdp."
                 )
 
-    def saved(self, p: nn.Parameter, part: Tensor) -> Tensor:
+    def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         """What lies in another order than in the model's own is gathered for it."""
-        layout, placed = self._layouts[p], super().saved(p, part)
+        layout, placed = self._layouts[p], super().as_dtensor(p, shard)
         if layout.fused == 1:
             return placed
-        return layout.whole([*gathered(placed).chunk(self.group.size, layout.dim)])
+        return layout.joined([*_in_full(placed).chunk(self.group.size, layout.dim)])
 
-    def whole(self, p: nn.Parameter, part: Tensor) -> Tensor:
-        held = self.saved(p, part)
-        return (gathered(held) if isinstance(held, DTensor) else held).cpu()
+    def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor:
+        placed = self.as_dtensor(p, shard)
+        return (_in_full(placed) if isinstance(placed, DTensor) else placed).cpu()
 
-    def part(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        return self._layouts[p].part(full, self.group.rank, self.group.size)
+    def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
+        return self._layouts[p].shard_of(full, self.group.rank, self.group.size)
 
 
-def gathered(divided: DTensor) -> Tensor:
-    """The whole, over one dimension of the mesh after the other: all at once torch does the same, with a warning."""
+def _in_full(divided: DTensor) -> Tensor:
+    """Gathers over one dimension of the mesh after the other: torch warns if it is asked for all at once."""
     placements = [*divided.placements]
     for dim in range(len(placements)):
         placements[dim] = Replicate()

@@ -29,7 +29,7 @@ from lowmem.techniques.weights.resident import Home
 COLUMNS = 4096  # tokens of the vocabulary of a tile, where no loss asks for it
 
 
-class Held(Protocol):
+class GradientSum(Protocol):
     """What the host holds of a weight, as far as its gradient is concerned."""
 
     def add(self, start: int, piece: Tensor) -> None:
@@ -39,11 +39,11 @@ class Held(Protocol):
         """A gradient that nobody else keeps."""
 
 
-class Outlet(NamedTuple):
+class GradientSink(NamedTuple):
     """Of gradients that do not come from a parameter."""
 
     link: Link
-    held: Callable[[nn.Parameter], Held]
+    sum_of: Callable[[nn.Parameter], GradientSum]
     complete: Callable[[nn.Parameter], None]  # told when all of a micro-batch's gradient has left for the host
 
 
@@ -56,8 +56,8 @@ class Edge(Source):
         self._of_head: Tensor | None = None  # gradient, that waits for the embedding's; in host memory
         self._rows: Callable[[], Tensor | None] = lambda: None  # those whose gradient is still to come
 
-    def start(self, home: Home, lane: Lane, outlet: Outlet | None) -> None:
-        self.home, self.lane, self.outlet = home, lane, outlet
+    def start(self, home: Home, lane: Lane, sink: GradientSink | None) -> None:
+        self.home, self.lane, self.sink = home, lane, sink
         if self.embedding is not None:
             # as they are now: the host reads them while the next lookup has the embedding changed
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
@@ -124,9 +124,9 @@ class Edge(Source):
         with host_side():
             landed = torch.empty(gradient.shape, dtype=gradient.dtype)
         belongs(landed, "other", "host")
-        self.outlet.link.fetch(gradient, partial(self._take_rows, at, landed, self._of_head))
+        self.sink.link.fetch(gradient, partial(self._take_rows, at, landed, self._of_head))
         self._of_head = None
-        self.outlet.complete(self.weight)
+        self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, of_head: Tensor | None, start: int, piece: Tensor) -> None:
         """On the host: a piece of the rows' gradient (N, H). The last one makes that of the weight (V, H)."""
@@ -138,7 +138,7 @@ class Edge(Source):
             whole = torch.ops.aten.embedding_dense_backward(landed, at, *how)
             if of_head is not None:
                 whole += of_head
-        self.outlet.held(self.weight).use(0, whole.view(-1))
+        self.sink.sum_of(self.weight).use(0, whole.view(-1))
 
     # --- the head: a source of tiles as `tiles.Whole` -----------------------------------------------------------------
 
@@ -179,13 +179,13 @@ class Edge(Source):
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
         gradient, before = torch.mm(d_logits.T, rows), first * rows.shape[1]
         belongs(gradient, "gradients")
-        add = self.outlet.held(self.weight).add if self._of_head is None else partial(_put, self._of_head)
-        self.outlet.link.fetch(gradient, lambda start, piece: add(before + start, piece))
+        add = self.sink.sum_of(self.weight).add if self._of_head is None else partial(_put, self._of_head)
+        self.sink.link.fetch(gradient, lambda start, piece: add(before + start, piece))
 
     def whole_gradient(self) -> None:
         """Nothing: it is on the host."""
         if self.embedding is None:
-            self.outlet.complete(self.weight)
+            self.sink.complete(self.weight)
 
     def _multiply(self, hidden: Tensor) -> Tensor:
         """hidden (..., H) -> (..., V), for whoever wants all logits: the sampling of text."""

@@ -81,8 +81,8 @@ class Resident:
     def move_in(self, device: torch.device) -> None:
         """The precision calls this when every weight has its dtype. Args: device: that computes."""
 
-    def start(self, outlet: object = None) -> None:
-        """Called before the first forward pass. Args: outlet: where gradients go (`edges.py`); None: there are none."""
+    def start(self, sink: object = None) -> None:
+        """Called before the first forward pass. Args: sink: where gradients go (`edges.py`); None: there are none."""
 
     def stop(self) -> None:
         """Called when no pass follows, before the model is brought to the host: every parameter is a plain tensor."""
@@ -95,7 +95,7 @@ class Resident:
         """Where a weight waits; None: it is on the device."""
         return None
 
-    def of(self, p: nn.Parameter) -> Tensor:
+    def stored(self, p: nn.Parameter) -> Tensor:
         """A weight, wherever it is."""
         home = self.home(p)
         return p.data if home is None else home.tensors[p]

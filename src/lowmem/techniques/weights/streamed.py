@@ -22,7 +22,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.process import trim
 from lowmem.system.torch_private import in_backward, tree_leaves
 from lowmem.techniques.gradient_checkpointing.policies import blocks
-from lowmem.techniques.weights.edges import Outlet, edges
+from lowmem.techniques.weights.edges import GradientSink, edges
 from lowmem.techniques.weights.link import Lane, Mark, lane_of
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Resident, nowhere
@@ -118,14 +118,14 @@ class Streamed(Resident):
         return (slot.memory for slot in self._slots)
 
     @torch.inference_mode(False)  # of an evaluation: other threads write what is made here
-    def start(self, outlet: Outlet | None = None) -> None:
+    def start(self, sink: GradientSink | None = None) -> None:
         if self._hooks or not self.homes:
             return
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()])
         self._slots = [self._slot() for _ in range(self.count)]
         for edge in self.edges:
-            edge.start(self._homes[edge.weight], self._up, outlet)
+            edge.start(self._homes[edge.weight], self._up, sink)
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),

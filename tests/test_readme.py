@@ -44,12 +44,22 @@ def test_a_page_is_read_in_five_minutes(page):
     assert not pages.too_long(page.read_text())
 
 
-def test_the_pages_that_the_readme_promises_are_there_and_say_first_what_they_answer():
-    linked = set(re.findall(r"\]\(docs/([\w-]+)\.md", TEXT))
-    assert linked == {page.stem for page in DOCS}
-    for page in DOCS:
+def test_the_index_lists_every_page_and_each_says_first_which_question_it_answers():
+    assert "](docs/README.md)" in TEXT
+    listed = re.findall(r"^\d+\. \[[^]]+\]\(([\w-]+)\.md\)", docs("README"), re.MULTILINE)
+    others = [page for page in DOCS if page.stem != "README"]
+    assert sorted(listed) == sorted(page.stem for page in others)
+    for page in others:
         opening = page.read_text().split("\n\n")[1]
         assert "?" in opening or "This page" in opening or "One yaml" in opening, page.name
+
+
+def test_the_page_for_agents_is_short_and_its_rooms_are_there():
+    page = (ROOT / "AGENTS.md").read_text()
+    assert page.count("\n") <= 30
+    assert set(re.findall(r"- (\w+)/ ", page)) == {
+        room.name for room in (ROOT / "src/lowmem").iterdir() if room.is_dir()
+    } - {"__pycache__"}
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -231,7 +241,8 @@ def test_the_tables_that_are_results_say_so():
     """Each is on its page, under the mark that keeps it so."""
     for page, results in {
         "techniques": ["techniques"],
-        "planner": ["plan_error", "published", "plans"],
+        "planner": ["plans"],
+        "planner-accuracy": ["plan_error", "published"],
         "masters": ["host_optimizer", "gpt2_xl"],
         "speed": ["side_by_side", "speed"],
     }.items():

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.pages import tables
@@ -126,8 +127,6 @@ def beside(command: str) -> list[str]:
     if "generate=" in command or "show=" in command:
         return []
     more = ["max_steps=2", "val_sequences=16"]
-    if "optuna" in command:
-        more.append("hydra.sweeper.trials=3")
     thin = THIN_LLAMA if "llama" in command else THIN if re.search(r"gpt2", command) else []
     small = ["model.pretrained=false", "plan=off" if "plan=" not in command else "seq_len=64"] if thin else []
     if "experiment=gpt2_xl" in command or "llama" in command:
@@ -152,11 +151,37 @@ def test_every_command_runs(command, folder):
         assert "peak device memory" in said
 
 
+def python_block(start: str) -> str:
+    """Returns the block of docs/sweeps.md that has an import which starts like this."""
+    blocks = re.findall(r"```python\n(.*?)```", docs("sweeps"), re.DOTALL)
+    return next(block for block in blocks if f"\n{start}" in block)
+
+
+@pytest.mark.slow
+def test_the_search_example_reads_the_loss_of_each_trial(folder, monkeypatch):
+    """optuna itself is not installed: a stand-in asks for one trial."""
+    lines = ["max_steps=2", "val_sequences=16"]
+    losses = []
+
+    class Study:
+        def optimize(self, objective, n_trials):
+            losses.append(objective(SimpleNamespace(number=0, suggest_float=lambda name, low, high, log: low)))
+
+    run = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **how: run([command[0], ROOT / command[1], *command[2:], *lines], **how)
+    )
+    monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace(create_study=Study))
+    monkeypatch.chdir(folder)
+    exec(python_block("import optuna"), {})
+    assert 4 < losses[0] < 10
+
+
 def test_the_notebook_example_is_what_fit_takes(tmp_path, small, monkeypatch):
     """The block runs as it stands, in the repository, on a smaller model and another folder."""
     import hydra
 
-    block = re.search(r"```python\n(.*?)```", docs("sweeps"), re.DOTALL)[1]
+    block = python_block("from hydra")
     block = block.replace("outputs/notebook", str(tmp_path / "run")).replace(
         'config_path="conf"', f'config_dir="{ROOT}/conf"'
     )

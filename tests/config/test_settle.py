@@ -12,7 +12,7 @@ from lowmem.model.loading import architecture
 from lowmem.system.errors import Refused
 
 # The command line, help and Hydra's callbacks, which Hydra hands a config, and those who settle it.
-OF_HYDRA = {"cli", "help", "typed_lines", "spelling", "folder_lock", "sweep", "lowmem_search"}
+OF_HYDRA = {"cli", "help", "typed_lines", "spelling", "folder_lock", "sweep"}
 SETTLES = {"settle", "schema", "fit", "job"}  # `fit` and `plan` are also called with a composed config, by notebooks
 
 PARAMETERS = 6  # of a function at most, `self` included

@@ -96,13 +96,14 @@ def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | 
     run = batch_size.resolve(run).resolved()
     command = replace(command, run=run)
     prediction = at_start.checked(run, command.lines) if ranks.rank == 0 else None  # whose word holds for all
-    if prediction:
-        at_start.tell_duration(run, prediction, run.max_steps - (task.saved.steps if task.saved else 0))
+    seconds = at_start.seconds_per_step(run, prediction) if prediction else None
+    if seconds:
+        at_start.log_duration(run.max_steps - (task.saved.steps if task.saved else 0), seconds)
     with _training(command, task, ranks, texts, prediction) as training:
         predicted = prediction and prediction.based_on(training.rss_before_model).as_dict()
         summary = results.summary(training, command, predicted)
         if prediction:
-            summary["predicted"]["seconds_per_step"] = at_start.refined(run, prediction, training.watchers.metrics)
+            summary["predicted"]["seconds_per_step"] = seconds
         if training.saves.ended_by:
             raise model_folder.without_checkpoint(training, command, summary)
         if ranks.rank == 0:

@@ -87,31 +87,6 @@ def test_sums_and_steps_of_masters_are_at_the_hosts_pace():
     assert beside == {"forward": 2, "backward": 0} | dict.fromkeys(at_host, 2)
 
 
-def test_a_pace_is_of_passes_in_its_dtype():
-    there, typed = card(1e9), cfg("precision=bf16")
-    there.runs = {"bfloat16": [1.5] * 3, "float32": [3.0] * 3}
-    assert step_time.window(there, typed, shapes(steps_on_host=False), TAKEN, 1) == Window(1.5 * 6, 0, 3.5)
-
-
-def test_a_run_teaches_what_its_passes_took():
-    """8 seconds of a step, of which 3.5 are counted for the step: 4.5 for passes that were counted as 6."""
-    there, typed = card(1e9), cfg("precision=bf16")
-    work = {(phase, Work(torch.float32, 0, int(2 * seconds))): 1 for phase, seconds in TAKEN.items()}
-    there.bandwidth = 2.0
-    found = shapes(steps_on_host=False, work=work)
-    counted = [step_time.refine(there, typed, found, 8.0) for _ in range(3)]
-    assert counted == [6 + 3.5, 6 + 3.5, 6 * 0.875 + 3.5]  # what is learnt already is taken off again
-    assert there.runs == {"bfloat16": [pytest.approx(0.75)] * 3}
-    step_time.refine(there, typed, found, 0.01)  # such a short step is the training loop's
-    assert len(there.runs["bfloat16"]) == 3
-
-
-def test_nothing_is_timed_for_it():
-    here = card(1e9).host
-    here.updates.clear()
-    assert step_time.refine(here, cfg("precision=bf16"), shapes(steps_on_host=False), 8.0) is None and not here.runs
-
-
 @pytest.mark.parametrize("optim", ["adamw", "adam8bit"])
 @pytest.mark.parametrize("precision", ["32", "bf16-sr", "bf16-master"])
 def test_an_update_is_timed_over_what_is_counted(monkeypatch, precision, optim):

@@ -12,7 +12,7 @@ from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import as_mapping, replaced, without
 from lowmem.plan.cost.machine import Machine, stored_rates
-from lowmem.plan.cost.step_time import of_trace, refine
+from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.cost.update_time import knows_update
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.search.candidates import Typed
@@ -21,14 +21,13 @@ from lowmem.plan.search.recipes import Plan, search
 from lowmem.plan.table import command
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.traffic import NODE
-from lowmem.report.metrics import LONG, Metrics
+from lowmem.report.metrics import LONG
 from lowmem.system import process, rank_environment
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, duration
 
 log = logging.getLogger(__name__)
 
-ENOUGH = 10  # steps: a shorter run does not tell how long a step takes
 LESS = 0.9  # after a run did not fit, recipes are tried that need at most this share of its prediction
 
 
@@ -102,31 +101,23 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
     )
 
 
-def tell_duration(run: Run, prediction: Prediction, steps: int) -> None:
-    """Logs how long `steps` take if rates of this machine are stored and the steps take more than a minute."""
+def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
+    """Returns the seconds of a step as counted with the stored rates of this machine; None: nothing has been measured
+    yet that this run needs."""
     rates = _rates(run, prediction)
     try:
         if rates is None or not knows_update(rates, run):
-            return
-        seconds = of_trace(rates, run, prediction.shapes).seconds
+            return None
+        return of_trace(rates, run, prediction.shapes).seconds
     except Exception as error:  # an estimate must not end a run
-        log.info(f"How long this takes is not known: {error}")
-        return
+        log.info(f"How long a step takes is not known: {error}")
+        return None
+
+
+def log_duration(steps: int, seconds: float) -> None:
+    """Logs how long the steps take if it is more than a minute. Args: seconds: of one step."""
     if steps * seconds > LONG:
         log.info(f"{steps} steps of about {seconds:.2g} s take about {duration(steps * seconds)}, and what evaluates.")
-
-
-def refined(run: Run, prediction: Prediction, metrics: Metrics) -> float | None:
-    """Refines the stored rates of this machine at the end of a run. Returns: the counted seconds of a step; None: no
-    rates are stored, or the run was too short."""
-    rates = _rates(run, prediction)
-    if rates is None or len(metrics.step_seconds) < ENOUGH:
-        return None
-    try:
-        return refine(rates, run, prediction.shapes, metrics.seconds_per_step())
-    except Exception as error:  # the training is done, and must still be reported and exported
-        log.info(f"The rates of this machine stay as they were: {error}")
-        return None
 
 
 def _rates(run: Run, prediction: Prediction) -> Machine | None:

@@ -1,12 +1,11 @@
-"""Measures a machine's rates in a few seconds, stores them for a week, and refines them from the times of runs.
+"""Measures a machine's rates in a few seconds, and stores them for a week.
 
 An operator takes as long as the slower of two: its floating-point operations at the machine's rate for that dtype, or
 the bytes it reads and writes at the machine's bandwidth. A fixed time per operator comes on top. The rates of a card
 with a name are in conf/gpu.yaml; for a card without a name that is not here they are assumed, and the plan says so.
 
-Rates measured while other processes computed are used but not stored. Each run yields the ratio of the measured to the
-counted time of its passes. The median of the last runs and of two ratios of 1 counts, so no single run changes
-anything. Rates only improve a prediction: a file that cannot be read or written is ignored, and ends no run.
+Rates measured while other processes computed are used but not stored. Rates only improve a prediction: a file that
+cannot be read or written is ignored, and ends no run.
 """
 
 import json
@@ -19,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import date, timedelta
 from functools import cache
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
@@ -38,10 +36,8 @@ log = logging.getLogger(__name__)
 
 CACHE = Path(os.environ.get("LOWMEM_RATES") or "~/.cache/lowmem").expanduser().absolute()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RATES = 5  # raise it when the measurement changes: older files are then ignored
+RATES = 6  # raise it when the measurement changes: older files are then ignored
 KEPT = timedelta(days=7)
-RUNS = 5  # how many runs of each dtype are remembered
-ODD = 4.0  # ratios are limited to between 1 / ODD and ODD
 OWN = 0.8  # share of the processors' time: a process that gets less shares them with others
 NOT_STORED = ("host", "busy", "fp32_products")
 STEADY = 1.5  # slowest over fastest of equal calls: above this, others use the card
@@ -67,7 +63,6 @@ class Machine:
     measured_on: str | None = None  # a day; None: not measured, or others computed meanwhile, so it is not stored
     updates: dict[str, Rate] = field(default_factory=dict)  # optimizer -> pace of its update, see `update_time.py`
     busy: dict[str, Rate] = field(default_factory=dict)  # the same, timed while others computed: not stored
-    runs: dict[str, list[Rate]] = field(default_factory=dict)  # dtype -> measured over counted seconds of passes
     fp32_products: str = "float32"  # or tensorfloat32, the name of their rate in this run: not stored
 
     def operator(self, work: Work) -> float:
@@ -91,15 +86,6 @@ class Machine:
         peer = self.peer or self.bandwidth
         return max(traffic.inside / peer, traffic.between / (self.network or peer))
 
-    def pace(self, dtype: str) -> float:
-        """Returns the factor for the counted seconds of passes in this dtype."""
-        return median([1.0, 1.0, *self.runs.get(dtype, ())])
-
-    def learn(self, dtype: str, ratio: float) -> None:
-        """Remembers a run. Args: ratio: measured seconds of its passes, over those counted at a pace of 1."""
-        self.runs[dtype] = [*self.runs.get(dtype, ()), min(max(ratio, 1 / ODD), ODD)][-RUNS:]
-        self.save()
-
     def save(self) -> None:
         if self.measured_on is None:
             return
@@ -116,7 +102,7 @@ class Machine:
 
 @cache
 def _tell(sentence: str) -> None:
-    """Warns once per sentence: each update and each run saves, and could fail again."""
+    """Warns once per sentence: each update that is timed saves, and could fail again."""
     log.warning(sentence)
 
 

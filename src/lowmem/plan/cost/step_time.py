@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from lowmem.config.settle import Run
 from lowmem.plan.cost.machine import Machine
-from lowmem.plan.cost.update_time import knows_update, pace_of_update
+from lowmem.plan.cost.update_time import pace_of_update
 from lowmem.plan.tracing.trace import Trace
 from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
 TRAVEL = "travel"  # one more phase, which not every trace has: copies of weights for a pass
-LONG = 0.1  # seconds of a step: in a shorter step the training loop itself takes a noticeable share
 REACHED = 0.65  # share of a card's rate of matrix products that a transformer's pass reaches: reports say 0.5 to 0.9
 
 
@@ -64,17 +63,16 @@ def window(
     alone = _alone(machine, run, shapes, taken, micro_batches)
     if not shapes.sent:
         return alone
-    pace, waits = machine.pace(run.multiplies_in), 0.0
+    waits = 0.0
     for (phase, at_once), part in by_phase(shapes.sent, node).items():
-        hidden = 0.0 if at_once else pace * taken.get(phase.removeprefix(EARLIER), 0.0)
+        hidden = 0.0 if at_once else taken.get(phase.removeprefix(EARLIER), 0.0)
         waits += how_often(phase, micro_batches) * _beyond(hidden, machine.exchange(part))
     return alone._replace(transfers=alone.transfers + waits)
 
 
 def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
     """Computes a window without the exchanges between devices."""
-    pace = machine.pace(run.multiplies_in)
-    forward, backward, update = pace * taken["forward"], pace * taken["backward"], taken["update"]
+    forward, backward, update = taken["forward"], taken["backward"], taken["update"]
     passes = micro_batches * (forward + backward)
     if machine.link is None:
         update *= pace_of_update(machine, run)
@@ -113,23 +111,6 @@ def free_from(machine: Machine, products: str) -> float:
     """Returns the tokens per micro-batch from which streaming weights costs no time: for any model, each weight takes
     two operations per token of the forward pass, and two bytes over the link."""
     return REACHED * machine.rate(products) / machine.link
-
-
-def refine(machine: Machine, run: Run, shapes: Trace, measured: float) -> float | None:
-    """Teaches the machine from a run how long passes in its dtype take: the measured seconds of a step, less those
-    counted for transfers and the update.
-
-    Args: measured: seconds of a step.
-
-    Returns: the counted seconds of a step; None: this machine has no rate for such an update.
-    """
-    if not knows_update(machine, run):
-        return None
-    counted, kind = of_trace(machine, run, shapes), run.multiplies_in
-    if measured >= LONG:
-        rest = measured - counted.transfers - counted.step
-        machine.learn(kind, rest / (counted.passes / machine.pace(kind)))
-    return counted.seconds
 
 
 def _beyond(hidden: float, whole: float) -> float:

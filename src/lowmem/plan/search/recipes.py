@@ -202,7 +202,8 @@ class _Search:
 
     def _least(self, candidate: Candidate) -> int:
         """Returns the least bytes of a card that any recipe with these weights, gradients and state needs."""
-        return self.derivation.of_parameters(candidate.option, candidate.run).phases["step"].total + self.target.context_bytes
+        parameters = self.derivation.of_parameters(candidate.option, candidate.run)
+        return parameters.phases["step"].total + self.target.context_bytes
 
     def _derived(self, group: list[Candidate]) -> list[Recipe]:
         self._trace(need for c in group for need in self.derivation.needed(c.option, c.run))

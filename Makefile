@@ -9,7 +9,7 @@ SHARD ?= 1/1
 SLOW = -o faulthandler_timeout=1200 --shard=$(SHARD)
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 
-.PHONY: train test test-all test-slow test-oldest test-gpu lint format
+.PHONY: train test test-all test-slow test-oldest test-newest test-gpu lint format
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -26,6 +26,9 @@ test-slow: .venv/installed
 
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -m "not slow" $(AT_ONCE)
+
+test-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest -m "not slow" $(AT_ONCE)
 
 # what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed
@@ -52,4 +55,11 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv-oldest
 	$(PYTHON) tests/support/oldest.py > .venv-oldest/requirements.txt
 	.venv-oldest/bin/python -m pip install --quiet -r .venv-oldest/requirements.txt -e .
+	touch $@
+
+# the newest releases that pyproject.toml admits
+.venv-newest/installed: pyproject.toml
+	$(NEW_ENOUGH)
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet -e '.[dev,benchmarks]'
 	touch $@

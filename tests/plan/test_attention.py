@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from test_trace import MODELS
 from torch import nn
 
@@ -113,7 +114,11 @@ def test_efficient_attention_has_kernels_for_these_cards():
 
 
 def test_efficient_attention_takes_no_groups():
-    """Where torch learns it, its header and its shapes say so, and `attention._efficient` may take them."""
+    """Up to torch 2.14 its header and its shapes say so. From 2.15 on the kernel may take them; `attention._efficient`
+    counts the math kernel, which needs more, until a card has shown which one torch chooses."""
+    assert not attention._efficient(call(FP32, 64, **GROUPED), 8.0)
+    if Version(torch.__version__) >= Version("2.15"):
+        return
     assert "supports_mqa" not in (TRANSFORMERS / "sdp_utils_cpp.h").read_text()
     with torch_private.FakeTensorMode():
         q, k, v = made(FP32, 4, 2, 64, 16)

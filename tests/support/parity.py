@@ -138,8 +138,8 @@ class Losses(Callback):
         self.seen, self.read = [], []
 
     def on_before_backward(self, trainer, module, loss):  # a forward pass has waited for what was still on its way
-        weights, of = module.model.named_parameters(), module.weights.of
-        self.now = {name: of(p).detach().to("cpu", torch.float32, copy=True) for name, p in weights}
+        weights, stored = module.model.named_parameters(), module.weights.stored
+        self.now = {name: stored(p).detach().to("cpu", torch.float32, copy=True) for name, p in weights}
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
         self.seen.append(float(outputs["loss"]))

@@ -46,9 +46,16 @@ _failures: list[str] = []  # of this command
 _unfit: list[Path] = []  # folders of its plans in which nothing fits
 
 
+def _skip_last_collection() -> None:
+    """Skips the collector's last search, which takes a second: all memory goes with the process. Triton, which CUDA
+    builds of torch import, reports objects that are not collected as leaks."""
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
 def start(main: Callable[[], None]) -> None:
     """Runs a Hydra main function on sys.argv and exits with its code."""
-    atexit.register(gc.freeze)  # Python's last search for garbage takes a second; what is left goes with the process
+    atexit.register(_skip_last_collection)
     home.replace_if_read_only()
     sys.stdout.reconfigure(errors="backslashreplace")  # text that a terminal cannot show must not end a run
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors

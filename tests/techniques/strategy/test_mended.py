@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import strategy as strategies
+from packaging.version import Version
 
 from as_rank import as_rank
 from lowmem.system.errors import Refused
@@ -91,13 +92,15 @@ def test_what_is_stepped_under_ddp_moves_with_the_weights(fit, monkeypatch, foll
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_a_checkpoint_is_evaluated_where_the_group_is_not_gloos_alone(fit, monkeypatch, mode):
-    """As on cards, where Lightning would do it in inference mode, in which fully_shard's tensors have no version."""
+    """As on cards, where Lightning would do it in inference mode. Up to torch 2.14 it fails there: fully_shard's
+    tensors have no version."""
     _, run = fit("strategy=fsdp", "max_steps=1", "export=null")
     join, trainer = dist.init_process_group, training.Trainer
     monkeypatch.setattr(dist, "init_process_group", lambda _, **how: join("cpu:gloo,cuda:gloo", **how))
     if mode == "inference_mode":
         monkeypatch.setattr(training, "Trainer", lambda **how: trainer(**(how | {"inference_mode": True})))
-    with pytest.raises(RuntimeError, match="Inference tensors") if mode == "inference_mode" else nullcontext():
+    fails = mode == "inference_mode" and Version(torch.__version__) < Version("2.15")
+    with pytest.raises(RuntimeError, match="Inference tensors") if fails else nullcontext():
         assert math.isfinite(fit("strategy=fsdp", f"evaluate={run}")[0]["val_loss"])
 
 

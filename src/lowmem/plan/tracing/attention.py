@@ -64,7 +64,7 @@ def _flash(call: Call, capability: float) -> bool:
 
 def _efficient(call: Call, capability: float) -> bool:
     """Follows can_use_mem_efficient_attention. Its check_batch_size_and_num_heads_dense takes no groups up to torch
-    2.13."""
+    2.14. That of 2.15 may, and no card has shown it: the math kernel, which needs more, is counted."""
     dtypes = (torch.float32, *SHORT) if capability >= 8.0 else (torch.float32, torch.float16)
     if call.dtype not in dtypes or not 5.0 <= capability <= SUPPORTED or call.grouped:
         return False

@@ -1,16 +1,16 @@
-"""The contract of a strategy: which part of a model and of the data a process has, and what it does with the others.
+"""Defines the contract of a strategy: which part of the model and of the data a process has, and what it exchanges.
 
-Whoever trains, evaluates or saves asks it through `CausalLM.ranks`, in the order in which a run does; each answer here
-is that of a process that is alone. The engines are torch's:
+Code that trains, evaluates or saves calls it through `CausalLM.ranks`. The methods stand in the order in which a run
+calls them, and do here what a single process does. The engines are torch's:
 
     OneDevice             here: strategy=auto
-      Several             `several.py`: what all have in common that are several processes, one per device
-        DataParallel      `ddp.py`: the whole model on each, other data
-        Divided           there too: parameters of which each holds a part
-          FullyShard      `fsdp.py`: each weight, gradient and state divided among them
-          TensorParallel  `tensor_parallel.py`: each matrix; in groups of ranks `fsdp_tensor_parallel.py`
-          Pipeline        `pipeline.py`: whole blocks
-          ZeRO2, ZeRO3    `deepspeed.py`: DeepSpeed's own engine
+      Several             `several.py`: what all strategies for several processes share, one process per device
+        DataParallel      `ddp.py`: each process has the full model, and other data
+        Divided           there too: each process has a shard of each parameter
+          FullyShard      `fsdp.py`: each weight, gradient and optimizer state is sharded over all processes
+          TensorParallel  `tensor_parallel.py`: each matrix is sharded; in groups of ranks `fsdp_tensor_parallel.py`
+          Pipeline        `pipeline.py`: each process has some of the blocks
+          ZeRO2, ZeRO3    `deepspeed.py`: DeepSpeed's own engine.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,16 +28,19 @@ from lowmem.techniques.arithmetic.gradients import norm_of_all
 
 
 class OneDevice:
-    """Args: device: the type of the device that computes, cpu or cuda; devices: how many processes there are."""
+    """The strategy of a single process, and the base class of all others.
 
-    several = False  # whether there may be more processes than this one
-    rank, size = 0, 1  # of all processes
-    data_rank, data_size = 0, 1  # of those that read data of their own
-    side: Side = "device"  # where what is divided waits, and is stepped
+    Args: device: the type of the device that computes, cpu or cuda; devices: the number of processes.
+    """
+
+    several = False  # True if there may be more than one process
+    rank, size = 0, 1  # among all processes
+    data_rank, data_size = 0, 1  # among processes that read other data
+    side: Side = "device"  # where sharded tensors wait, and are stepped
     side_of_weights: Side = "device"  # where the module's parameters and their gradients are between passes
-    divides = False  # whether parameters are held in parts, each by another process
-    in_numbers = True  # `divide` reads numbers on every rank; else rank 0 alone has them until then
-    builds = True  # whether the model's numbers are read or drawn here; else they come from rank 0
+    divides = False  # True if a process has only a shard of the parameters
+    in_numbers = True  # `shard` reads values on every rank; False: until then only rank 0 has any
+    builds = True  # this rank reads or draws the model's weights; False: they come from rank 0
     neediest = (0,)  # ranks worth tracing: no other needs more memory than the worst of these
     factor = 1.0  # the engine averages gradients over this many ranks; the loss is multiplied by it to undo that
 
@@ -46,20 +49,21 @@ class OneDevice:
 
     @staticmethod
     def data_ranks(devices: int, **options: object) -> int:
-        """Returns: `data_size`, which a config tells before there is any process. Args: options: those of its yaml.
+        """Returns the `data_size` that a config leads to, before any process starts. Args: options: those of the
+        strategy's yaml.
 
         Raises:
-            Refused: options that so many devices do not make up.
+            Refused: the options need another number of devices.
         """
         return 1
 
     def folder(self, of_run: Path) -> Path:
-        """Of the files that this process writes alone."""
+        """Returns the folder for files that this process alone writes."""
         return of_run
 
     def rank_0_first(self, what: str = "work alone") -> AbstractContextManager:
-        """Wraps work that rank 0 does first, however long it takes, and then the others. Args: what: names the work in
-        messages."""
+        """Wraps work that rank 0 does first, however long it takes, and that the other ranks do afterwards. Args: what:
+        a name for the work in messages."""
         return nullcontext()
 
     def leave_after_rank_0(self, what: str = "work alone") -> AbstractContextManager:
@@ -73,47 +77,47 @@ class OneDevice:
         return nullcontext()
 
     def shard(self, module: LightningModule) -> None:
-        """Keeps this rank's shard of the module, which comes whole, on the host and the same everywhere; it has no
-        numbers on ranks that do not build them."""
+        """Keeps only this rank's shard of the module. Before, the full module is on the host, the same on every rank,
+        but without values on ranks that do not build it."""
 
     def lightning(self) -> Strategy | str:
-        """Returns the strategy that Lightning's Trainer gets: it believes that it runs on one device."""
+        """Returns the strategy for Lightning's Trainer, which always sees one device."""
         return "auto"
 
     def before_training(self, module: LightningModule) -> None:
-        """Is called once, when everything is restored and on its device."""
+        """Is called once, after everything was restored and moved to its device."""
 
     def release(self) -> ref | None:
-        """Frees what refers to the process group from C++, which is about to be left.
+        """Frees C++ objects that refer to the process group, before the group is left.
 
-        Returns: DDP's Reducer, dead unless something else still refers to it; None: there was none.
+        Returns: a reference to DDP's Reducer, which is dead unless something else refers to it; None: there was none.
         """
         return None
 
     # --- each window ----------------------------------------------------------------------------------------------
 
-    run_window: Callable[[Window], tuple[Tensor, Tensor | None]] | None = None  # a strategy's; None: the module's own
-    forward: Callable[[MicroBatch], Tensor] | None = None  # an engine's around the module; None: the module's own
+    run_window: Callable[[Window], tuple[Tensor, Tensor | None]] | None = None  # the strategy's own; None: the module's
+    forward: Callable[[MicroBatch], Tensor] | None = None  # the engine's forward pass; None: the module's own
 
     def micro_batch_context(self, last: bool) -> AbstractContextManager:
-        """Wraps the forward and backward pass of one micro-batch. Args: last: whether it is the last of its window."""
+        """Wraps the forward and backward pass of one micro-batch. Args: last: True for the last one of a window."""
         return nullcontext()
 
     def gather_gradients(self) -> None:
-        """Is called when all gradients are made, and puts them where `local` parameters have theirs."""
+        """Is called when backward has made all gradients. It moves them to the parameters that `local` returns."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Returns the L2 norm over all ranks, each element counted once. Args: parameters: local ones that have
-        a gradient."""
+        """Returns the L2 norm of the gradients over all ranks; each element counts once. Args: parameters: local ones
+        that have a gradient."""
         return norm_of_all(parameters)
 
     def clear_gradients(self) -> None:
-        """Is called when the step is done or skipped, and the local parameters have no gradients any more."""
+        """Is called after a step, done or skipped, when the local parameters have no gradients any more."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
-        """Returns this rank's shard of a parameter, a plain tensor in the same memory: the optimizer steps it."""
+        """Returns this rank's shard of a parameter: a plain tensor in the same memory, which the optimizer steps."""
         return p
 
     def local_parameters(self, model: nn.Module) -> nn.Module:
@@ -136,15 +140,15 @@ class OneDevice:
         return full
 
     def register_memory(self, ledger: Ledger) -> None:
-        """Tells the ledger of weights and gradients in other memory than the module's parameters and theirs."""
+        """Tells the ledger where weights and gradients are, if not in the module's own parameters."""
 
     def after_load(self) -> None:
-        """Is called after a checkpoint was written into the local parameters."""
+        """Is called after a checkpoint was loaded into the local parameters."""
 
     # --- collectives of numbers and small objects, over the host --------------------------------------------------
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks that read data of their own."""
+        """Returns the sum over the ranks that read other data."""
         return tensor
 
     def all_max(self, number: int) -> int:
@@ -152,19 +156,19 @@ class OneDevice:
         return number
 
     def any(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank."""
+        """Returns True if the flag is set on any rank."""
         return bool(self.all_max(int(flag)))
 
     def broadcast(self, value: object) -> object:
-        """Returns on every rank what rank 0 passes: anything that can be pickled."""
+        """Returns rank 0's value on every rank. Args: value: anything that can be pickled."""
         return value
 
     def all_gather(self, value: object) -> list:
-        """Returns on every rank a list of what each of them passes, by rank."""
+        """Returns on every rank the list of all ranks' values, in order of rank."""
         return [value]
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank has called this."""
 
 
-ONE_DEVICE = OneDevice()  # without state, so that many may share it
+ONE_DEVICE = OneDevice()  # it has no state, so all can share it

@@ -1,7 +1,7 @@
-"""`ddp`: the whole model on every device, each with other rows; their gradients are added once per window.
+"""`ddp`: every device has the full model and reads other rows; gradients are added over the devices once per window.
 
-It saves nothing but time. What it costs: an all-reduce of all gradients per optimizer step, which overlaps with
-the last backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
+It saves time and no memory. It costs an all-reduce of all gradients per optimizer step, which overlaps with the last
+backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
 import gc
@@ -21,13 +21,14 @@ from lowmem.techniques.strategy.several import Several
 
 
 class DataParallel(Several):
-    """Gradients live in the buckets that are sent, from before the first window on: they are never there twice."""
+    """Data parallelism with torch's DDP. Gradients live in DDP's buckets from before the first window on, so there is
+    never a second copy of them."""
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
         self.forward = None
         self._step = ExitStack()
-        self._idle: set[str] = set()  # of no backward pass yet
+        self._idle: set[str] = set()  # parameters without a gradient in this backward pass so far
         self._watching: list[RemovableHandle] = []
 
     def before_training(self, module: LightningModule) -> None:
@@ -38,34 +39,36 @@ class DataParallel(Several):
         self._make_gradients([p for _, p in named])
         for _, p in named:
             p.grad = None
-        rebuild_buckets(self.forward)  # as it would before the second window, when there were all of them twice
+        # DDP would do it before the second window, when there were two copies of all gradients
+        rebuild_buckets(self.forward)
         self._make_gradients([p for _, p in named])
         self._idle = {name for name, _ in named}
         for name, p in named:
             self._watching.append(p.register_post_accumulate_grad_hook(lambda _, name=name: self._idle.discard(name)))
 
     def release(self) -> ref | None:
-        if self.forward is None:  # the run has ended before it was made
+        if self.forward is None:  # the run ended before the wrapper was made
             return None
         reducer = ref(self.forward.reducer)
         self.forward = None
         self._watch_no_more()
-        gc.collect()  # the wrapper is part of a cycle
+        gc.collect()  # the wrapper is part of a reference cycle
         return reducer
 
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Zeros, added up and laid into the buckets: what micro-batches before a window's last make goes there too, and
-        else the first of them would make others beside."""
+        """Creates zero gradients, reduces them once, and lays them into DDP's buckets. Without that, the first
+        micro-batches of a window, which are not reduced, would create gradients outside of the buckets."""
         self.forward.reducer.prepare_for_backward([])
-        for p in reversed(parameters):  # about as a backward pass comes to them, in which order buckets are filled
+        # roughly the order in which a backward pass reaches them, and in which DDP fills its buckets
+        for p in reversed(parameters):
             p.backward(torch.zeros_like(p))
 
     def micro_batch_context(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.forward.no_sync()
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        """Not `p` itself: a step that widens it for a moment would take DDP's hooks off, and nothing would be added any
-        more."""
+        """Returns a parameter other than `p`: a step that widens `p` for a moment would remove DDP's hooks, and
+        gradients would no longer be added."""
         return nn.Parameter(p.detach(), p.requires_grad)
 
     def gather_gradients(self) -> None:
@@ -80,13 +83,15 @@ class DataParallel(Several):
             ) from None
         for p, local in self._locals.items():
             local.grad = p.grad
-        if self._module.trainer.precision_plugin.draws:  # all round at random alike, or their weights would part
+        # all ranks must draw the same random roundings, or their weights would differ
+        if self._module.trainer.precision_plugin.draws:
             cards = [torch.cuda.current_device()] if self.device == "cuda" else []
             self._step.enter_context(torch.random.fork_rng(cards))
             torch.manual_seed(self._seed + self._module.position.window + 1)
 
     def _check_used(self) -> None:
-        """DDP would wait for the gradients of all, and send none of those that share a bucket with a missing one."""
+        """Raises if a parameter got no gradient: DDP would wait for it, and would not send the gradients that share its
+        bucket."""
         self._watch_no_more()
         if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(

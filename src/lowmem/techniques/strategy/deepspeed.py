@@ -1,10 +1,10 @@
-"""`deepspeed_zero2`, `deepspeed_zero3`: DeepSpeed divides gradients and optimizer state among all devices, zero3 the
-weights, too; with offload: true what is divided waits in host memory and is stepped there.
+"""`deepspeed_zero2`, `deepspeed_zero3`: DeepSpeed shards gradients and optimizer state over all devices, and zero3 the
+weights, too. With `offload: true` the sharded tensors wait in host memory and are stepped there.
 
-DeepSpeed's engine gathers weights, and reduces and divides gradients. The step stays ours: of each parameter a device
-holds a run of elements in fp32, which is a plain tensor to the optimizer, the norm and the loss scale; the optimizer
-that DeepSpeed is given does nothing. What it costs: a run of the weights is held twice, as it is sent and as it is
-stepped, beside the whole weights of zero2; a checkpoint is whole in each process's host memory while it is written.
+DeepSpeed's engine gathers weights, and reduces and shards gradients. The optimizer step is this project's own: of each
+parameter a device holds a run of fp32 elements, which the optimizer, the norm and the loss scale see as a plain tensor;
+the optimizer that DeepSpeed gets does nothing. It costs a second copy of the sharded weights, one to send and one to
+step, besides the full weights of zero2; and while a checkpoint is written, each process has it in full in host memory.
 Source: Rajbhandari et al. 2020, arXiv 1910.02054; github.com/deepspeedai/DeepSpeed, an optional dependency.
 """
 
@@ -35,9 +35,9 @@ class Fragment(NamedTuple):
     """The elements of a flattened parameter that this process holds."""
 
     held: Tensor  # (count,) fp32, in the memory that DeepSpeed sends from
-    start: int  # of the first in the whole
-    shape: torch.Size  # of the whole
-    gradient: Callable[[], Tensor | None] = lambda: None  # of them, once a window's last backward pass is done
+    start: int  # index of the first element in the flattened parameter
+    shape: torch.Size  # the parameter's
+    gradient: Callable[[], Tensor | None] = lambda: None  # returns their gradient after a window's last backward pass
 
     @property
     def elements(self) -> slice:
@@ -45,14 +45,14 @@ class Fragment(NamedTuple):
 
 
 class ZeRO2(Divided):
-    """Gradients and optimizer state are divided. Args: offload: whether what is stepped is in host memory."""
+    """DeepSpeed's ZeRO, stage 2: gradients and optimizer state are sharded. Args: offload: step them in host memory."""
 
     stage = 2
-    engine: Any  # DeepSpeed's
+    engine: Any  # DeepSpeed's engine
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, offload: bool = False) -> None:
         super().__init__(device, devices, timeout)
-        # A card reads and writes pinned memory 3 to 5 times as fast as any other.
+        # A card reads and writes pinned memory 3 to 5 times as fast as pageable memory.
         self.there = {"device": "cpu", "pin_memory": device == "cuda"} if offload else None
         self.side = "host" if offload else "device"
         self._runs: dict[nn.Parameter, Fragment] = {}
@@ -63,7 +63,7 @@ class ZeRO2(Divided):
         stepped = [p for _, p in trainable(module)]
         bucket = {"reduce_bucket_size": min(BUCKET, sum(p.numel() for p in stepped))}
         settings = {
-            "train_micro_batch_size_per_gpu": 1,  # of which it counts samples, for the terminal
+            "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only multiplies it for what it prints
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": self.stage} | bucket | self.kept(),
@@ -74,12 +74,12 @@ class ZeRO2(Divided):
         self._runs = {p: self.run_of(p) for p in module.parameters()}
 
     def kept(self) -> dict:
-        """DeepSpeed's settings for what is kept where."""
+        """Returns DeepSpeed's settings for where tensors are kept."""
         return {"offload_optimizer": self.there} if self.there else {}
 
     def run_of(self, p: nn.Parameter) -> Fragment:
-        """Of one flat tensor of all weights each process holds a run, which may begin and end within a parameter. What
-        is frozen each holds whole."""
+        """Returns this process's run of a parameter. DeepSpeed flattens all trained weights into one tensor and gives
+        each process a run of it, which may begin and end within a parameter. Frozen weights are not sharded."""
         if not p.requires_grad:
             return Fragment(p.data.view(-1), 0, p.shape)
         if (fragment := deepspeed_fragment(p)) is None:
@@ -104,20 +104,21 @@ class ZeRO2(Divided):
 
     def gather_gradients(self) -> None:
         if self.there and self.device == "cuda":
-            torch.cuda.synchronize()  # they may still be on their way to the host
+            torch.cuda.synchronize()  # gradients may still be on their way to the host
         for p, local in self._locals.items():
-            if p.requires_grad:  # one without an element has a state, too: all processes hold the same tensors
+            if p.requires_grad:  # also if it has no element here: all processes must hold the same set of states
                 made = self._runs[p].gradient()
                 local.grad = torch.zeros_like(local) if made is None else made.view(-1)
 
     def clear_gradients(self) -> None:
-        """Weights go from the runs to where they are gathered from, and DeepSpeed forgets the gradients."""
+        """Copies the stepped weights to the memory from which DeepSpeed gathers them, and makes DeepSpeed drop its
+        gradients."""
         for local in self._locals.values():
             local.grad = None
         self.engine.step()
 
     def after_load(self) -> None:
-        """Weights were written into the runs by somebody else than a step."""
+        """Tells DeepSpeed that its weights were overwritten by something else than a step."""
         self.engine.optimizer.update_lp_params()
 
     # --- parameters -----------------------------------------------------------------------------------------------
@@ -129,11 +130,11 @@ class ZeRO2(Divided):
 
     def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         run = self._runs[p]
-        if len(shard) == run.shape.numel() and not p.requires_grad:  # which zero2 does not divide
+        if len(shard) == run.shape.numel() and not p.requires_grad:  # zero2 does not shard frozen weights
             return shard.cpu().view(run.shape)
         full = torch.zeros(run.shape.numel(), dtype=shard.dtype)
         full[run.elements] = shard.cpu()
-        dist.all_reduce(full.view(torch.uint8))  # who does not hold an element adds zero bits
+        dist.all_reduce(full.view(torch.uint8))  # processes that do not hold an element add zero bits
         return full.view(run.shape)
 
     as_dtensor = gathered
@@ -143,7 +144,7 @@ class ZeRO2(Divided):
 
 
 class ZeRO3(ZeRO2):
-    """Weights are divided, too. Args: whole_below: weights of so many elements stay whole on every device."""
+    """DeepSpeed's ZeRO, stage 3: weights are sharded, too. Args: whole_below: smaller weights stay on every device."""
 
     stage = 3
 
@@ -162,12 +163,13 @@ class ZeRO3(ZeRO2):
         weights = {
             "stage3_param_persistence_threshold": self.whole_below,
             "stage3_prefetch_bucket_size": BUCKET,
-            "stage3_max_reuse_distance": 0,  # or up to 4 GB of weights would stay gathered between two uses
+            "stage3_max_reuse_distance": 0,  # else up to 4 GB of weights would stay gathered between two uses
         }
         return super().kept() | weights | ({"offload_param": self.there} if self.there else {})
 
     def run_of(self, p: nn.Parameter) -> Fragment:
-        """Each process holds an equal run of each parameter; the last ones, behind which there are zeros, less."""
+        """Returns this process's run of a parameter: all processes hold equal runs, with zeros behind the last
+        elements."""
         p.whole_shape = p.ds_shape
         start = min(self.rank * p.partition_numel(), p.ds_numel)
         own = slice(min(p.partition_numel(), p.ds_numel - start))
@@ -191,26 +193,28 @@ class ZeRO3(ZeRO2):
     def after_load(self) -> None:
         for p, run in self._runs.items():
             p.ds_tensor.data[: len(run.held)].copy_(run.held)
-        self.engine.optimizer.empty_partition_cache()  # what is gathered now
+        self.engine.optimizer.empty_partition_cache()  # drop weights that are gathered now
 
 
 class Loss(nn.Module):
-    """What DeepSpeed calls in the place of the model."""
+    """The module that DeepSpeed calls in place of the model."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.model, self.loss = module.model, module.loss
-        self.module = (module,)  # the model alone is a part of this one
+        self.module = (module,)  # in a tuple, so that it is not registered: only the model is a submodule
 
     def forward(self, micro_batch: MicroBatch, compute: Callable | None = None) -> Tensor | None:
-        """Args: compute: (model, micro-batch) -> something else than the loss."""
+        """Returns the loss of a micro-batch. Args: compute: replaces the loss by another function of (model,
+        micro-batch)."""
         precision = self.module[0].trainer.precision_plugin
-        with precision.forward_context():  # DeepSpeed turns off an autocast around its engine
+        with precision.forward_context():  # DeepSpeed turns off an autocast that is active around its engine
             return (compute or self.loss)(self.model, micro_batch)
 
 
 class InEngine(losses.Loss):
-    """The module's loss, also in an evaluation: weights of modules that are not called exist in the engine alone."""
+    """Computes the module's loss inside DeepSpeed's engine, in evaluations too: only the engine gathers the weights of
+    submodules that are not called themselves."""
 
     def __init__(self, engine: Callable, loss: losses.Loss) -> None:
         self.engine, self.loss, self.own_logits = engine, loss, loss.own_logits
@@ -223,24 +227,26 @@ class InEngine(losses.Loss):
 
 
 class Unmoved(Optimizer):
-    """DeepSpeed divides what an optimizer steps, and asks it for each step. Ours has stepped by then."""
+    """An optimizer that does nothing. DeepSpeed needs one to shard parameters and calls it at each step; lowmem's own
+    optimizer has stepped by then."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Callable | None = None) -> None:
-        """Weights stay as they are."""
+        """Leaves the weights as they are."""
 
 
 def imported(device: str) -> Any:
-    """DeepSpeed, which takes a card where there is one, writes to the terminal, and on a CPU compiles a collective for
-    inference as it starts. Args: device: cpu or cuda."""
+    """Imports DeepSpeed. It would use a card wherever there is one, print to the terminal, and on a CPU compile a
+    collective for inference at import time. Args: device: cpu or cuda."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     from deepspeed import ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # collectives that newer torch renames
+    # DeepSpeed calls collectives that newer versions of torch rename
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 

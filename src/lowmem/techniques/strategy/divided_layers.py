@@ -1,9 +1,9 @@
-"""One layer of which each rank of a group holds a part, and computes with it.
+"""Shards one layer over the ranks of a group, each of which computes with its shard.
 
-A product whose columns are divided needs nothing but the same input on every rank; its gradient is a sum over them. One
-whose rows are divided is such a sum, and hands its gradient on as it is. An embedding is a sum too, since a token's row
-is on one rank; a head gathers its logits, or leaves them divided for a loss that reads them in tiles. The sums are
-DTensor's; products are of plain tensors.
+A matrix that is sharded by columns needs the same input on every rank; the input's gradient is a sum over the ranks. If
+it is sharded by rows, its output is such a sum, and the gradient needs none. An embedding's output is a sum, too, since
+one rank has a token's row. A head gathers its logits, or leaves them sharded for a loss that reads them in tiles.
+DTensor computes the sums; matrix products take plain tensors.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ from lowmem.techniques.loss.head_tiles import Whole
 
 
 class Layout(NamedTuple):
-    """How the ranks of a group hold a parameter.
+    """Describes how a parameter is sharded over a group.
 
-    dim: along which it is divided; None: every rank has all of it. fused: how many parts stand one behind the other
-    along it, each divided by itself. summed: whether a rank's gradient is a summand of the true one.
+    Args: dim: the sharded dimension; None: every rank has the full parameter. fused: the number of matrices that are
+    concatenated along it, each of which is sharded by itself. summed: a rank's gradient is one summand of the true one.
     """
 
     dim: int | None = None
@@ -53,42 +53,43 @@ Layouts = dict[nn.Parameter, Layout]
 
 
 class Group:
-    """Ranks that compute together, of one dimension of a mesh."""
+    """The ranks along one dimension of a mesh, which compute a layer together."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
 
     def entering(self, x: Tensor) -> Tensor:
-        """x itself, the same on every rank. What comes back is a summand of its gradient on each."""
+        """Returns x, which is the same on every rank, and adds its gradient over the ranks in backward."""
         return DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
     def entering_several(self, x: Tensor) -> Tensor:
-        """The same for all layers that read one tensor, query, key and value, say: their gradients are added up first,
-        and then once over the ranks."""
+        """Does the same for layers that read one tensor, such as query, key and value: their gradients are added first,
+        and the sum is reduced over the ranks once."""
         if id(x) not in self._entered:
             self._entered[id(x)] = x, self.entering(x)
         return self._entered[id(x)][1]
 
     def leaving(self) -> None:
-        """These layers are done."""
+        """Is called when these layers have computed, and forgets their input."""
         self._entered.clear()
 
     def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:
         return DTensor.from_local(x, self.mesh, [before]).redistribute(self.mesh, [after]).to_local()
 
     def placed(self, part: Tensor, whole: Tensor, dim: int) -> DTensor:
-        """A rank's part as what it is. Args: whole: of the shape of the whole; dim: along which it is divided."""
+        """Returns a shard as a DTensor. Args: whole: a tensor of the full shape; dim: the sharded dimension."""
         return DTensor.from_local(part, self.mesh, [Shard(dim)], shape=whole.shape, stride=whole.stride())
 
     def all_reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """In place, where no gradient is asked for."""
+        """Returns the reduced tensor; it is reduced in place if it needs no gradient."""
         dist.all_reduce(tensor, how, self.mesh.get_group())
         return tensor
 
 
 def divide_columns(layer: nn.Linear | Conv1D, group: Group, fused: int = 1, gathered: bool = False) -> Layouts:
-    """Along what leaves it: x (..., in), the same on every rank -> (..., out / N); where it is gathered (..., out)."""
+    """Shards a layer along its output: x (..., in), the same on every rank -> (..., out / N), or (..., out) if it is
+    gathered."""
     layouts = {_exchange(layer, "weight", Layout(0 if isinstance(layer, nn.Linear) else 1, fused), group)}
     if layer.bias is not None:
         layouts.add(_exchange(layer, "bias", Layout(0, fused), group))
@@ -104,7 +105,8 @@ def divide_columns(layer: nn.Linear | Conv1D, group: Group, fused: int = 1, gath
 
 
 def divide_rows(layer: nn.Linear | Conv1D, group: Group, split: bool = False) -> Layouts:
-    """Along what enters it: x (..., in / N), or if it is split here (..., in) -> (..., out). The bias stays whole."""
+    """Shards a layer along its input: x (..., in / N), or (..., in) if it is to be split here -> (..., out). Every rank
+    has the full bias."""
     layouts = {_exchange(layer, "weight", Layout(1 if isinstance(layer, nn.Linear) else 0), group)}
 
     def forward(x: Tensor) -> Tensor:
@@ -118,7 +120,8 @@ def divide_rows(layer: nn.Linear | Conv1D, group: Group, split: bool = False) ->
 
 
 def divide_embedding(embedding: nn.Embedding, group: Group) -> Layouts:
-    """Along the vocabulary: each rank looks up the tokens of which it has the rows; of others it has zeros."""
+    """Shards an embedding along the vocabulary: each rank looks up the tokens whose rows it has, and takes zeros for
+    others."""
     layouts = dict([_exchange(embedding, "weight", Layout(0), group)])
     own = embedding.num_embeddings // group.size
     first = own * group.rank
@@ -136,21 +139,22 @@ def divide_embedding(embedding: nn.Embedding, group: Group) -> Layouts:
 
 
 def divide_head(head: nn.Linear, group: Group) -> Layouts:
-    """Along the vocabulary. All logits are gathered; a loss in tiles reads each rank's own."""
+    """Shards a head along the vocabulary. All logits are gathered, except for a loss in tiles, which reads each rank's
+    own."""
     layouts = divide_columns(head, group, gathered=True)
     head.source = Share(head, group)
     return layouts
 
 
 class Share(Whole):
-    """This rank's part of a head's matrix, as a source of tiles."""
+    """This rank's shard of a head's matrix, as a source of tiles."""
 
     def __init__(self, linear: nn.Linear, group: Group) -> None:
         self.linear, self.group = linear, group
 
     @property
     def weight(self) -> Tensor:
-        """(V / N, H)."""
+        """Returns the shard (V / N, H)."""
         return self.linear.weight.detach().to_local()
 
     @property
@@ -179,7 +183,7 @@ class Share(Whole):
 
 
 def _exchange(layer: nn.Module, name: str, layout: Layout, group: Group) -> tuple[nn.Parameter, Layout]:
-    """A parameter for this rank's part of it."""
+    """Replaces a layer's parameter by this rank's shard of it."""
     p = getattr(layer, name)
     part = layout.shard_of(p.detach(), group.rank, group.size)
     divided = nn.Parameter(group.placed(part, p, layout.dim), p.requires_grad)

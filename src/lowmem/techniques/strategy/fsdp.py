@@ -1,9 +1,9 @@
-"""`fsdp`: weights, gradients and optimizer state are divided among all devices; a block's weights are gathered for its
-turn.
+"""`fsdp`: weights, gradients and optimizer state are sharded over all devices; a block's weights are gathered while it
+computes.
 
-Each device holds 1/N of them, and for a moment the whole of two blocks: the one that computes and the next. What it
-costs: per micro-batch two gatherings of all weights and one reduction of all gradients. `fsdp_offload` keeps the parts
-in host memory, where they are stepped, too. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
+Each device holds 1/N of them, and for a moment the full weights of two blocks: the one that computes and the next. It
+costs two all-gathers of all weights and one reduce-scatter of all gradients per micro-batch. `fsdp_offload` keeps the
+shards in host memory and steps them there. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from lowmem.techniques.strategy.several import Divided
 
 
 class FullyShard(Divided):
-    """Args: offload: whether the parts are in host memory."""
+    """Shards with torch's fully_shard. Args: offload: keep the shards in host memory."""
 
     in_numbers = False
 
@@ -41,8 +41,8 @@ class FullyShard(Divided):
 
 
 def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMesh, offload: bool, pinned: bool) -> None:
-    """Each block is gathered by itself, and what is outside of them with the whole. Gradients are added in fp32 at
-    least: the sum of many in 16 bits would lose the small ones."""
+    """Shards each block by itself, and the rest of the model with its root. Gradients are added in fp32 or wider: a sum
+    of many in 16 bits would lose the small ones."""
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     widest = reduce(torch.promote_types, (p.dtype for p in module.model.parameters()), torch.float32)
     added = MixedPrecisionPolicy(reduce_dtype=widest)
@@ -53,9 +53,9 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
 
 
 class Resharding(Loss):
-    """What is outside of the blocks stays gathered after a forward pass, for the backward pass. Where none follows it
-    would stay for ever, and a parameter would be its whole: so it is put away, by a loss that reads the head itself
-    when it has done so."""
+    """A loss that reshards the model's root. fully_shard leaves the root's weights gathered after a forward pass, for
+    the backward pass. If no backward pass follows they would stay gathered, and a parameter would be the full
+    tensor; a loss that reads the head itself must therefore reshard when it is done."""
 
     def __init__(self, module: LightningModule) -> None:
         self.loss, self._reads = module.loss, False

@@ -1,8 +1,8 @@
-"""Tensor parallelism within groups of devices, and `fully_shard` over the groups: a mesh of two dimensions.
+"""Combines tensor parallelism within groups of devices with `fully_shard` over the groups: a mesh of two dimensions.
 
-The ranks of a group, between which the link is fast, compute one micro-batch together; the groups read other rows. What
-a rank of a group holds is divided once more over the groups, so that of what tensor parallelism divides each device has
-1/N, and of what it leaves whole one part per group.
+The ranks of a group share a fast link and compute one micro-batch together; the groups read other rows. A rank's shard
+within its group is sharded once more over the groups. So each device has 1/N of a parameter that tensor parallelism
+shards, and of any other parameter one shard per group.
 """
 
 from lightning.pytorch import LightningModule
@@ -14,7 +14,7 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 
 class FullyShardTensorParallel(TensorParallel):
-    """Args: tensor_parallel_size: ranks of a group, which are neighbours; with N devices there are N / size groups."""
+    """Args: tensor_parallel_size: the ranks of a group, which are neighbours; N devices form N / size groups."""
 
     def __init__(
         self, device: str = "cpu", devices: int = 1, timeout: float = 600, tensor_parallel_size: int = 2
@@ -32,6 +32,7 @@ class FullyShardTensorParallel(TensorParallel):
 
 
 def _piece(part: Tensor, rank: int, size: int) -> Tensor:
-    """What a rank keeps of its part within a group: fully_shard divides the first dimension; the last are smaller."""
+    """Returns a rank's part of its group's shard: fully_shard splits the first dimension, and its last parts are
+    smaller."""
     pieces = part.chunk(size)
     return pieces[rank] if rank < len(pieces) else part[:0]

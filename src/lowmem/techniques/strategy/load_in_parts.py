@@ -1,9 +1,9 @@
-"""How a model that only rank 0 has in numbers comes to ranks that each hold a part of it.
+"""Sends a model that only rank 0 has loaded to ranks that each keep a shard of it.
 
-All build the same modules: rank 0 with their numbers, the others on the meta device, where tensors have shapes and no
-memory. Then nothing of rank 0's has memory either, so that an engine divides what weighs nothing; each rank gets memory
-for its own parts; and one whole tensor after the other comes from rank 0, which lets go of it. In host memory there is
-the model once, on rank 0, and elsewhere a part and one tensor. It costs the time of one model over the link.
+All ranks build the same modules: rank 0 with weights, the others on the meta device, where tensors have shapes and no
+memory. Then rank 0 detaches its weights, so that an engine shards a model without memory; each rank allocates its
+shards; and rank 0 sends one full tensor after the other and frees it. So host memory holds the model once, on rank 0,
+and on each other rank its shards and one tensor. It costs the time to send the model once.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -20,7 +20,7 @@ Numbers = dict[str, Tensor]
 
 
 def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
-    """What only a model with numbers shows, on all ranks; it may be that the model is refused."""
+    """Returns on all ranks the result of work on rank 0's loaded model, or raises its refusal on all."""
     shown = None
     if ranks.builds:
         try:
@@ -33,11 +33,12 @@ def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
 
 
 def detach_weights(model: nn.Module) -> Numbers:
-    """Each parameter, a tied one once, and each buffer, by name; in their place the model has them without memory."""
+    """Detaches parameters (a tied one once) and buffers, and returns them by name. The model keeps tensors without
+    memory in their place."""
     numbers = {}
     for name, p in model.named_parameters():
         holds = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        torch.utils.swap_tensors(p, holds)  # whoever knows the parameter, and where it is tied, knows it still
+        torch.utils.swap_tensors(p, holds)  # references to the parameter, and its ties, stay valid
         numbers[name] = holds.detach()
     for name, holder, key, buffer in buffers(model):
         setattr(holder, key, torch.empty_like(buffer, device="meta"))
@@ -46,12 +47,13 @@ def detach_weights(model: nn.Module) -> Numbers:
 
 
 def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.Module] = ()) -> None:
-    """Memory without numbers for what this rank has of it; a parameter keeps its identity. Args: elsewhere: modules
+    """Allocates memory for what this rank has of the model; parameters keep their identity. Args: elsewhere: modules
     whose own tensors only other ranks have."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        for part in reversed([*model.modules()]):  # an engine looks at all of a block once the block's turn has come
+        # reversed: an engine allocates all of a block when it reaches the block's own module
+        for part in reversed([*model.modules()]):
             if part not in elsewhere:
                 part.to_empty(device=device, recurse=False)
     finally:
@@ -60,7 +62,8 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Args: numbers: those of `detach_weights` on rank 0, which are used up; other ranks do not look at theirs."""
+    """Receives the weights that rank 0 sends. Args: numbers: what `detach_weights` returned on rank 0, and is used up
+    here; other ranks ignore theirs."""
     here = dict(model.named_parameters(remove_duplicate=False))
     here |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):
@@ -71,9 +74,10 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
-    """Published weights may make another model than their architecture alone: one that they untie, say."""
+    """Checks that all ranks have the same modules: published weights may differ from their architecture, for example
+    untie one."""
     ours = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
-    theirs = ranks.broadcast(ours)  # each looks by itself: rank 0 finds itself in order
+    theirs = ranks.broadcast(ours)  # each rank looks by itself; rank 0 has nothing to compare
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
             f"strategy: {type(model).__name__} has another {differing[0]} with its weights than without them, so "
@@ -82,7 +86,7 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
 
 
 def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]]:
-    """On every rank one whole tensor after the other, in host memory."""
+    """Yields one full tensor after the other, in host memory, on every rank."""
     for name, shape, dtype in ranks.broadcast([(name, full.shape, full.dtype) for name, full in numbers.items()]):
         full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).contiguous()
         if full.numel():
@@ -91,8 +95,8 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(name, module, its name there, buffer), also of those that no checkpoint holds. One of several modules' comes as
-    often: each gets its own."""
+    """Yields (name, module, its name in the module, buffer), also of buffers that no checkpoint holds. A buffer that
+    several modules share comes once for each, and each gets its own."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):
             yield f"{path}.{key}".lstrip("."), holder, key, buffer
@@ -101,13 +105,13 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 def shard_and_send(
     model: nn.Module, ranks: OneDevice, lay_out: Callable[[], Container[nn.Module] | None], device: torch.device
 ) -> None:
-    """Rank 0's numbers in every rank's parts. Args: lay_out: an engine's, of a model on the meta device: it returns the
-    modules whose own tensors only other ranks have, if there are any; device: of the parts."""
+    """Shards the model and sends rank 0's weights into every rank's shards. Args: lay_out: shards a model on the meta
+    device, and returns the modules whose own tensors only other ranks have, if there are any; device: of the shards."""
     _check(model, ranks)
     numbers = {} if ranks.rank else detach_weights(model)
     elsewhere = lay_out()
     allocate_on(model, device, elsewhere or ())
     receive_weights(model, numbers, ranks)
-    # what else only rank 0 has read or drawn
+    # other state that only rank 0 has read or drawn
     model.generation_config = ranks.broadcast(getattr(model, "generation_config", None))
     torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))

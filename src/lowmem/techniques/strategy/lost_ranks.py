@@ -1,8 +1,8 @@
-"""What torch.distributed raises when another rank is gone or silent, in a sentence that names what was waited for.
+"""Turns torch.distributed's errors about a lost or silent rank into a sentence that names what was waited for.
 
-gloo and NCCL say which socket closed, or that so many milliseconds have passed. What the process was doing stands in
-the traceback, and for NCCL, which ends a process from a thread of its own, in the words that it leaves. Nothing heavy
-is imported: whoever has started the ranks reads such words too.
+gloo and NCCL only say which socket closed, or that so many milliseconds have passed. The traceback shows what the
+process was doing; for NCCL, which ends a process from its own thread, the words that it prints do. Nothing heavy is
+imported: the launcher reads such words, too.
 """
 
 import re
@@ -12,7 +12,8 @@ from pathlib import Path, PurePath
 import lowmem
 from lowmem.system.errors import RankLost
 
-OURS = Path(lowmem.__file__).parent  # and not any path with `lowmem` in it: a clone may be called so, its .venv inside
+# not any path with `lowmem` in it: a clone may be called that, with its .venv inside
+OURS = Path(lowmem.__file__).parent
 OF_TORCH = "torch/distributed/"
 GONE = r"Connection closed by peer|Connection reset by peer|Broken pipe|caused pair closure|Connection refused"
 GONE += r"|remote process exited|Socket closed|recvBytes failed|sendBytes failed"
@@ -23,11 +24,11 @@ WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNu
 
 
 def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
-    """What to raise in the place of an error of torch.distributed's, from it; None: it is another one.
+    """Returns the error to raise in place of one of torch.distributed's; None: it is not about a lost rank.
 
     Args:
-        error: it, or what whoever cleaned up after it has made of it.
-        timeout: strategy.timeout, the seconds after which a rank takes another one for lost.
+        error: the error, or one that cleaning up has raised from it.
+        timeout: strategy.timeout, the seconds after which a rank counts as lost.
     """
     behind, seen = [error], {id(error)}
     while (before := behind[-1].__cause__ or behind[-1].__context__) and id(before) not in seen:
@@ -61,7 +62,7 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
 
 
 def watchdog_message(words: str) -> str | None:
-    """The sentence for what NCCL's watchdog leaves on stderr before it aborts the process; None: nothing of that."""
+    """Returns the sentence for what NCCL's watchdog prints before it aborts the process; None: it is something else."""
     if found := WATCHDOG.search(words):
         return (
             f"{found[1].lower()}: another rank did not answer in time: it hangs, or does other work than this one. If "
@@ -71,10 +72,8 @@ def watchdog_message(words: str) -> str | None:
 
 
 def collective(frames: traceback.StackSummary) -> str:
-    """The innermost public function of torch.distributed under way, and who of lowmem has called it.
-
-    DDP averages gradients inside autograd's engine, which leaves no frame of Python's but its own.
-    """
+    """Returns the innermost public function of torch.distributed on the stack, and the caller in lowmem. DDP averages
+    gradients inside autograd's engine, whose only Python frame is DDP's own."""
     names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
     if names:
         what = names[-1]
@@ -87,7 +86,8 @@ def collective(frames: traceback.StackSummary) -> str:
 
 
 def _is_of_torch(error: BaseException, said: str, frames: traceback.StackSummary) -> bool:
-    if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):  # DistError and what is made of it
+    # DistError and the errors that derive from it
+    if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
     if not isinstance(error, RuntimeError) or not re.search(f"{GONE}|{SILENT}|{TAKEN}", said):
         return False

@@ -1,13 +1,13 @@
-"""`pipeline`: each device holds some of the blocks; a window's micro-batches pass through them one behind the other.
+"""`pipeline`: each device holds some of the blocks; the micro-batches of a window pass through the devices in turn.
 
 Weights, gradients and optimizer state are divided by blocks, and only hidden states (B, T, H) travel, once forward and
-once back: the least of all that divide a model. What it costs: devices wait while the pipeline fills and drains, of S
-stages and n micro-batches the share (S - 1) / (n + S - 1) of a step. GPipe holds the activations of all n; 1F1B goes
+once back: the least of all strategies that divide a model. It costs waiting while the pipeline fills and drains: with S
+stages and n micro-batches the share (S - 1) / (n + S - 1) of a step. GPipe holds the activations of all n; 1F1B starts
 backward as soon as it can and holds those of S. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021,
 arXiv 2104.04473; torch.distributed.pipelining.
 
-All stages read the same rows. A weight that is tied between the first and the last is on both: its gradients are added
-before the step, which is the same on both. An evaluation passes one micro-batch at a time through the stages.
+All stages read the same rows. A weight that is tied between the first and the last stage is on both; its gradients are
+added before the step, which is then the same on both. An evaluation passes one micro-batch at a time.
 """
 
 import logging
@@ -40,12 +40,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-HEADS = ("labels", "logits_to_keep", "return_dict")  # what a model is called with, and its body is not
-SHOWN = 16  # tokens of two rows, by which the stages show that in a row they are the model
+HEADS = ("labels", "logits_to_keep", "return_dict")  # arguments of a model's forward pass that its body does not take
+SHOWN = 16  # tokens of the two rows for which the stages are compared with the full model
 
 
 class Pipeline(Divided):
-    """Args: schedule: 1f1b or gpipe."""
+    """Pipeline parallelism. Args: schedule: 1f1b or gpipe."""
 
     in_numbers = False
 
@@ -61,7 +61,8 @@ class Pipeline(Divided):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def shard(self, module: LightningModule) -> None:
-        """Raises: Refused: a model that its parts in a row are not, or a stage that has nothing to train."""
+        """Keeps this rank's stage. Raises: Refused: the stages in a row do not compute what the model does, or a stage
+        has nothing to train."""
         model, self.module = module.model, module
         division = heard(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).told(model)))
         load_in_parts.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
@@ -77,14 +78,14 @@ class Pipeline(Divided):
         return elsewhere
 
     def _shown(self, module: LightningModule) -> Division:
-        """What passes of the whole model show. Raises: Refused."""
-        with torch.compiler.set_stance("force_eager"):  # compiled code would know the tensors that are divided next
+        """Finds the division of a full model into stages by passes over it. Raises: Refused."""
+        with torch.compiler.set_stance("force_eager"):  # compiled code would refer to tensors that are divided next
             division = divided(module.model, self.size)
             self._check(module, division)
         return division
 
     def _check(self, module: LightningModule, division: Division) -> None:
-        """While the model is whole. Raises: Refused."""
+        """Compares the stages with the full model. Raises: Refused."""
         model = module.model
         if asked_for(model):
             raise refused(model, "adds an auxiliary loss, of which the last stage would know its own blocks' alone")
@@ -111,42 +112,45 @@ class Pipeline(Divided):
 
     @property
     def neediest(self) -> tuple[int, ...]:
-        """The first stage has the embedding, the last one the logits; of those between one has most weights, and one
-        most activations: of each block, and under 1F1B of as many micro-batches as there are stages from it on."""
+        """Returns the stages that may need most memory: the first has the embedding, the last the logits; of those
+        between, one has most weights and one most activations, which are those of each block and, under 1F1B, of as
+        many micro-batches as there are stages from it on."""
         cuts, stages = self.stage.division.cuts, range(self.size)
         kept = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
         most = (max(stages, key=kept.__getitem__), max(stages, key=self.stage.division.bytes))
         return tuple(sorted({0, *most, self.size - 1}))
 
     def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """(weight that this stage trains with others, the group of these)."""
+        """Returns pairs of a weight that this stage trains with others, and their process group."""
         shared = {tuple(stages): None for stages in self.stage.holders.values() if len(stages) > 1}
-        groups = {stages: dist.new_group(stages, timeout=self.timeout) for stages in shared}  # all take part in each
+        # every rank takes part in making each group
+        groups = {stages: dist.new_group(stages, timeout=self.timeout) for stages in shared}
         held = ((p, tuple(stages)) for p, stages in self.stage.holders.items() if self.rank in stages)
         return [(p, groups[stages]) for p, stages in held if stages in groups and p.requires_grad]
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
-        torch.manual_seed(torch.initial_seed() + self.rank * APART)  # each stage draws dropout of its own
+        torch.manual_seed(torch.initial_seed() + self.rank * APART)  # each stage draws other dropout
 
     # --- each window ----------------------------------------------------------------------------------------------
 
     def run_window(self, window: Window) -> tuple[Tensor, None]:
-        """Forward and backward of all micro-batches. Returns: the sum of their losses; there are no auxiliary ones."""
+        """Runs forward and backward of all micro-batches. Returns: the sum of their losses; there are no auxiliary
+        ones."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self.module.last_micro_batch = True  # whose backward pass ends now
+        self.module.last_micro_batch = True  # its backward pass ends now
         work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
         return self._of_last(work.loss_sum), None
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
-        """Made anew for each window: it holds room for what travels, of as many micro-batches as long as this one's.
-        So torch has all stages agree again on how they pass, by one number that goes from the first to the last and
-        back. With fewer micro-batches than stages 1F1B is not defined, and GPipe does and holds the same."""
+        """Makes torch's schedule. Each window gets a new one, since it holds buffers for as many micro-batches of this
+        length. torch then lets all stages agree on shapes again, by one number that goes from the first to the last
+        and back. With fewer micro-batches than stages 1F1B is not defined; GPipe is, and holds the same."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -155,7 +159,7 @@ class Pipeline(Divided):
         return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
 
     def clear_gradients(self) -> None:
-        """A step that rounds at random has rounded a tied weight in two ways."""
+        """Broadcasts tied weights after a step with random rounding, which has rounded each copy differently."""
         super().clear_gradients()
         if self.module.trainer.precision_plugin.draws:
             for p, group in self._tied:
@@ -164,14 +168,14 @@ class Pipeline(Divided):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-        """The module's loss: on every stage the sum that the last one has."""
+        """Computes the module's loss: returns the last stage's sum on every stage."""
         inputs = micro_batch.inputs | {"use_cache": False}
         loss = self._through(inputs, lambda: self.loss(model, micro_batch))
         return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
 
     def _answering(self, forward: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
-        """Whoever calls the model without gradients, on all stages alike, to write a sample or for a metric of his own,
-        gets the logits of all of them."""
+        """Wraps the model's forward pass: code that calls the model without gradients on all stages alike, such as
+        samples or a user's metric, gets all logits on each."""
 
         @wraps(forward)
         def answered(*args, **kwargs) -> ModelOutput:
@@ -185,14 +189,15 @@ class Pipeline(Divided):
         return answered
 
     def _room(self, tensor: Tensor | None) -> Tensor:
-        """On every stage a tensor as large as the last one's, which is its own there."""
+        """Returns a tensor as large as the last stage's on every stage; on the last one it is that tensor."""
         box = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(box, self.size - 1, device=torch.device("cpu"))
         shape, dtype = box[0]
         return torch.empty(shape, dtype=dtype, device=self.place) if tensor is None else tensor.contiguous()
 
     def _through(self, inputs: dict, last: Callable[[], T]) -> T | None:
-        """What the last stage makes of it. None: of another one. Args: inputs: of the model's body."""
+        """Passes inputs through all stages. Returns: the result of `last` on the last stage; None on others. Args:
+        inputs: of the model's body."""
         stage, ids = self.stage, inputs["input_ids"]
         arrived = torch.empty(ids.numel(), stage.width, dtype=stage.dtype, device=ids.device)
         if not stage.first:
@@ -209,7 +214,7 @@ class Pipeline(Divided):
         return tensor
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        return tensor  # of the rows that all of them read
+        return tensor  # the rows that all stages read
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
@@ -235,34 +240,36 @@ class Pipeline(Divided):
 
 
 class WindowOfStage(nn.Module):
-    """A stage's work on a window, as a schedule calls it: for one micro-batch behind the other, with what arrived."""
+    """A stage's work on a window, as torch's schedule calls it: once per micro-batch, with the hidden states that
+    arrived."""
 
     def __init__(self, ranks: Pipeline, window: Window) -> None:
         super().__init__()
         self.ranks, self.window = ranks, window
         self._coming = iter(window.micro_batches)
-        self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)  # that travel
+        # the size of the hidden states that travel
+        self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
-        self._backward = False  # whether it was the last thing done
+        self._backward = False  # True if a backward pass was the last thing done
         ranks.module.last_micro_batch = False
 
     def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:
-        """Args: arrived: (rows, H), but on the first stage; number: (1), by which a schedule counts, and which without
-        memory is none. Returns: the loss, or what leaves."""
+        """Runs one micro-batch. Args: arrived: (rows, H), except on the first stage; number: (1), the micro-batch's
+        index, which is meaningless while tracing without memory. Returns: the loss, or the hidden states to send."""
         self.after_backward()
         ranks, stage, micro_batch = self.ranks, self.ranks.stage, next(self._coming)
         with self._precision.forward_context(), stage.entered(*(arrived or [None]), micro_batch.input_ids):
             if stage.last:
                 loss = ranks.loss(stage.model, micro_batch)
                 self.loss_sum += loss.detach()
-                return loss.to(self.loss_sum.dtype)  # as it was announced
+                return loss.to(self.loss_sum.dtype)  # the dtype that was announced to the schedule
             hidden = stage.hidden(**micro_batch.inputs, use_cache=False)
         leaves = F.pad(hidden, (0, 0, 0, self.rows - len(hidden)))
-        leaves.register_hook(lambda _: self.before_backward(self.loss_sum))  # which is zero here
+        leaves.register_hook(lambda _: self.before_backward(self.loss_sum))  # the loss is zero on this stage
         return leaves
 
     def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
-        """Lightning's part of it. Returns: where backward starts."""
+        """Calls Lightning's hooks before a backward pass. Returns: the tensor where backward starts."""
         self._backward = True
         scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
         return scaled if self.ranks.stage.last else None
@@ -278,7 +285,7 @@ class WindowOfStage(nn.Module):
 
 
 def _shown(model: PreTrainedModel) -> MicroBatch:
-    """Two rows of tokens."""
+    """Returns two rows of tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.get_input_embeddings().num_embeddings, (2, SHOWN + 1), generator=generator)
     return MicroBatch(ids[:, :-1], ids[:, 1:])

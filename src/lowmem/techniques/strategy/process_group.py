@@ -1,7 +1,7 @@
-"""The group of processes that train together: joined before anything is built, left in the end, come what may.
+"""Joins the group of processes that train together before anything is built, and leaves it in the end, come what may.
 
-Who started them has said by torchrun's protocol, in the environment, how many there are and where they meet; where
-nobody has, there is one.
+The program that started the processes has set torchrun's environment variables, which say how many there are and where
+they meet. Without them there is one process.
 """
 
 import logging
@@ -28,20 +28,20 @@ from lowmem.techniques.strategy.rank_0_turns import Turns
 
 log = logging.getLogger(__name__)
 
-PLACES = ("output_dir", "cache_dir")  # that may be others on each machine
+PLACES = ("output_dir", "cache_dir")  # keys whose folders may differ between machines
 
-# Groups that were left while the traceback of a failure still referred to DDP, each with its Reducer. A group costs
-# three threads; the next one to be left drops those whose traceback is gone.
+# Reducers of groups that were left while a failure's traceback still referred to DDP. A group costs three threads; the
+# next one that is left frees those whose traceback is gone.
 _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
 def process_group(run: Run) -> Iterator[OneDevice]:
-    """Args: run: checked, with a device.
+    """Yields the strategy of a process that has joined the group. Args: run: checked, with a device.
 
     Raises:
-        Refused: other code or another run on some rank.
-        RankLost: another one that is gone, or does not answer.
+        Refused: some rank has other code or another run.
+        RankLost: another rank has ended, or does not answer.
     """
     if not run.several:
         yield instantiate(run.strategy)(device=run.device, devices=1)
@@ -54,9 +54,9 @@ def process_group(run: Run) -> Iterator[OneDevice]:
         with ranks.turns.heartbeat():
             _compare(ranks, run)
             yield ranks
-            with ranks.rank_0_first("write the model"):  # and all that is rank 0's alone
+            with ranks.rank_0_first("write the model"):  # and the other things that rank 0 does alone
                 pass
-            ranks.barrier()  # and holds what they meet by, until all have heard that it has
+            ranks.barrier()  # and keeps the store open until all know it
         leave(ranks)
     except Exception as error:
         if gone := lost_ranks.rank_lost(error, run.strategy.timeout):
@@ -68,15 +68,15 @@ def process_group(run: Run) -> Iterator[OneDevice]:
 
 
 def leave(ranks: OneDevice | None = None) -> None:
-    """Leaves the process group, and sees to it that the last reference to it is one of Python's.
+    """Leaves the process group so that Python drops the last reference to it.
 
-    DDP's Reducer refers to the group from C++. It is freed with the GIL held; if its reference is the last one, freeing
-    the group joins gloo's threads while one of them may wait for the GIL to drop a Python object, and both wait for
-    ever. Python's own reference to a group is dropped without the GIL.
+    DDP's Reducer refers to the group from C++, and is freed with the GIL held. If that reference is the last one,
+    freeing the group joins gloo's threads, while one of them may wait for the GIL to free a Python object: a deadlock.
+    Python's own reference to a group is dropped without the GIL.
 
     Args: ranks: of this process; None: there is no strategy, or it could not be made.
     """
-    group = dist.group.WORLD  # held until the Reducer is gone
+    group = dist.group.WORLD  # keeps the group until the Reducer is gone
     reducer = ranks.release() if ranks else None
     _still_referenced[:] = [(other, its_group) for other, its_group in _still_referenced if other() is not None]
     if reducer and reducer() is not None:
@@ -85,15 +85,15 @@ def leave(ranks: OneDevice | None = None) -> None:
 
 
 def _waits_for_others(run: Run) -> bool:
-    """Whether leaving the group does: NCCL's waits for what is under way, and so for those who wait for this process,
-    which then could not say what it has failed of. When the process ends, it is aborted."""
+    """Returns True if leaving the group waits for other ranks: NCCL's waits for collectives under way, and so for ranks
+    that wait for this process, which then could not report its error. At the end of the process it is aborted."""
     return run.device == "cuda" and dist.get_world_size() > 1
 
 
 def _join(run: Run) -> dist.Store:
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # what is said over the host does not make a card wait
+    # exchanges over the host do not make a card wait
     backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
     limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (
@@ -104,14 +104,16 @@ def _join(run: Run) -> dist.Store:
 
 
 def _compare(ranks: OneDevice, run: Run) -> None:
-    """All ranks run the same code with the same config: else they would wait for each other, or train another model."""
+    """Checks that all ranks run the same code with the same config: else they would wait for each other, or train
+    another model."""
     said = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     said |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
     require_same(ranks, said, "would not train one model. Start all of them with the same command and the same code")
 
 
 def require_same(ranks: OneDevice, said: dict[str, object], why: str) -> None:
-    """Args: said: by this rank, by what it is about; why: they are not to differ in that, and what to do.
+    """Checks that all ranks have the same values. Args: said: this rank's values, by their names; why: the sentence
+    that says why they must not differ, and what to do.
 
     Raises:
         Refused: on all ranks.

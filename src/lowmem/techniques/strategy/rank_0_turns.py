@@ -1,7 +1,8 @@
-"""What rank 0 does alone, however long it takes: the others look into the store whether it is done, and lives.
+"""Lets the other ranks wait for work that rank 0 does alone, however long it takes.
 
-A collective would wait for it with a time limit, and a wait of the store's own lets no signal in. So rank 0 writes a
-beat there from a thread, which stops when the process is stopped or killed, and says when it has failed.
+A collective would wait with a time limit, and a wait of torch's store blocks signals. So rank 0 writes a heartbeat into
+the store from a thread, which stops when the process is stopped or killed, and reports there if it failed; the others
+look at it.
 """
 
 import threading
@@ -15,26 +16,26 @@ from lowmem.system.errors import RankLost
 
 BEAT = "rank 0"  # key of the store: a count, or FAILED
 DONE, FAILED = "done", "failed"
-EVERY = 1.0  # seconds between two beats
-LOOK = 0.1  # seconds at most between two looks; of a wait that was short so far less
+EVERY = 1.0  # seconds between two heartbeats
+LOOK = 0.1  # seconds at most between two looks; fewer while the wait has been short
 
 
 class Turns:
-    """Args: store: where they have met; first: whether this is rank 0; timeout: seconds without a beat after which it
-    is lost."""
+    """Args: store: the store of the rendezvous; first: this is rank 0; timeout: seconds without a heartbeat after which
+    rank 0 is lost."""
 
     def __init__(self, store: dist.Store, first: bool, timeout: float) -> None:
         self.store, self.first, self.timeout = store, first, timeout
         self._count = 0
 
     def next(self) -> str:
-        """All ranks take the same turns in the same order."""
+        """Returns the key of the next turn: all ranks take the same turns in the same order."""
         self._count += 1
         return f"turn {self._count}"
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Around all that rank 0 does."""
+        """Writes heartbeats while rank 0 works."""
         if not self.first:
             yield
             return
@@ -47,7 +48,8 @@ class Turns:
             how = DONE
         finally:
             ended.set()
-            # Its beat would be the last word; and one that stands in the store when Python ends aborts the process.
+            # A later beat would overwrite the last word, and a thread inside the store aborts the process when Python
+            # ends.
             thread.join(EVERY)
             if how == FAILED:
                 self._say(BEAT, FAILED)
@@ -59,7 +61,7 @@ class Turns:
 
     @contextmanager
     def working(self, turn: str) -> Iterator[None]:
-        """By rank 0."""
+        """Marks a turn as done or failed; rank 0 calls it."""
         how = FAILED
         try:
             yield
@@ -68,19 +70,19 @@ class Turns:
             self._say(turn, how)
 
     def _say(self, key: str, said: str) -> None:
-        with suppress(RuntimeError):  # who holds the store is gone, and of that a collective tells
+        with suppress(RuntimeError):  # the process that holds the store is gone; a collective will say so
             self.store.set(key, said)
 
     def wait(self, turn: str, what: str) -> None:
-        """By the others. Args: what: rank 0 does, for messages.
+        """Waits until rank 0 has done a turn. Args: what: rank 0's work, for messages.
 
         Raises:
-            RankLost: it has failed, is gone or was not heard of.
+            RankLost: rank 0 has failed, has ended or gave no sign of life.
         """
         look = _Look(self.store, turn)
         beat, since = None, time.monotonic()
         try:
-            while not look.ended.wait(LOOK):  # signals come in
+            while not look.ended.wait(LOOK):  # lets signals in
                 if look.beat != beat:
                     beat, since = look.beat, time.monotonic()
                 if time.monotonic() - since > self.timeout:
@@ -96,7 +98,7 @@ class Turns:
 
 
 class _Look:
-    """In a thread: where the store is held by a process that is stopped, it gives no answer."""
+    """Reads the store in a thread: if the process that holds the store is stopped, it does not answer."""
 
     def __init__(self, store: dist.Store, turn: str) -> None:
         self.store, self.turn = store, turn
@@ -106,7 +108,7 @@ class _Look:
 
     def _look(self) -> None:
         pause = 0.001
-        with suppress(RuntimeError):  # who holds the store is gone
+        with suppress(RuntimeError):  # the process that holds the store is gone
             while not self.store.check([self.turn]) and self.beat != FAILED and not self.ended.wait(pause):
                 self.beat = self.store.get(BEAT).decode()
                 pause = min(2 * pause, LOOK)

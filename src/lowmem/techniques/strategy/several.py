@@ -1,7 +1,7 @@
-"""Several processes, one per device: what all strategies for them have in common.
+"""Implements what all strategies for several processes share; there is one process per device.
 
-Lightning sees a run on one device in each of them. Its own strategies for several would start the processes, each with
-a folder of its own, move what is divided to one device, and save in formats of their own.
+Lightning sees a run on one device in each of them. Its own strategies for several devices would start the processes,
+each with a folder of its own, move shards to one device, and save in formats of their own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,20 +24,21 @@ from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
-APART = 1_000_003  # seeds of two ranks: more than a run has windows, and many such fit into 32 bits
+APART = 1_000_003  # distance of two ranks' seeds: more than the windows of a run, and many such seeds fit into 32 bits
 
 
 class Several(OneDevice):
-    """The process group is there: `process_group.py` joins it. Args: timeout: its own, in seconds."""
+    """The base class of strategies for several processes; `process_group.py` has joined the group. Args: timeout: the
+    group's, in seconds."""
 
     several = True
-    turns: Turns  # of rank 0, which works alone
+    turns: Turns  # for work that rank 0 does alone
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_size = self.rank, self.size
-        self.factor, self.data_group = float(self.size), dist.group.WORLD  # of those that read data of their own
+        self.factor, self.data_group = float(self.size), dist.group.WORLD  # of ranks that read other data
         self._locals: dict[nn.Parameter, nn.Parameter] = {}
 
     @staticmethod
@@ -65,7 +66,7 @@ class Several(OneDevice):
 
     @property
     def place(self) -> torch.device:
-        """Where this process computes."""
+        """Returns the device on which this process computes."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
     def lightning(self) -> Strategy:
@@ -73,8 +74,8 @@ class Several(OneDevice):
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
-        # Dropout is drawn anew for other rows, and the same where several compute one row together.
-        # A generator of the CPU takes the lower 32 bits of a seed.
+        # Ranks with other rows draw other dropout, and ranks that compute one row together the same. A generator of the
+        # CPU takes the lower 32 bits of a seed.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
@@ -83,12 +84,12 @@ class Several(OneDevice):
         return self._locals[p]
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        """The local parameter of `p`: asked for once."""
+        """Makes the local parameter of `p`; called once for each."""
         raise NotImplementedError
 
     def moved(self) -> None:
-        """Lightning has moved the parameters: local ones that are others go with them, before anything is made for
-        these."""
+        """Is called when Lightning has moved the parameters: moves local parameters that are other objects, too, before
+        anything is allocated for them."""
         for p, local in self._locals.items():
             if local is not p:
                 local.data = p.detach()
@@ -121,11 +122,11 @@ class Several(OneDevice):
 
 
 class Parts(nn.Module):
-    """The local parameters of a model under their names."""
+    """A module of the local parameters of a model, under their names."""
 
     def __init__(self, ranks: Several, model: nn.Module) -> None:
         super().__init__()
-        self.ranks, self.model = ranks, (model,)  # not a part of this one
+        self.ranks, self.model = ranks, (model,)  # in a tuple, so that it is not registered as a submodule
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.model[0].named_parameters(*args, **kwargs)
@@ -133,17 +134,19 @@ class Parts(nn.Module):
 
 
 class Divided(Several):
-    """Parameters that are DTensors: each process holds a part of them, and perhaps others whole.
+    """The base class of strategies whose parameters are DTensors: each process holds a shard of them, and maybe some in
+    full.
 
-    Everything but the engine sees the parts as plain tensors: a step of an optimizer, element by element, is the same
-    for a part as for the whole, and so is its rounding.
+    All code but the engine sees the shards as plain tensors: an optimizer's step is element by element, so it is the
+    same for a shard as for the full tensor, with the same rounding.
     """
 
     divides = True
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
-        self._holders: dict[nn.Parameter, int] = {}  # local parameter -> how many processes hold the same elements
+        # local parameter -> the number of processes that hold the same elements
+        self._holders: dict[nn.Parameter, int] = {}
 
     @property
     def builds(self) -> bool:
@@ -151,7 +154,7 @@ class Divided(Several):
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """The modules of those that wait take no time: their tensors are shapes."""
+        """Builds modules on the meta device on ranks that receive their weights: that takes no time."""
         if self.in_numbers:
             yield
             return
@@ -159,7 +162,8 @@ class Divided(Several):
             yield
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
-        """A mesh of all processes. Args: timeout: of its groups, which torch gives one of its own; sizes: by name."""
+        """Returns a mesh of all processes. Args: timeout: of its groups, which torch would give their own; sizes: by
+        name."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(group, timedelta(seconds=timeout))
@@ -174,13 +178,13 @@ class Divided(Several):
         super().before_training(module)
         for p, local in self._locals.items():
             if isinstance(p, DTensor):
-                local.data = p.detach().to_local()  # an engine may have laid it elsewhere since: it is not held twice
+                local.data = p.detach().to_local()  # an engine may have moved it since; there must be no second copy
 
     def holders(self, p: nn.Parameter) -> int:
-        """How many processes hold the same elements of it."""
+        """Returns the number of processes that hold the same elements of a parameter."""
         if not isinstance(p, DTensor):
             return self.size
-        # not `is_shard`: what is divided twice along one dimension has a placement that denies it
+        # `is_shard` would be wrong: a tensor that is sharded twice along one dimension has a placement that denies it
         sizes = (p.device_mesh.size(dim) for dim, one in enumerate(p.placements) if one.is_replicate())
         outside = self.size // p.device_mesh.size()
         return outside * torch.Size(sizes).numel()
@@ -188,7 +192,7 @@ class Divided(Several):
     def gather_gradients(self) -> None:
         for p, local in self._locals.items():
             if local is not p and p.grad is not None:
-                local.data = p.detach().to_local()  # an engine may have laid it elsewhere since
+                local.data = p.detach().to_local()  # an engine may have moved it since
                 local.grad = p.grad.to_local()
 
     def clear_gradients(self) -> None:
@@ -225,14 +229,15 @@ class Divided(Several):
 
 
 class AmongSeveral(SingleDeviceStrategy):
-    """One of several processes, as Lightning sees it."""
+    """One of several processes, as Lightning sees it: a strategy for a single device."""
 
     strategy_name = "among_several"
 
     def __init__(self, ranks: Several) -> None:
         super().__init__(ranks.place)
         self.ranks = ranks
-        self.global_rank = ranks.rank  # of a world of one: else Lightning asks all after each step who was signalled
+        # Lightning believes it is alone: with world_size > 1 it runs a collective after each step
+        self.global_rank = ranks.rank
 
     @property
     def is_global_zero(self) -> bool:
@@ -245,11 +250,11 @@ class AmongSeveral(SingleDeviceStrategy):
         return self.ranks.broadcast(obj)
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
-        """By all of them: each writes what it has."""
+        """Saves on all processes: each writes its own shards."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def model_to_device(self) -> None:
-        """What is divided is where its engine has put it; torch refuses to move what is kept on the host."""
+        """Moves nothing: the engine has placed the shards, and torch refuses to move those that stay on the host."""
         if not self.ranks.divides:
             super().model_to_device()
             self.ranks.moved()
@@ -257,7 +262,7 @@ class AmongSeveral(SingleDeviceStrategy):
             setattr(holder, key, buffer if buffer.is_meta else buffer.to(self.root_device))
 
     def teardown(self) -> None:
-        """The optimizer's state stays: Lightning would bring that of all ranks to the memory of one host."""
+        """Leaves the optimizer's state where it is: Lightning would bring that of all ranks into one host's memory."""
         held, self.optimizers = self.optimizers, []
         super().teardown()
         self.optimizers = held

@@ -1,14 +1,14 @@
-"""A model cut into stages: consecutive blocks, balanced by bytes, so that each device holds a part of the weights.
+"""Cuts a model into stages: consecutive blocks, balanced by bytes, so that each device holds a part of the weights.
 
-A stage is the Hugging Face model itself, of which what other stages hold was emptied: a module keeps its place, its
-hooks and the names of its weights, which have a shape and no memory (torch's meta device). Another stage's block hands
-its input on; an embedding of the first stage answers zeros on the others, whose hidden states enter from outside in
-front of block 0; norms of the last stage hand on. So masks, rotary embeddings and positions are made on every stage by
-the model's own code, from the micro-batch's own tokens and positions, and the last stage is a model whose loss is
-computed as ever.
+A stage is the Hugging Face model itself, whose modules of other stages are emptied: a module keeps its place, its hooks
+and the names of its weights, which have a shape and no memory (torch's meta device). A block of another stage returns
+its input; the embedding returns zeros on all but the first stage, and the hidden states that arrived replace them in
+front of block 0; the last stage's norms return their input on the others. So the model's own code makes masks, rotary
+embeddings and positions on every stage, from the micro-batch's own tokens and positions, and the last stage is a model
+whose loss is computed as ever.
 
-What stands before the blocks and what behind them is not looked up by name: one pass over two tokens shows it. Source:
-Huang et al. 2019, arXiv 1811.06965.
+Modules before and after the blocks are not looked up by name: one pass over two tokens finds them. Source: Huang et al.
+2019, arXiv 1811.06965.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,31 +25,31 @@ from lowmem.data.loader import MicroBatch
 from lowmem.system.errors import Refused
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 
-LOOKED_AT = 2  # tokens
+LOOKED_AT = 2  # tokens of the pass that finds the modules
 
 
 class Output(NamedTuple):
-    """Of a module, as it was called."""
+    """Describes what a module returned."""
 
-    shape: torch.Size  # of its hidden states, (..., width)
+    shape: torch.Size  # of its hidden states: (..., width)
     dtype: torch.dtype
-    others: int | None  # values beside them in a tuple; None: no tuple
+    others: int | None  # the number of values beside them in a tuple; None: it returned no tuple
 
 
 class Parts(NamedTuple):
-    """What a forward pass calls: everything that holds weights is in one of these."""
+    """The modules that a forward pass calls; together they hold all weights."""
 
-    before: list[nn.Module]  # and whatever no pass over tokens calls
+    before: list[nn.Module]  # also modules that no pass over tokens calls
     blocks: list[nn.Module]
     after: list[nn.Module]
-    outputs: dict[nn.Module, Output]  # of each that was called
+    outputs: dict[nn.Module, Output]  # of each module that was called
 
 
 def parts(model: PreTrainedModel) -> Parts:
-    """Args: model: whole, on the host.
+    """Finds the parts of a model. Args: model: complete, on the host.
 
     Raises:
-        Refused: one that is more than a list of blocks with something before and behind.
+        Refused: a model that is more than a list of blocks with modules before and after them.
     """
     if model.base_model is model:
         raise refused(model, "is its own body")
@@ -68,7 +68,7 @@ def parts(model: PreTrainedModel) -> Parts:
 
 @torch.no_grad()
 def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.Module], dict[nn.Module, Output]]:
-    """(in which order, what each returned)."""
+    """Returns the modules in the order of their calls, and what each returned."""
     called, outputs = [], {}
 
     def after(module: nn.Module, _: tuple, output: object) -> None:
@@ -90,8 +90,8 @@ def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.M
 
 
 def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list[int]:
-    """The cut whose largest stage is smallest. Args: sizes: bytes of each block; before, after: those that the first
-    and the last stage hold besides. Returns: the first block of each stage, and the number of blocks.
+    """Returns the cut whose largest stage is smallest. Args: sizes: bytes of each block; before, after: bytes that the
+    first and the last stage hold besides. Returns: the first block of each stage, and the number of blocks.
 
     Raises:
         Refused: fewer blocks than stages.
@@ -108,7 +108,8 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 
     @cache
     def best(first: int, left: int) -> tuple[int, list[int]]:
-        """(bytes of the largest, where each begins) of the blocks from `first` on, in so many stages."""
+        """Returns (bytes of the largest stage, where each stage begins) for the blocks from `first` on in `left`
+        stages."""
         if left == 1:
             return held(first, count), [first, count]
         ends = range(first + 1, count - left + 2)
@@ -119,24 +120,24 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 
 
 class Division(NamedTuple):
-    """Of a whole model: which stage holds what."""
+    """Describes which stage holds which modules of a model."""
 
     parts: Parts
     cuts: list[int]  # the first block of each stage, and the number of blocks
-    holders: dict[nn.Parameter, list[int]]  # stages; more than one where a weight is tied
+    holders: dict[nn.Parameter, list[int]]  # the stages of each parameter; several if it is tied
 
     @property
     def stages(self) -> int:
         return len(self.cuts) - 1
 
     def own(self, stage: int) -> list[nn.Module]:
-        """Its modules; those inside a block are the block's."""
+        """Returns a stage's modules, without those inside of blocks."""
         before = self.parts.before if stage == 0 else []
         after = self.parts.after if stage == self.stages - 1 else []
         return [*before, *self.parts.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
-        """Modules whose own tensors it does not have: those of a tied weight it has."""
+        """Returns the modules whose own tensors a stage does not have. It has those of a tied weight."""
         mine = {part for module in self.own(stage) for part in module.modules()}
         others = {part for block in self.parts.blocks for part in block.modules()}
         edges = {edge for edge in (*self.parts.before, *self.parts.after) if not self._has(edge, stage)}
@@ -146,25 +147,25 @@ class Division(NamedTuple):
         return any(stage in self.holders[p] for p in edge.parameters(recurse=False))
 
     def told(self, model: nn.Module) -> tuple:
-        """In words that mean the same in another process's model."""
+        """Returns the division in names, which mean the same in another process's model."""
         names, of = {module: name for name, module in model.named_modules()}, self.parts
         each = ([names[module] for module in modules] for modules in (of.before, of.blocks, of.after))
         return *each, {names[module]: output for module, output in of.outputs.items()}, self.cuts
 
     def bytes(self, stage: int) -> int:
-        """Of its weights, one that another stage holds too included."""
+        """Returns the bytes of a stage's weights, including one that another stage holds, too."""
         return sum(p.nbytes for p, stages in self.holders.items() if stage in stages)
 
 
 def divided(model: PreTrainedModel, stages: int) -> Division:
-    """Raises: Refused."""
+    """Divides a model into stages. Raises: Refused."""
     of = parts(model)
     cuts = balanced([_bytes([block]) for block in of.blocks], _bytes(of.before), _bytes(of.after), stages)
     return _held(model, of, cuts)
 
 
 def heard(model: PreTrainedModel, told: tuple) -> Division:
-    """What another process has told of its own model."""
+    """Returns another process's division, in terms of this process's model."""
     *lists, outputs, cuts = told
     each = ([model.get_submodule(name) for name in names] for names in lists)
     return _held(model, Parts(*each, {model.get_submodule(name): one for name, one in outputs.items()}), cuts)
@@ -179,14 +180,14 @@ def _held(model: PreTrainedModel, of: Parts, cuts: list[int]) -> Division:
 
 
 def _bytes(modules: list[nn.Module]) -> int:
-    """A weight once."""
+    """Returns the bytes of the modules' weights; a shared one counts once."""
     held = {tensor: None for module in modules for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.nbytes for tensor in held)
 
 
 class Stage:
-    """One part of a model, which from now on answers as that part. What arrives is flat, (N, H): N is that of the
-    longest micro-batch of a window."""
+    """Makes a model compute one stage. Hidden states arrive flat, (N, H), where N is that of the longest micro-batch of
+    a window."""
 
     def __init__(self, model: PreTrainedModel, division: Division, stage: int) -> None:
         self.model, self.division, self.number = model, division, stage
@@ -194,8 +195,8 @@ class Stage:
         of = division.parts
         self.width, self.dtype = of.outputs[of.blocks[0]].shape[-1], of.outputs[of.blocks[0]].dtype
         self.holders = division.holders
-        self.works = False  # while a forward pass runs, not while blocks are computed again
-        self._entering: Tensor | None = None  # then
+        self.works = False  # True during a forward pass, but not while blocks are recomputed
+        self._entering: Tensor | None = None  # the hidden states that enter the stage in that pass
         self._changes = ExitStack()
         numbers = {block: number for number, block in enumerate(of.blocks)}
         for module in of.outputs.keys() - {*division.own(stage)}:
@@ -207,11 +208,11 @@ class Stage:
             self._changes.callback(hook.remove)
 
     def undo(self) -> None:
-        """The model is whole again, if it was not emptied."""
+        """Makes the model complete again, if it was not emptied."""
         self._changes.close()
 
     def empty(self) -> None:
-        """What other stages hold loses its memory."""
+        """Frees the memory of what other stages hold."""
         now = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
@@ -226,10 +227,11 @@ class Stage:
         self.holders = {now[p]: stages for p, stages in self.holders.items()}
 
     def hidden(self, **inputs: object) -> Tensor:
-        """(B x T, H): what leaves every stage but the last. Within `entered`. Args: inputs: of the model's body.
+        """Returns (B x T, H), the output of every stage but the last. Call it within `entered`. Args: inputs: of the
+        model's body.
 
         Raises:
-            Refused: hidden states of another dtype than the weights.
+            Refused: hidden states have another dtype than the weights.
         """
         hidden = self.model.base_model(**inputs)[0]
         if hidden.dtype != self.dtype:
@@ -238,8 +240,8 @@ class Stage:
 
     @contextmanager
     def entered(self, arrived: Tensor | None, ids: Tensor) -> Iterator[None]:
-        """Within it the model computes on what the stage before sent. Args: arrived: (N, H), N at least B x T; None: on
-        the first stage; ids: (B, T) tokens."""
+        """Makes the model compute on what the stage before has sent. Args: arrived: (N, H) with N at least B x T; None:
+        this is the first stage; ids: (B, T) tokens."""
         self.works = True
         self._entering = None if arrived is None else arrived[: ids.numel()].view(*ids.shape, self.width)
         try:
@@ -255,7 +257,7 @@ class Stage:
 
 @torch.no_grad()
 def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) -> bool:
-    """Whether its parts in a row are the model, which says so itself: without dropout, and whole."""
+    """Returns True if the stages in a row compute what the complete model does. The model must be without dropout."""
     whole, hidden = model(**micro_batch.inputs, use_cache=False).logits, None
     for number in range(division.stages):
         stage = Stage(model, division, number)
@@ -269,7 +271,8 @@ def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) ->
 
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
-    """Args: number: of a block; it adds nothing to a cache but its length, which is asked of any of them."""
+    """Replaces a block of another stage: returns its input. Args: number: of the block; it adds only its length to a
+    cache, which any block may be asked for."""
     hidden = args[0] if args else kwargs["hidden_states"]
     for held in (one for one in (*args, *kwargs.values()) if isinstance(one, Cache)):
         nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
@@ -278,7 +281,8 @@ def _passed_on(output: Output, number: int | None, *args: object, **kwargs: obje
 
 
 def _zeros(output: Output, *args: object, **kwargs: object) -> Tensor:
-    """In the place of what makes hidden states of tokens, positions (B, T), or other hidden states (B, T, width)."""
+    """Replaces a module that makes hidden states (B, T, width) from tokens, positions (B, T) or other hidden states:
+    returns zeros."""
     given = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
     around = given.shape[: len(output.shape) - 1]
     return torch.zeros(*around, output.shape[-1], dtype=output.dtype, device=given.device)

@@ -1,18 +1,17 @@
-"""Tensor parallelism: the ranks of a group hold a part of each matrix and compute one micro-batch together.
+"""Tensor parallelism: each rank of a group holds a shard of each matrix, and all compute one micro-batch together.
 
-The first matrix of a pair is divided along what leaves it (attention by heads, an MLP by its width), the second along
-what enters it; between the two each rank works on its own part alone. What a block adds to the hidden states is a sum
-over the ranks, and so is the gradient of what enters it: these two sums are what it costs, for each micro-batch and
-block. Embedding and head are divided along the vocabulary: the first is one more sum, the second gathers its logits,
-but for a loss in tiles, which reads each rank's own. Weights, gradients and state of all these are 1/N on each of N
-ranks, and so is what lies between a pair. Whole on each are norms, the biases behind a sum, the hidden states, and of
-a vocabulary that does not divide (GPT-2's 50257 tokens) embedding and head. All ranks draw the same dropout, each for
-its own heads.
-Source: Shoeybi et al. 2019, arXiv 1909.08053; the mesh, the divided parameters and the sums are torch's DTensor.
+The first matrix of a pair is sharded along its output (attention by heads, an MLP by its width), the second along its
+input; between the two each rank works on its own part. A block's output is a sum over the ranks, and so is the gradient
+of its input: these two sums per micro-batch and block are the cost. Embedding and head are sharded along the
+vocabulary: the first costs one more sum, the second gathers its logits, except for a loss in tiles, which reads each
+rank's own. Of all these, each of N ranks holds 1/N of weights, gradients and state, and of the activations between a
+pair. Each rank has in full: norms, the biases behind a sum, the hidden states, and embedding and head if N does not
+divide the vocabulary (GPT-2's 50257 tokens). All ranks draw the same dropout, each for its own heads. Source: Shoeybi
+et al. 2019, arXiv 1909.08053; the mesh, the sharded parameters and the sums are torch's DTensor.
 
-Which layer is divided how says the plan that transformers' model brings; GPT-2, which brings none, has it here.
-Products are of plain tensors, made from each rank's own part: whoever watches operators (memory, what is computed
-again) sees those of any other run, and a layer of GPT-2, whose matrix lies the other way round, stays what it is.
+The plan that comes with transformers' model says how each layer is sharded; GPT-2 comes without one, so its plan stands
+here. Matrix products take plain tensors, made from each rank's shard: code that watches operators (memory, selective
+checkpointing) sees the operators of any other run, and a layer of GPT-2, whose matrix is transposed, stays as it is.
 """
 
 import logging
@@ -43,7 +42,7 @@ from lowmem.techniques.strategy.several import Divided
 log = logging.getLogger(__name__)
 
 QKV, FUSED = "colwise_qkv", 3  # query, key and value in one matrix
-# By the model's type, of those that bring no plan.
+# By model type, for models that come without a plan.
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn.c_attn": QKV,
@@ -55,23 +54,25 @@ PLANS = {
 SUMMED = "replicated_with_grad_allreduce"  # a norm of each head: every rank has the gradient of its own heads
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
-SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}  # of x A B, what has the part of a layer
-SAME = 1e-3  # of a gradient's norm: that of other heads is another one, and a card's order of sums is no such matter
-NOISE = 1e-6  # of the largest norm: what is no more is nothing but roundings
-NUMBER = r"(?<=\.)\d+(?=\.|$)"  # of a block, for which a plan writes a star
+SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}  # in x A B, the matrix that is sharded like the layer
+# of a gradient's norm: other heads' gradients differ by far more, and another order of summation by far less
+SAME = 1e-3
+NOISE = 1e-6  # of the largest norm: smaller ones consist of rounding errors
+NUMBER = r"(?<=\.)\d+(?=\.|$)"  # a block's number, for which a plan writes a star
 
 
 def divide(network: PreTrainedModel, group: Group) -> dict[str, Layout]:
-    """Leave each rank its part of the matrices: parameters become DTensors, and their layers compute with the part.
+    """Shards the matrices of a model in place: parameters become DTensors, and their layers compute with the shards.
 
     Args:
-        network: whole and the same on every rank, with its adapter, if any.
+        network: complete, the same on every rank, with its adapter, if there is one.
 
     Returns:
-        Name -> layout, of each parameter that is not `WHOLE`.
+        Name -> layout of each sharded parameter.
 
     Raises:
-        Refused: a model without a plan, or with layers that are not divided here, or whose numbers do not divide.
+        Refused: a model without a plan, with layers that cannot be sharded here, or whose numbers the ranks do not
+            divide.
     """
     styles = styles_of(network)
     _check_numbers(network, styles, group.size)
@@ -87,15 +88,15 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, Layout]:
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """Module -> style, of all that are divided or whose gradient is summed: neither the embedding nor the head.
+    """Returns module -> style of all modules that are sharded or whose gradient is summed, without embedding and head.
 
     Raises:
-        Refused: a model without a plan, or with layers that are not divided here.
+        Refused: a model without a plan, or with layers that cannot be sharded here.
     """
     plan = PLANS.get(network.config.model_type) or network.tp_plan or {}
     ends = (network.get_input_embeddings(), network.get_output_embeddings())
     modules = {name: module for name, module in network.named_modules() if not any(module is end for end in ends)}
-    named = (*modules, *(name for name, _ in network.named_parameters()))  # experts in one tensor are no module
+    named = (*modules, *(name for name, _ in network.named_parameters()))  # experts in one tensor are not modules
     styles = {name: plan[pattern] for name in named if (pattern := re.sub(NUMBER, "*", name)) in plan}
     if not {*styles.values()} & {*ROWS}:
         raise _refused(network, "it brings no plan of which layers are divided and how")
@@ -118,8 +119,8 @@ def _check_kind(network: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> None:
-    """Heads and widths: each rank has as many as any other."""
-    grouped = dist.is_initialized() and size < dist.get_world_size()  # then devices= are not what has to be another
+    """Checks that heads and widths divide evenly over the ranks."""
+    grouped = dist.is_initialized() and size < dist.get_world_size()  # then another number of devices would not help
     counts = {name: _counted(network, name, style) for name, style in styles.items() if style != SUMMED}
     for name, (count, what) in counts.items():
         if count % size:
@@ -151,7 +152,7 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _divide(module: nn.Module, style: str, group: Group) -> Layouts:
-    """A layer, and of the small matrices beside it, x A B, the one that meets what is divided."""
+    """Shards a layer, and of an adapter's matrices x A B the one that multiplies the sharded side."""
     layer, beside = _base(module), getattr(module, SMALL.get(style, ""), {}).values()
     if style in ROWS:
         layouts = divide_rows(layer, group, split=style == "rowwise_split_input")
@@ -166,7 +167,8 @@ def _divide(module: nn.Module, style: str, group: Group) -> Layouts:
 
 
 def _divide_ends(network: PreTrainedModel, group: Group) -> Layouts:
-    """Embedding and head along the vocabulary, where it divides and both are torch's own; else they stay whole."""
+    """Shards embedding and head along the vocabulary if the ranks divide it and both are torch's own modules; else they
+    stay complete."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
@@ -180,12 +182,13 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> Layouts:
 
 
 def _base(module: nn.Module) -> nn.Module:
-    """The model's own layer where an adapter is around it."""
+    """Returns the model's own layer if an adapter wraps it."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 class TensorParallel(Divided):
-    """All ranks are one group, and read the same rows. Those that are several groups derive from it."""
+    """Tensor parallelism over one group of all ranks, which read the same rows. Strategies with several groups derive
+    from it."""
 
     in_numbers = False
     tensor_parallel_size: int | None = None  # ranks of a group; None: all
@@ -197,7 +200,7 @@ class TensorParallel(Divided):
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
         self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
         self._layouts: dict[nn.Parameter, Layout] = {}
-        self._compared = False  # whether what all ranks hold has had the same gradient on them
+        self._compared = False  # True once the gradients of parameters that every rank has were compared
 
     @staticmethod
     def data_ranks(devices: int, tensor_parallel_size: int | None = None, **_: object) -> int:
@@ -218,11 +221,11 @@ class TensorParallel(Divided):
         self._names = {p: name for name, p in module.model.named_parameters()}
 
     def laid_out(self, module: LightningModule) -> dict[str, Layout]:
-        """Returns: as `divide`."""
+        """Returns the result of `divide`."""
         return divide(module.model, self.group)
 
     def gather_gradients(self) -> None:
-        """Gradients that are summands are added over the group: once for all of them, and for a whole window."""
+        """Adds gradients that are summands over the group: all of them at once, and once per window."""
         super().gather_gradients()
         held = {p: self.local(p).grad for p, layout in self._layouts.items() if layout.dim is None}
         held = {p: gradient for p, gradient in held.items() if gradient is not None}
@@ -234,14 +237,15 @@ class TensorParallel(Divided):
             self._compare(held)
 
     def _compare(self, held: dict[nn.Parameter, Tensor]) -> None:
-        """Before the first step: a plan that leaves out a sum would let the ranks' weights part without a word.
+        """Compares gradients of parameters that every rank has, before the first step: if a plan leaves out a sum, the
+        ranks' weights would silently diverge.
 
         Raises:
-            Refused
+            Refused: the gradients differ.
         """
         norms = torch.stack([gradient.float().norm() for gradient in held.values()])
         least, most = self.group.all_reduced(torch.stack([-norms, norms]), dist.ReduceOp.MAX)
-        self._compared = bool(most.isfinite().all())  # else a loss scale is still too large
+        self._compared = bool(most.isfinite().all())  # else the loss scale is still too large
         wrong = most + least > SAME * most + NOISE * most.max()
         for p, differs in zip(held, wrong.tolist(), strict=True):
             if differs:
@@ -251,7 +255,7 @@ class TensorParallel(Divided):
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """What lies in another order than in the model's own is gathered for it."""
+        """Gathers shards whose order differs from the model's own."""
         layout, placed = self._layouts[p], super().as_dtensor(p, shard)
         if layout.fused == 1:
             return placed

@@ -1,12 +1,13 @@
-"""An fp32 number in two halves of 16 bits: the upper is the number in bf16, the lower is what bf16 has lost of it.
+"""Splits an fp32 number into two halves of 16 bits: the upper is the number in bf16, the lower what bf16 has lost of
+it.
 
-A weight in bf16 and its fp32 master share their upper 16 bits, nearly: so whoever holds both in host memory can hold
-the master in two bytes beside the weight's two, instead of four. Rounded half up (to the next bf16 if the lower 16 bits
-are 0x8000 or more; a tie goes away from zero, for the sign is a bit of its own), the upper half is
-u = (bits + 0x8000) >> 16 and the rest r = bits - (u << 16), which always fits a signed 16-bit integer: it is the lower
-half itself, read with a sign. Then bits = (u << 16) + r, modulo 2^32, for each of the 2^32 patterns. Rounded to nearest
-even it would not be: 65,537 fp32 numbers share one even bf16. fp16 has other exponents, and cannot be split exactly.
-The cost: one more addition per weight and step. Source: github.com/tascj/offload_adam.
+A weight in bf16 and its fp32 master nearly share their upper 16 bits. So a host that holds both can store the master in
+two more bytes instead of four. Rounded half up (to the next bf16 if the lower 16 bits are 0x8000 or more; a tie goes
+away from zero, since the sign is a bit of its own), the upper half is u = (bits + 0x8000) >> 16 and the rest r = bits -
+(u << 16), which always fits a signed 16-bit integer: it is the lower half itself, read with a sign. Then bits = (u <<
+16) + r, modulo 2^32, for each of the 2^32 patterns. Rounded to nearest even it would not be: 65,537 fp32 numbers share
+one even bf16. fp16 has other exponents, and cannot be split exactly. It costs one more addition per weight and step.
+Source: github.com/tascj/offload_adam.
 """
 
 from collections.abc import Iterator
@@ -19,16 +20,17 @@ HALF = 1 << 15
 
 
 def rounded(wide: Tensor, out: Tensor) -> None:
-    """out (bf16) <- wide (fp32), half up. Both of one shape; where one is not contiguous the scratch is as large as it.
+    """Rounds wide (fp32) half up into out (bf16), which has the same shape. If one of them is not contiguous, the
+    scratch is as large as it.
 
-    A NaN's bits are rounded like any others: the one that arithmetic makes stays NaN; one whose upper half is 0x7fff or
-    0xffff may become 0, one whose upper half is that of infinity may become infinite.
+    A NaN's bits are rounded like any others: the NaN that arithmetic makes stays NaN; one whose upper half is 0x7fff or
+    0xffff may become 0, and one whose upper half is that of infinity may become infinite.
     """
     _round(_bits(wide, torch.float32), _bits(out, torch.bfloat16))
 
 
 def narrow(wide: Tensor, out: Tensor) -> None:
-    """out <- wide (fp32) as masters are rounded: bf16 half up, whether or not it is split; fp16 to nearest even."""
+    """Rounds wide (fp32) into out as masters are rounded: bf16 half up, split or not; fp16 to nearest even."""
     if out.dtype == torch.bfloat16:
         rounded(wide, out)
     else:
@@ -36,7 +38,8 @@ def narrow(wide: Tensor, out: Tensor) -> None:
 
 
 def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """wide: fp32. Returns: (upper, bf16; rest, int16), of its shape, contiguous. A NaN's upper half: see `rounded`."""
+    """Splits wide (fp32). Returns: (upper, bf16; rest, int16), of its shape, contiguous. A NaN's upper half: see
+    `rounded`."""
     upper, rest = (
         torch.empty_like(wide, dtype=dtype, memory_format=torch.contiguous_format)
         for dtype in (torch.bfloat16, torch.int16)
@@ -46,19 +49,19 @@ def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_into(wide: Tensor, upper: Tensor, rest: Tensor) -> None:
-    """upper (bf16), rest (int16) <- the halves of wide (fp32)."""
+    """Writes the halves of wide (fp32) into upper (bf16) and rest (int16)."""
     rounded(wide, upper)
     rest.copy_(_bits(wide, torch.float32))  # an integer that is too long loses its upper bits
 
 
 def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
-    """The fp32 numbers of these halves, to the bit. Args: out: fp32, of their shape."""
+    """Returns the fp32 numbers of two halves, to the bit. Args: out: fp32, of their shape."""
     out = torch.empty_like(upper, dtype=torch.float32) if out is None else out
     _join(_bits(upper, torch.bfloat16), rest, _bits(out, torch.float32))
     return out
 
 
-# Both are one operator to whoever watches operators: the chunks of 70B parameters would be 200,000.
+# Trackers see each of both as one operator: in chunks, 70B parameters would be 200,000.
 
 
 @torch.library.custom_op("lowmem::round_half_up", mutates_args=("upper",))
@@ -74,7 +77,7 @@ def _join(upper: Tensor, rest: Tensor, wide: Tensor) -> None:
 
 
 for _operator in (_round, _join):
-    _operator.register_fake(lambda *_: None)  # of tensors without memory it makes nothing
+    _operator.register_fake(lambda *_: None)  # on tensors without memory it does nothing
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,10 @@
-"""transformers' Adafactor, with a second way to step: of a weight that is held in 16 bits alone, a few rows at a time.
+"""transformers' Adafactor, with a second way to step a weight that exists in 16 bits alone: a few rows at a time.
 
-Their `step` takes 16 bytes per element of the largest parameter: weight and gradient in fp32, and two more beside them;
-of Llama-3.1-8B's embedding that is 8 GiB. `step_narrow` goes on with the same state by the same formulas, in pieces:
-what a formula needs of the whole parameter (the mean squares of rows and columns, the RMS of the update) is summed up
-in a pass of its own. So the gradient is read three times, and those sums are in another order; all else has their bits.
-Source: Shazeer and Stern 2018, arXiv 1804.04235.
+transformers' `step` takes 16 bytes per element of the largest parameter: weight and gradient in fp32, and two more fp32
+tensors. For Llama-3.1-8B's embedding that is 8 GiB. `step_narrow` continues the same state by the same formulas, in
+pieces: what a formula needs of the full parameter (the mean squares of rows and columns, the RMS of the update) is
+summed in a pass of its own. So the gradient is read three times, and those sums are in another order; everything else
+has the same bits. Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from lowmem.techniques.optim.contract import InPieces, Step
 CHUNK = 1 << 22  # elements of a piece, or one row: 16 MiB in fp32
 
 Shape = tuple[int, int, int]  # (matrices, rows, columns)
-Piece = tuple[slice, slice]  # (matrices, rows): some whole matrices, or some whole rows of one
-Read = Callable[[Piece], Tensor]  # a piece -> a tensor of its shape, to be changed before the next one is read
-Scale = Callable[[Piece, Tensor], Tensor]  # a piece, what is written -> the same
+Piece = tuple[slice, slice]  # (matrices, rows): several full matrices, or several rows of one
+Read = Callable[[Piece], Tensor]  # returns a piece as a tensor, which may be changed before the next one is read
+Scale = Callable[[Piece, Tensor], Tensor]  # (piece, tensor to write to) -> that tensor
 
 
 class Adafactor(optimization.Adafactor, InPieces):
-    """Args: theirs. `step_narrow` steps with `lr`: no `relative_step`."""
+    """Takes transformers' arguments. `step_narrow` steps with `lr`, so `relative_step` must be off."""
 
     @torch.no_grad()
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
@@ -33,7 +33,7 @@ class Adafactor(optimization.Adafactor, InPieces):
         if not state:
             state |= _zeros(p.shape, group, gradient.device)
         gradient, narrow, pieces = gradient.reshape(shape), narrow.view(shape), list(_pieces(shape))
-        # Made once: freed and asked for again, they would leave holes in the heap that in the end are the whole.
+        # Made once: freed and allocated again, they would leave holes in the heap that add up to their full size.
         scratch = torch.empty(2, max(narrow[piece].numel() for piece in pieces), device=gradient.device)
 
         def buffer(number: int, piece: Piece) -> Tensor:
@@ -67,7 +67,7 @@ class Adafactor(optimization.Adafactor, InPieces):
 
 
 def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:
-    """What their first step makes."""
+    """Returns the state that transformers' first step makes."""
     shapes = {} if group["beta1"] is None else {"exp_avg": shape}
     if len(shape) > 1:
         shapes |= {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
@@ -77,12 +77,12 @@ def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:
 
 
 def _as_matrices(shape: torch.Size) -> Shape:
-    """A vector as one column."""
+    """Returns a shape as (matrices, rows, columns); a vector is one column."""
     return (shape[:-2].numel(), *shape[-2:]) if len(shape) > 1 else (1, shape.numel(), 1)
 
 
 def _pieces(shape: Shape) -> Iterator[Piece]:
-    """In the order of the elements."""
+    """Yields pieces in the order of the elements."""
     matrices, rows, columns = shape
     if whole := CHUNK // (rows * columns):
         yield from ((slice(i, i + whole), slice(None)) for i in range(0, matrices, whole))
@@ -92,14 +92,14 @@ def _pieces(shape: Shape) -> Iterator[Piece]:
 
 
 def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
-    norms = torch.empty(len(pieces))  # one tensor: small ones would keep the heap from closing up
+    norms = torch.empty(len(pieces))  # one tensor: many small ones would fragment the heap
     for number, piece in enumerate(pieces):
         norms[number] = read(piece).norm(2)
     return norms.norm(2) / elements**0.5
 
 
 def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Go on with the mean squares of rows and columns. Returns: what gives a piece's scales, 1 / root of v."""
+    """Updates the mean squares of rows and columns. Returns: a function that writes a piece's scales, 1 / root of v."""
     rows, columns = state["exp_avg_sq_row"].view(shape[:2]), state["exp_avg_sq_col"].view(shape[0], shape[2])
     beta, sums = _beta(state, group), torch.zeros_like(columns)
     for piece in pieces:
@@ -112,7 +112,7 @@ def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group:
 
 
 def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """The same of a vector, whose elements have a mean square each."""
+    """Does the same for a vector, which has a mean square for each element."""
     squares, beta = state["exp_avg_sq"].view(shape), _beta(state, group)
     for piece in pieces:
         squares[piece].mul_(beta).add_(read(piece).square_().add_(group["eps"][0]), alpha=1.0 - beta)

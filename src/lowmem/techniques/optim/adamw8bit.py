@@ -1,13 +1,14 @@
 """AdamW with block-wise 8-bit state, made for the host: 2.03 bytes of state per parameter, one pass over memory.
 
 Each block of 256 elements keeps its largest magnitude in fp32 and every element in 8 bits, on a square-root scale: the
-first moment as a signed root of m / max|m|, the second as a root of u / max u with u = sqrt(v). That is arithmetic
-alone (no table of 256 values to search), so a processor's vector units do it. A code of u is never 0: rounded to zero,
-a second moment would turn the next small gradient into a huge step.
+first moment as a signed root of m / max|m|, the second as a root of u / max u with u = sqrt(v). This is arithmetic
+alone (no table of 256 values to search), so a processor's vector units do it. A code of u is never 0: a second moment
+that is rounded to zero would turn the next small gradient into a huge step.
 
-On a CPU the step is one C++ function, compiled once; it reads the gradient in 16 or 32 bits, scales and clips it, and
-writes the new weights in 16 bits besides, or reads and writes them in two halves of 16 bits and never in 32. Without a
-compiler, and on CUDA, the same arithmetic runs as torch operators.
+On a CPU the step is one C++ function, compiled once. It reads the gradient in 16 or 32 bits, scales and clips it, and
+also writes the new weights in 16 bits; or it reads and writes weights as two 16-bit halves and never in 32 bits.
+Without a compiler, and on CUDA, torch operators do the same arithmetic.
+
 Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
 """
 
@@ -30,14 +31,16 @@ BLOCK = 256
 # The smallest code of u: (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, the smallest m that is not
 # zero. So an element that is tiny in its block steps at most as far as the others.
 LEAST = 2
-NOTHING = 1e-30  # the largest of a block that counts as 0: what divides by less is infinite
+NOTHING = 1e-30  # a block whose largest element is below this counts as 0: a division by less is infinite
 SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
-# Elements that torch operators work on at once: what they leave stays in a CPU's cache, or takes 0.2 GiB of a card.
+# Elements that torch operators process at once: their intermediate results stay in a CPU's cache, or take 0.2 GiB of a
+# card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 
 
 class HostAdamW8bit(Optimizer, OnePass):
-    """Args: params: fp32; weight_decay: decoupled. A group with `state_bits` of 32 keeps its state in fp32."""
+    """AdamW with 8-bit state. Args: params: fp32; weight_decay: decoupled. A group with `state_bits` of 32 keeps its
+    state in fp32."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class HostAdamW8bit(Optimizer, OnePass):
 
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """A parameter whose state has 32 bits, and any where there is no compiler, is joined for its step."""
+        """Steps a parameter. Its halves are joined before if its state has 32 bits, or if there is no compiler."""
         gradient, group, p, reading, rounded = step
         state, lies = self.state[p], p if rest is None else rest
         if not state:
@@ -81,15 +84,15 @@ class HostAdamW8bit(Optimizer, OnePass):
             narrow(wide, rounded)
 
     def runs_as(self) -> str:
-        """For the summary: which of the two ways."""
+        """Returns for the summary which of the two ways it steps in."""
         on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
         return "one C++ pass" if on_cpu and library(SOURCE) else "torch operators"
 
 
 class Rule(NamedTuple):
-    """What a step needs to know, in the order of the C++ `Rule`."""
+    """The numbers of a step, in the order of the C++ struct `Rule`."""
 
-    rate: float  # lr over the first moment's bias correction
+    rate: float  # lr / the first moment's bias correction
     keep: float  # 1 - lr x decay
     beta1: float
     rest1: float
@@ -106,7 +109,7 @@ def _rule(group: dict, step: int) -> Rule:
 
 
 def _zeros(p: Tensor, bits: int) -> dict:
-    """The state of fp32 weights of p's shape, on its device."""
+    """Returns the state of fp32 weights of p's shape, on its device."""
     if bits == 32 or p.numel() < SMALL:
         return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
     blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
@@ -147,7 +150,7 @@ def _blocks_step(p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading
 
 
 class Chunk(NamedTuple):
-    """Some blocks of a parameter: (blocks, 256), or its unfinished last one as (1, n)."""
+    """Several blocks of a parameter, (blocks, 256), or its incomplete last block as (1, n)."""
 
     p: Tensor
     gradient: Tensor
@@ -170,7 +173,7 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
 
 
 def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
-    """Args: scratch: (3, at least blocks x n), fp32. All is done in place: allocating takes longer."""
+    """Steps a chunk in place, since allocating takes longer. Args: scratch: (3, at least blocks x n), fp32."""
     p, g, m8, u8, m_top, u_top = chunk
     m, u, x = (part[: p.numel()].view(p.shape) for part in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
@@ -181,6 +184,6 @@ def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> 
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # a block of next to nothing is divided by one, not by a number whose inverse is infinite
+    # a block of near zeros is divided by one, not by a number whose inverse is infinite
     m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

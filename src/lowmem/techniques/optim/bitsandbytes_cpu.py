@@ -1,14 +1,14 @@
-"""bitsandbytes' block-wise 8-bit Adam and Lion on a CPU, in one pass over memory.
+"""Steps bitsandbytes' block-wise 8-bit Adam and Lion on a CPU in one pass over memory.
 
-There bitsandbytes steps in torch operators, 30 times as long as a fused step, and takes a neighbour of the nearest code
-for many an element that is small in its block (0.50: for 12 % of a signed scale and 18 % of the other one, where
-magnitudes are log-normal). This is its step as one C++ function, over its own state and its own dynamic scales. So
-nothing else changes: the class, the checkpoint, and that a card goes on where a CPU stopped.
+There bitsandbytes itself steps with torch operators, which takes 30 times as long as a fused step, and many elements
+that are small in their block get a neighbour of the nearest code (version 0.50: 12 % on the signed scale and 18 % on
+the other one, for log-normal magnitudes). This is the same step as one C++ function, with bitsandbytes' own state and
+dynamic scales. So nothing else changes: the class stays, and so does the checkpoint, with which a card can continue.
 
-Codes are the nearest, as its kernels for cards take them, but for one: a second moment that is not zero never gets the
-code of zero, for then the next small gradient would be divided by next to nothing. The error of 20 steps against AdamW
-is a half of what bitsandbytes' is here, and a step stays bounded.
-Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
+Codes are the nearest ones, as in bitsandbytes' kernels for cards, with one exception: a second moment that is not zero
+never gets the code of zero, since the next small gradient would be divided by almost nothing. The error of 20 steps
+against AdamW is half of bitsandbytes' own here, and a step stays bounded. Block-wise dynamic state: Dettmers et al.
+2022, arXiv 2110.02861.
 """
 
 import ctypes
@@ -22,11 +22,12 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 EXACTLY = "-ffp-contract=off"  # no fused multiply-add where torch's operators have none
-RULES = ("adam", "lion")  # bitsandbytes' names; its other optimizers step as they do
+RULES = ("adam", "lion")  # bitsandbytes' names; its other optimizers step like one of them
 
 
 def in_one_pass(optimizer: Optimizer) -> None:
-    """Let an optimizer of bitsandbytes step so where parameters lie in host memory and there is a compiler."""
+    """Makes an optimizer of bitsandbytes step like this if its parameters are in host memory and there is a
+    compiler."""
     if optimizer.optimizer_name not in RULES:
         return
     theirs = optimizer.update_step
@@ -54,7 +55,8 @@ def _native(p: Tensor) -> ctypes.CDLL | None:
 
 
 def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
-    """In the order of the C++ `Rule`: computed in fp64 and rounded once, as torch does with a number."""
+    """Returns the numbers of a step in the order of the C++ struct `Rule`, computed in fp64 and rounded once, as torch
+    does."""
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]

@@ -1,8 +1,8 @@
-"""From a library's optimizer class to the optimizer of a model: which parameters decay, and how its state comes back.
+"""Makes the optimizer of a model from a library's class: which parameters decay, and how its state is restored.
 
-An optimizer's yaml names the library's class and its arguments. What every optimizer here has in common is added in
-this file, once: groups of parameters by role, state that is restored in the dtype in which it was saved, and, for
-8-bit optimizers, embeddings whose state keeps 32 bits.
+An optimizer's yaml names the library's class and its arguments. This file adds what all optimizers here share: groups
+of parameters by role, state that is restored in the dtype in which it was saved, and, for 8-bit optimizers, embeddings
+whose state keeps 32 bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +15,8 @@ from lowmem.model.trainable import full_shape, trainable
 from lowmem.system.process import page_out
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
-BUFFERS = ("state1", "state2")  # of bitsandbytes' state, what a paged optimizer pages
-PAGED_FROM = 100_000  # elements of a parameter: of a smaller one it pages none (its `get_state_buffer`)
+BUFFERS = ("state1", "state2")  # tensors of bitsandbytes' state that a paged optimizer pages
+PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller parameter (its `get_state_buffer`)
 
 
 def itself(p: nn.Parameter) -> nn.Parameter:
@@ -24,11 +24,12 @@ def itself(p: nn.Parameter) -> nn.Parameter:
 
 
 class MakeOptimizer:
-    """(model, master) -> optimizer; `master` tells what is stepped in the place of each of the model's parameters.
+    """A function (model, master) -> optimizer, where `master` returns the parameter that is stepped for one of the
+    model's.
 
     Args:
         make: parameter groups -> optimizer, a partial of the class that the yaml names.
-        embedding_bits: of the state of embeddings, in an 8-bit optimizer; None: not such an optimizer.
+        embedding_bits: bits of an 8-bit optimizer's state of embeddings; None: it is no 8-bit optimizer.
     """
 
     def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:
@@ -51,15 +52,13 @@ class MakeOptimizer:
 
     @property
     def name(self) -> str:
-        """Of the class, to tell whose state a checkpoint holds."""
+        """Returns the class's name, by which a checkpoint says whose state it holds."""
         return getattr(self.make, "func", self.make).__qualname__
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """Trainable parameters by role: matrices and embeddings, which decay; vectors (norms, biases), which never do.
-
-    A tied head is an embedding; a head of its own is one too: its rows belong to tokens.
-    """
+    """Returns trainable parameters by role: matrices and embeddings, which decay, and vectors (norms, biases), which
+    never do. A head counts as an embedding, tied or not: its rows belong to tokens."""
     by_token = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     by_token |= {id(head.weight)} if head is not None else set()
@@ -75,7 +74,8 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 
 def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
-    """bitsandbytes' own overrides are kept in a global table by id(parameter), which the next job's may share."""
+    """Makes bitsandbytes use each group's `state_bits`. Its own overrides stand in a global table by id(parameter), and
+    a parameter of the next job may have the same id."""
     theirs = optimizer.get_config
 
     def get_config(gindex: int, pindex: int, group: dict) -> dict:
@@ -85,11 +85,11 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
 
 
 def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
-    """torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half their bits,
-    and 8-bit codes would for a moment be four times their size.
+    """Restores each tensor of the state in the dtype in which it was saved.
 
-    So torch is given the groups alone, and each tensor is copied as it was saved. (bitsandbytes restores its own state,
-    as it was saved; torchao's issue 3314 is of this kind.)
+    torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half of their bits,
+    and 8-bit codes would for a moment take four times their size. So torch restores the groups alone, and each tensor
+    is copied here. (bitsandbytes restores its own state as it was saved; torchao's issue 3314 is of this kind.)
     """
     saved: dict = {}
 
@@ -109,31 +109,31 @@ def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
 
 
 def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """One is let go before the next is asked for, which may be made only then."""
+    """Yields items and drops each before the next is read: a mapping may load a value only when it is read."""
     for key, value in state.items():
         yield key, value
         page_out(plain_tensors(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:
-    """The state that CUDA would page, were its parameter large and on a card."""
+    """Returns the state that CUDA would page if its parameter were large and on a card."""
     if not getattr(optimizer, "is_paged", False):
         return []
     return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
 
 
 def _restore_paged(optimizer: Optimizer) -> None:
-    """bitsandbytes restores paged state as ordinary tensors of the device, which may not have the room for it (its
-    issues 782 and 1381); on a CPU, as a checkpoint of a card remembers it: as paged, which nothing is there.
+    """Restores paged state as paged memory. bitsandbytes restores it as ordinary tensors on the device, which may lack
+    the room (its issues 782 and 1381); and on a CPU, a card's checkpoint would make it paged, which a CPU has not.
 
-    Here each buffer is asked for as in the first step, and is paged where that one was.
+    Each buffer is allocated as in the first step, and is paged if that one was.
     """
     theirs = optimizer.load_state_dict
 
     def load_state_dict(state_dict: dict) -> None:
         theirs(state_dict, move_to_device=False)
         for p, state in optimizer.state.items():
-            for key, saved in state.items():  # one after the other: what was read of it is let go
+            for key, saved in state.items():  # one after the other, so that each is freed after its copy
                 if key in BUFFERS:
                     state[key] = optimizer.get_state_buffer(p, dtype=saved.dtype).copy_(saved)
                 elif isinstance(saved, Tensor):
@@ -143,7 +143,7 @@ def _restore_paged(optimizer: Optimizer) -> None:
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
-    """A copy beside its parameter, also where a fused step needs its count there; other counts stay on the host."""
+    """Returns a copy on the parameter's device, with a fused step's count; other counts stay on the host."""
     if not isinstance(value, Tensor):
         return value
     counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))

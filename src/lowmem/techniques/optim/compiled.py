@@ -1,7 +1,7 @@
-"""A C++ file of this package as a library of functions: compiled once with whatever compiler there is, and cached.
+"""Compiles a C++ file of this package into a library of functions, once, with whatever compiler there is.
 
-Only a compiler is needed: no headers of Python or torch, no build system. The file's functions are called through
-ctypes, which lets other Python threads run meanwhile.
+It needs only a compiler: no headers of Python or torch, no build system. ctypes calls the functions, and lets other
+Python threads run meanwhile.
 """
 
 import ctypes
@@ -22,19 +22,20 @@ log = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=c++17")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C++ functions number those of half.hpp
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers of half.hpp
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """What a C++ function is given of a tensor; null of none."""
+    """Returns a tensor's address for a C++ function; a null pointer for None."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """None where there is no compiler, or it cannot compile this: said once, the caller has a slower way.
+    """Returns the compiled library; None if there is no compiler, or it cannot compile this file. It says so once, and
+    the caller has a slower way.
 
-    Args: flags: beside those of every file here.
+    Args: flags: in addition to those of every file here.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -51,7 +52,8 @@ def _without(source: Path, why: str) -> None:
 
 
 def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
-    """The cached library; its name tells the sources, the compiler and the instructions of this processor."""
+    """Returns the cached library. Its name depends on the sources, the compiler and this processor's instruction
+    set."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     target = subprocess.run(describe, capture_output=True, text=True, check=True).stdout
     texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.hpp")))]
@@ -71,5 +73,5 @@ def _compile(command: list[str]) -> None:
     quiet = {"capture_output": True, "text": True, "check": True}
     try:
         subprocess.run([*command, "-fopenmp"], **quiet)
-    except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: one thread then
+    except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: then use one thread
         subprocess.run(command, **quiet)

@@ -1,7 +1,7 @@
-"""What an optimizer of ours offers besides `step`: it steps one parameter whose gradient or weight has 16 bits.
+"""Defines what an optimizer may offer besides `step`: to step one parameter whose gradient or weight has 16 bits.
 
-Any torch optimizer works without: `techniques/precision/host_weight.py` widens the gradient and the weight to fp32 for
-it, and rounds the result. Whoever derives from `OnePass` or `InPieces` makes do with less memory.
+Any torch optimizer works without it: `techniques/precision/host_weight.py` widens the gradient and the weight to fp32,
+and rounds the result. An optimizer that derives from `OnePass` or `InPieces` needs less memory.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
 
 
 class Step(NamedTuple):
-    """One parameter, to be stepped once; its state is `optimizer.state[p]`.
+    """One step of one parameter, whose state is `optimizer.state[p]`.
 
     Args:
         gradient: of p's shape, in fp32, bf16 or fp16, as it is stored.
-        group: the options of p's group, as they were when the step was asked for.
-        p: fp32. Its data may be anything where `narrow` holds the weight.
+        group: the options of p's group at the time when the step was asked for.
+        p: fp32. Its data has no meaning if `narrow` holds the weight.
         reading: scales and limits the gradient before anything else.
-        narrow: of p's shape, in bf16 or fp16: receives the new weight.
+        narrow: of p's shape, in bf16 or fp16; receives the new weight.
     """
 
     gradient: Tensor
@@ -31,28 +31,30 @@ class Step(NamedTuple):
 
 
 class OnePass:
-    """An optimizer that reads 16 bits and writes 16 bits in its own pass over memory."""
+    """An optimizer that reads and writes 16 bits in its own pass over memory."""
 
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """`techniques/precision/host_weight.py` calls this in the place of `step`, on the host.
+        """Steps a parameter on the host; `techniques/precision/host_weight.py` calls it in place of `step`.
 
         Args:
-            step: `narrow` in bf16 is rounded half up, in fp16 to nearest even; None: p alone is stepped.
-            rest: int16, of p's shape, contiguous: the weight is not in p but in the halves `step.narrow` (bf16,
-                contiguous) and this (`techniques/arithmetic/fp32_halves.py`).
+            step: `narrow` is rounded half up in bf16, and to nearest even in fp16; None: only p is stepped.
+            rest: int16, of p's shape, contiguous: the weight is not in p but in two halves, `step.narrow` (bf16,
+                contiguous)
+                and this (`techniques/arithmetic/fp32_halves.py`).
         """
         raise NotImplementedError
 
 
 class InPieces:
-    """An optimizer that steps a weight of 16 bits piece by piece, so that no copy in fp32 is as large as the weight."""
+    """An optimizer that steps a 16-bit weight piece by piece, so that no fp32 copy is as large as the weight."""
 
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
-        """`techniques/precision/host_weight.py` calls this for a weight that has no fp32 master.
+        """Steps a weight that has no fp32 master; `techniques/precision/host_weight.py` calls it.
 
         Args:
             step: `narrow`, contiguous, is the weight, and is replaced by the stepped one; p's data is not read.
-            round: (piece in fp32, piece of `narrow`), both flat: writes one into the other. Pieces come in the order
+            round: (piece in fp32, piece of `narrow`), both flat: writes the first into the second. Pieces come in the
+                order
                 of the elements.
         """
         raise NotImplementedError
@@ -60,7 +62,7 @@ class InPieces:
 
 @runtime_checkable
 class RunsAs(Protocol):
-    """An optimizer that steps in one of several ways."""
+    """An optimizer that can step in several ways."""
 
     def runs_as(self) -> str:
         """Returns the way, such as "one C++ pass", for the run's summary."""

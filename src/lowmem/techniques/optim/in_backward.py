@@ -1,9 +1,9 @@
-"""The optimizer's step inside backward: each gradient steps its parameter as soon as it exists, and is freed.
+"""Steps the optimizer inside backward: each gradient steps its parameter as soon as it exists, and is freed.
 
-Gradients never stand in memory together: what remains of 4 bytes per parameter (2 with 16-bit weights) is the largest
-single gradient. It costs whatever needs all gradients at once: clipping by the global norm, loss scaling (whether a
-step is skipped is known only at the end), and accumulation over micro-batches. Source: Lv et al.
-2023, arXiv 2306.09782.
+All gradients are never in memory at once: of 4 bytes per parameter (2 with 16-bit weights) only the largest single
+gradient remains. It excludes everything that needs all gradients at once: clipping by the global norm, loss scaling
+(only at the end is it known whether a step is skipped), and accumulation over micro-batches. Source: Lv et al. 2023,
+arXiv 2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class StepInBackward(Callback):
-    """Args: enabled: else nothing is done; clip_value: largest absolute gradient element, or None."""
+    """Args: enabled: False: does nothing; clip_value: the largest absolute element of a gradient, or None."""
 
     def __init__(self, enabled: bool, clip_value: float | None) -> None:
         self.enabled, self.clip_value = enabled, clip_value
@@ -27,7 +27,7 @@ class StepInBackward(Callback):
             plugin.use_up(names[p], p.grad)
             if self.clip_value is not None:
                 nn.utils.clip_grad_value_([p], self.clip_value)
-            # asked for here: the schedule changes the group, and a resume replaces it
+            # looked up at each step: the schedule changes the group, and a resume replaces it
             plugin.update(optimizer, optimizer.param_groups[group_index], p)
 
         for index, group in enumerate(optimizer.param_groups):

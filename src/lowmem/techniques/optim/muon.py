@@ -1,10 +1,10 @@
-"""Muon and AdamW as one optimizer: each parameter by its role.
+"""Muon and AdamW as one optimizer, which steps each parameter by its role.
 
-Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so that every direction moves equally. It
-keeps one moment, 4 bytes per parameter, where AdamW keeps two. Embeddings, head, norms and biases are not maps between
-hidden spaces and step with AdamW. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so that every direction moves equally. It keeps
+one moment, 4 bytes per parameter, where AdamW keeps two. Embeddings, head, norms and biases are not maps between hidden
+spaces and step with AdamW. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
-Both parts are torch's own; they are given this optimizer's groups and state at every step, and keep nothing.
+Both optimizers are torch's own. They get this optimizer's groups and state at every step, and keep nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ import torch
 from torch.optim import Optimizer
 
 # torch's rule `match_rms_adamw` makes the RMS of a Muon step 0.2 lr. AdamW's first step has RMS lr, and so has an
-# orthogonal matrix here. Five iterations come near to one: 0.86 to 0.96 lr for a random gradient. Directions that the
+# orthogonal matrix here. Five iterations come close to one: 0.86 to 0.96 lr for a random gradient. Directions that the
 # gradient lacks do not move: a matrix with r of n directions moves by sqrt(r / n) of that.
 TORCHS_RMS = 0.2
 
 
 class Muon(Optimizer):
-    """Args: params: groups with a `role` (matrix, embedding, vector); momentum: of matrices; betas, eps: AdamW's."""
+    """Args: params: groups with a `role` (matrix, embedding, vector); momentum: for matrices; betas, eps: AdamW's."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Muon(Optimizer):
         return loss
 
     def _step(self, part: Optimizer, groups: list[dict], factor: float) -> None:
-        """Step with `lr` times `factor`, and the decay of a step, lr x weight_decay, as it was."""
+        """Steps with `lr` times `factor`; the decay of a step, lr x weight_decay, stays the same."""
         part.state = self.state
         part.param_groups = [
             part.defaults | group | {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}

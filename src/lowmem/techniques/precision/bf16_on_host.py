@@ -1,7 +1,7 @@
-"""Weights in bf16 without masters, stepped where they lie: in host memory, while they stream (`weights=streamed`).
+"""Holds weights in bf16 without masters, and steps them where they wait: in host memory (`weights=streamed`).
 
-2 bytes per parameter and the optimizer's state are all that the host holds: each weight is widened for its step alone,
-and rounded up or down at random, right in the mean. Source: Zamirai et al. 2020, arXiv 2010.06192.
+The host holds 2 bytes per parameter and the optimizer's state: each weight is widened for its step alone and then
+rounded up or down at random, so that the mean is right. Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 import torch
@@ -12,12 +12,13 @@ from lowmem.techniques.precision.host_weight import HostWeight, StochasticHostWe
 
 
 class BFloat16Stochastic(HostMasters):
-    """As `weights_16bit.py`'s, which steps on the device."""
+    """Does on the host what the class of this name in `weights_16bit.py` does on the device. Lightning saves a
+    precision's state in a checkpoint under its class's name, and a run may be resumed with either: so they share it."""
 
     dtype = torch.bfloat16
 
     def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
-        if p.dtype != self.dtype:  # beside weights of 16 bits, a part that is held in full: nothing is rounded
+        if p.dtype != self.dtype:  # a module that an adapter keeps in fp32: nothing is rounded
             return HostWeight(name, p, p.dtype)
         made = StochasticHostWeight(name, p, self.dtype)
         made.seed = torch.initial_seed()
@@ -29,7 +30,8 @@ class BFloat16Stochastic(HostMasters):
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         for master in self._at_random():
-            master.steps = state_dict.get("steps", {}).get(master.name, 0)  # none of a run that stepped on the device
+            # a run that stepped on the device saved none
+            master.steps = state_dict.get("steps", {}).get(master.name, 0)
 
     def _at_random(self) -> list[StochasticHostWeight]:
         return [master for master in self.masters.values() if isinstance(master, StochasticHostWeight)]

@@ -1,9 +1,9 @@
-"""The contract of a precision: in which dtype weights are held and products computed, how gradients become an update.
+"""Defines the contract of a precision: the dtypes of weights and products, and how gradients become an update.
 
-A precision is a Lightning plugin. Whoever trains, measures or plans asks it through the attributes and hooks below, in
-the order in which a run does, and through no other name; each has the answer of plain fp32 weights that the optimizer
-steps itself. So a new precision is a class that sets `dtype` and overrides what it does otherwise. It derives from
-what it is a kind of:
+A precision is a Lightning plugin. Code that trains, measures or plans uses the attributes and methods below, which
+stand in the order of a run, and no others; each does here what suits plain fp32 weights that the optimizer steps
+itself. So a new precision is a class that sets `dtype` and overrides what it does differently. It derives from the kind
+that it belongs to:
 
     BasePrecision         here
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
@@ -35,109 +35,113 @@ log = logging.getLogger(__name__)
 
 
 class BasePrecision(Precision):
-    """Args: device: the type of the device that computes, cpu or cuda."""
+    """The base class of all precisions. Args: device: the type of the device that computes, cpu or cuda."""
 
     dtype: torch.dtype  # of the matrix products
-    tf32 = False  # whether fp32 products read 10 bits of each factor's mantissa, on a card that can
-    scales_loss = False  # gradients mean nothing until the whole window's are unscaled
-    gradient_scale = 1.0  # after `unscale`, a gradient is stored as its true size times this
-    optimizer_side: Side = "device"  # where the optimizer's state lies
-    link: Link | None = None  # over which gradients and weights travel, where the optimizer is not on the device's side
+    tf32 = False  # True: on a card, fp32 products read 10 bits of each factor's mantissa
+    scales_loss = False  # True: gradients have no meaning before the whole window's are unscaled
+    gradient_scale = 1.0  # after `unscale`, a stored gradient is the true one times this
+    optimizer_side: Side = "device"  # where the optimizer's state is
+    link: Link | None = None  # carries gradients and weights if the optimizer is on the other side
     global_norm: Callable[[Iterable[nn.Parameter]], Tensor] = staticmethod(norm_of_all)  # over all processes
-    draws = False  # whether a step draws random numbers: who else holds the same weight draws others
-    keeps_buffers = False  # whether the memory of a window's gradients is held for the next window's
+    draws = False  # True: a step draws random numbers, and another process with the same weight draws others
+    keeps_buffers = False  # True: the memory of a window's gradients is kept for the next window's
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
-        self._used_up: dict[str, Tensor] = {}  # of gradients that stepped in backward: parameter -> norm
+        self._used_up: dict[str, Tensor] = {}  # gradients that stepped in backward: parameter -> norm
         self._run = ExitStack()
 
     # --- before the first step ------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Lightning calls this once the weights are loaded or restored, before they move to the device and before
-        anything is computed or tracked; and `teardown` in the end, come what may. Returns: the module, changed in
-        place. A parameter keeps its identity for the whole run."""
+        """Converts the module in place and returns it. Lightning calls this once the weights are loaded or restored,
+        before they move to the device and before anything is computed or tracked; it calls `teardown` in the end,
+        come what may. A parameter keeps its identity for the whole run."""
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(f"This CPU has no {NAMES[self.dtype]} products: they are computed in fp32 and rounded once.")
         return module
 
     def master(self, p: nn.Parameter) -> nn.Parameter:
-        """Asked by the module when it makes its optimizer. Returns: what is stepped in the place of a parameter."""
+        """Returns the parameter that is stepped in place of this one. The module calls it when it makes its
+        optimizer."""
         return p
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The module calls this with the optimizer that it has made, before the schedule sees it. Returns: it, with a
-        `step` of its own (`with_step`) where it is not enough that each parameter is stepped as it is."""
+        """Returns the optimizer, with another `step` (`with_step`) if each parameter is not stepped as it is. The
+        module calls this with its new optimizer, before the schedule sees it."""
         return optimizer
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Lightning calls this on a resume, with what `state_dict` returned and the weights on the device."""
+        """Restores what `state_dict` returned. Lightning calls this on a resume, with the weights on the device."""
 
     def device_tensors(self) -> Iterable[Tensor]:
-        """Asked by the memory meter, at any time. Returns: what is held on the device beside weights, gradients and the
-        optimizer's state. It counts as optimizer state."""
+        """Returns tensors on the device besides weights, gradients and the optimizer's state; the memory meter counts
+        them as optimizer state. It may ask at any time."""
         return ()
 
     def host_tensors(self) -> Iterable[Tensor]:
-        """Asked by the memory meter, at any time. Returns: what is held in host memory instead of on the device, beside
-        the optimizer's state. It counts as other."""
+        """Returns tensors that are in host memory instead of on the device, besides the optimizer's state; the memory
+        meter counts them as other. It may ask at any time."""
         return ()
 
     # --- each micro-batch -----------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager:
-        """Lightning wraps the whole training step in this, backward and optimizer included: nothing belongs there."""
+        """Returns a context that Lightning enters for the full training step, backward and optimizer included: it must
+        do nothing."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager:
-        """The module enters this around each forward pass alone, and Lightning around each step of an evaluation."""
+        """Returns a context that the module enters for each forward pass alone, and Lightning for each step of an
+        evaluation."""
         return nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Lightning calls this with each micro-batch's loss, and the callbacks from within. Returns: what backward
-        starts from."""
+        """Returns the tensor where backward starts. Lightning calls this with each micro-batch's loss; it calls
+        callbacks, too."""
         return super().pre_backward(tensor, module)
 
     def collect(self, p: nn.Parameter) -> None:
-        """Called with a parameter whose gradient backward has just made: it may leave the device."""
+        """Is called with a parameter whose gradient backward has just made, which may leave the device now."""
 
     # --- each window ----------------------------------------------------------------------------------------------
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """The module calls this after the window's last backward pass, before anyone looks at the gradients: they are
-        brought to their true size, or `gradient_scale` tells it. Returns: False: they overflowed, skip this step."""
+        """Brings gradients to their true size, or sets `gradient_scale`. The module calls this after a window's last
+        backward pass, before anything reads the gradients. Returns: False: they overflowed, skip this step."""
         return True
 
     def use_up(self, name: str, gradient: Tensor) -> None:
-        """Called with a parameter's name and gradient by whoever steps inside backward, before `update`: its norm is
-        kept for `norm` and `first_not_finite`, and nothing waits for it."""
+        """Is called with a parameter's name and gradient when it steps inside backward, before `update`: stores its
+        norm for `norm` and `first_not_finite`, without waiting for it."""
         self._used_up[name] = norm_of(gradient)
 
     def norm(self, model: nn.Module) -> Tensor | None:
-        """The module calls this after `unscale`. Returns: the global norm of the true gradients, before any limit;
-        None: nothing is known of them any more."""
-        # In the model's order, not the optimizer's groups': a sum in the order of every other loop has the same bits.
+        """Returns the global norm of the true gradients, before any limit; None: it is no longer known. The module
+        calls this after `unscale`."""
+        # In the model's order, not that of the optimizer's groups: other loops sum in this order, and get the same
+        # bits.
         if found := [p for p in model.parameters() if p.grad is not None]:
             return self.global_norm(found) / self.gradient_scale
         return torch.linalg.vector_norm(torch.stack([*self._used_up.values()])) if self._used_up else None
 
     def first_not_finite(self, module: nn.Module) -> str | None:
-        """The module calls this when a loss or a norm is not finite. Returns: the first parameter whose gradient is not
-        either, if any."""
+        """Returns the first parameter whose gradient is not finite, if any. The module calls this when a loss or a norm
+        is not finite."""
         read = {name: p.grad for name, p in module.named_parameters()} | self._used_up
         return next((name for name, tensor in read.items() if tensor is not None and not finite(tensor)), None)
 
     def forget(self) -> None:
-        """The module calls this in the place of a step that is skipped for such a fault: gradients that are held
-        elsewhere than at the parameters are not of the next window."""
+        """Is called in place of a step that is skipped because of gradients that are not finite: gradients that are
+        stored elsewhere than at the parameters must not count in the next window."""
 
     def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> Tensor | None:
-        """The module calls this between the callbacks and the step: limit each element of the true gradients to
-        +-value, then their global norm to `largest`; None: off. total: what `norm` returned.
+        """Limits each element of the true gradients to +-value, then their global norm to `largest`; None: off. The
+        module calls this between the callbacks and the step. Args: total: the result of `norm`.
 
         Returns:
-            The global norm before it was limited, where it was asked for.
+            The global norm before it was limited; None if it was not asked for.
         """
         parameters = [p for p in model.parameters() if p.grad is not None]
         if not parameters:
@@ -151,47 +155,48 @@ class BasePrecision(Precision):
         return total
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
-        """Called in the place of the optimizer's `step` by whoever steps inside backward: step a single parameter with
-        the options of `group`, and drop its gradient."""
+        """Steps a single parameter with the options of `group` and drops its gradient. It is called in place of the
+        optimizer's `step` for steps inside backward."""
         step_one(optimizer, group, p)
         p.grad = None
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """The module calls this after each step, and after each that was skipped."""
+        """Frees all gradients. The module calls this after each step, done or skipped."""
         optimizer.zero_grad(set_to_none=True)
         self._used_up.clear()
 
     def mark_used(self, early: bool) -> None:
-        """The planner calls this where a step would have used the gradients that backward made: what is kept of their
-        memory is what a step keeps. Args: early: each was stepped inside backward."""
+        """Marks gradients as used without a step: the planner calls this, so that the memory that stays is what a step
+        keeps. Args: early: each was stepped inside backward."""
 
     # --- after steps ----------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Called before weights are read other than by a forward pass: return when each is that of the last step."""
+        """Returns when each weight is that of the last step. It is called before weights are read outside of a forward
+        pass."""
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """Asked after `arrived`. Returns: a weight as it was last stepped, wherever it lies: one that streams is no
-        number while its block does not compute."""
+        """Returns a weight as it was last stepped, wherever it is; it is called after `arrived`. The parameter of a
+        weight that streams holds no values while its block does not compute."""
         return p.data
 
     def state_dict(self) -> dict:
-        """Lightning calls this for each checkpoint and saves the result under the name of the class. Returns: tensors
-        and plain numbers without which a resumed run would have other bits."""
+        """Returns tensors and plain numbers without which a resumed run would have other bits. Lightning calls this for
+        each checkpoint and saves them under the class's name."""
         return {}
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
-        """Asked by the export and by checkpoints, after `arrived`. Returns: a weight at its full precision; of one that
-        the host holds in another form, a copy that is made now."""
+        """Returns a weight at its full precision; if the host stores it in another form, a copy. Exports and
+        checkpoints call it, after `arrived`."""
         return p.data
 
     def teardown(self) -> None:
-        """Lightning calls this in the end: take back whatever was changed in the process."""
+        """Undoes all changes to the process. Lightning calls this in the end."""
         self._run.close()
 
 
 def with_step(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> Optimizer:
-    """Replace an optimizer's `step`. Lightning, the schedule and whoever else calls or watches it need not know that a
+    """Replaces an optimizer's `step`. Lightning, the schedule and others that call or watch it need not know that a
     precision steps in its own way."""
 
     def called(optimizer: Optimizer, closure: Callable = lambda: None) -> None:
@@ -203,15 +208,15 @@ def with_step(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> Optimi
 
 
 def with_gradient(optimizer: Optimizer) -> Iterator[tuple[dict, nn.Parameter]]:
-    """(group, parameter) of every parameter that has a gradient."""
+    """Yields (group, parameter) for every parameter that has a gradient."""
     return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def step_one(optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
-    """Any optimizer's step on one parameter: its state is kept by parameter, so a group of one is enough.
+    """Steps one parameter with any optimizer, as a group of one: optimizers keep state by parameter.
 
-    A second optimizer that shares the state does it: the first one's groups stay whole for whoever reads or schedules
-    them meanwhile.
+    A second optimizer object that shares the state does it, so that code which reads or schedules the first one's
+    groups finds them complete.
     """
     alone = object.__new__(type(optimizer))
     alone.__dict__ |= {key: value for key, value in optimizer.__dict__.items() if key != "step"}

@@ -1,11 +1,12 @@
-"""16-bit products on a CPU without units for them: widened to fp32, multiplied and added there, and rounded once on the
-way out. That is what such units do.
+"""Computes 16-bit products on a CPU that has no units for them: widened to fp32, multiplied and added there, and
+rounded once at the end. Such units do the same.
 
 Without them torch multiplies in a plain loop, which takes 10 to 100 times as long as fp32 (pytorch issue 146508). So
-for as long as a run lasts its kernels for a CPU are replaced, at the very bottom: autocast, autograd and whoever tracks
-memory stand above them. Forward, backward and what is computed again in backward come through here, and what is saved
-in between has 16 bits. The wide copies live for one operator: scratch inside it, that a CPU with units does not need.
-A dispatch mode could do the same, and would cost a call of Python for every operator, product or not.
+while a run lasts, torch's CPU kernels are replaced at the lowest level: autocast, autograd and trackers of memory work
+above them. Forward, backward and recomputation all use these kernels, and tensors saved in between have 16 bits. The
+wide copies live for one operator; a CPU with units does not need this scratch memory.
+
+A dispatch mode could do the same, and would cost a Python call for every operator, product or not.
 """
 
 import warnings
@@ -26,7 +27,7 @@ from lowmem.system.torch_private import (
 )
 
 aten = torch.ops.aten
-# Each with how many of its results are rounded: attention's second, the log-sum-exp, is fp32 in any dtype.
+# With the number of results to round: attention's second result, the log-sum-exp, is fp32 in any dtype.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),
@@ -37,18 +38,18 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies in `dtype`."""
+    """Returns True if this CPU multiplies in `dtype`."""
     return dtype not in NAMES or cpu_multiplies_in(NAMES[dtype])
 
 
 @contextmanager
 def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
-    """Around a whole run: its products in `dtype`, in every thread, are widened if they have to be. Yields: whether."""
+    """Widens the products of a run in `dtype`, in every thread, if this CPU needs it. Yields: True if it does."""
     if device != "cpu" or has_units(dtype):
         yield False
         return
     with replaced_kernels() as ours:
-        with warnings.catch_warnings(action="ignore"):  # torch says that a kernel is replaced
+        with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced
             for product in PRODUCTS:
                 ours.impl(product, _wide(product, dtype), "CPU", with_keyset=True)
         yield True
@@ -56,12 +57,12 @@ def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
 
 @cache
 def _native(product: OpOverload) -> Callable:
-    """torch's own kernel: asked for once, before any is replaced."""
+    """Returns torch's own kernel; it is looked up once, before any is replaced."""
     return get_kernel(product, "CPU").call_boxed
 
 
 def _wide(product: OpOverload, dtype: torch.dtype) -> Callable:
-    """The kernel that stands in the place of torch's own, and calls it."""
+    """Returns the kernel that replaces torch's own, and calls it."""
     native = _native(product)
 
     def wide(value: object) -> object:

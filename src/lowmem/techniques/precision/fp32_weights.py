@@ -1,4 +1,4 @@
-"""Weights in fp32: products in fp32 or TF32, or in 16 bits by autocast.
+"""Precisions with fp32 weights: matrix products are in fp32 or TF32, or in 16 bits by autocast.
 
 Autocast (`16`, `bf16`) saves half of the activations' bytes. Source: Micikevicius et al. 2018, arXiv 1710.03740.
 """
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class FullPrecision(BasePrecision):
-    """fp32 throughout."""
+    """Computes everything in fp32."""
 
     dtype = torch.float32
 
 
 class TensorFloat32(FullPrecision):
-    """fp32 storage; matrix products of a CUDA device read 10 bits of each factor's mantissa and add in fp32."""
+    """Stores fp32; a CUDA device's matrix products read 10 bits of each factor's mantissa and add in fp32."""
 
     tf32 = True
 
@@ -37,7 +37,7 @@ class TensorFloat32(FullPrecision):
 
     def teardown(self) -> None:
         super().teardown()
-        if self._before is not None:  # the setting is the process's, and the next job of a sweep may be fp32
+        if self._before is not None:  # the setting belongs to the process, and the next job of a sweep may be fp32
             torch.set_float32_matmul_precision(self._before)
 
 
@@ -46,21 +46,21 @@ def has_tf32(device: str) -> bool:
 
 
 class Autocast(BasePrecision):
-    """Matrix products in `dtype`, weights in fp32."""
+    """Computes matrix products in `dtype`, with weights in fp32."""
 
     def forward_context(self) -> AbstractContextManager:
-        # Without the cache: it would hold a 16-bit copy of every weight until the forward pass ends.
+        # Without its cache, which would hold a 16-bit copy of every weight until the forward pass ends.
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 
 class BFloat16Autocast(Autocast):
-    """No loss scaling: bf16 has fp32's range."""
+    """Autocast to bf16, without loss scaling: bf16 has fp32's range."""
 
     dtype = torch.bfloat16
 
 
 class Float16Autocast(ScaledLoss, Autocast):
-    """Args, Raises: those of `ScaledLoss`."""
+    """Autocast to fp16, with a loss scale. Args, Raises: those of `ScaledLoss`."""
 
     dtype = torch.float16
 

@@ -1,16 +1,17 @@
-"""16-bit weights for the device, all else of them on the host: exact small updates, at most 2 bytes each on the card.
+"""Keeps 16-bit weights on the device and everything else on the host: small updates are exact, at 2 bytes each on the
+card.
 
-The device holds the weights in 16 bits, or with weights=streamed those of the blocks whose turn it is, and what the
-current backward pass needs. The host holds what the optimizer steps (`host_weight.py`: fp32 masters, or what makes one
-of the 16 bits that stream), its state, and the window's gradients. Each gradient leaves for the host as soon
-as backward has made it (`host_masters_callback.py`); there it is summed over the micro-batches in fp32, and a window of
-one micro-batch needs no more than its 16 bits. After the last one the host clips, steps each master and rounds it into
-the device's weight, or into the one in host memory that streams. Over the bus go 2 bytes per parameter and micro-batch
-of gradients, and 2 per step of weights that stay on the device; the step runs at the speed of the host.
+The device holds the weights in 16 bits (with weights=streamed those of the blocks that compute) and what the current
+backward pass needs. The host holds what the optimizer steps (`host_weight.py`: fp32 masters, or another form of weights
+that stream), its state, and the window's gradients. Each gradient leaves for the host as soon as backward has made it
+(`host_masters_callback.py`). There gradients are summed over the micro-batches in fp32; with a window of one
+micro-batch they stay in 16 bits. After the last one the host clips, steps each master and rounds it into the device's
+weight, or into the weight in host memory that streams. The bus carries 2 bytes per parameter and micro-batch of
+gradients, and 2 per step of weights that stay on the device; the step runs at the host's speed.
 
-Masters are the loaded weights themselves, taken before they are rounded, and are kept by parameter, so tied weights
-stay tied; a frozen one has none, and is rounded once. Source: Micikevicius et al. 2018, arXiv 1710.03740, for masters;
-Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
+Masters are the loaded weights themselves, taken before they are rounded. They are stored by parameter, so tied weights
+stay tied; a frozen weight has none, and is rounded once. Source: Micikevicius et al. 2018, arXiv 1710.03740, for
+masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from lowmem.techniques.weights.resident import Resident
 
 
 class HostMasters(BasePrecision):
-    """Weights in `dtype`, on the device or streaming to it, stepped on the host. `host_masters_callback.py` calls
+    """Weights in `dtype`, on the device or streaming to it, which the host steps. `host_masters_callback.py` calls
     `collect` and `collect_and_step` from backward, and waits on `link` before each layer."""
 
     optimizer_side: Side = "host"
@@ -43,15 +44,16 @@ class HostMasters(BasePrecision):
         super().__init__(device)
         self.masters: dict[int, HostWeight] = {}  # by id of the weight
         self.link: Link = link_to(torch.device(device))
-        self.weights = Resident()  # where they are while no block needs them; the callback brings the run's own
+        self.weights = Resident()  # the place of weights that no block needs now; the callback sets the run's own
         self._groups: dict[int, int] = {}  # id of a master -> index of its group
-        self.reading = Reading()  # of this window's gradients
-        self.not_finite: str | None = None  # the first parameter whose gradient made the last step impossible
+        self.reading = Reading()  # how to read this window's gradients
+        self.not_finite: str | None = None  # the parameter whose gradient prevented the last step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Lightning calls this once the weights are loaded or restored, and before they move to the device."""
+        """Makes the masters. Lightning calls this once the weights are loaded or restored, before they move to the
+        device."""
         module = super().convert_module(module)
-        for name, p in module.named_parameters():  # a tied parameter once
+        for name, p in module.named_parameters():  # a tied parameter comes once
             if not p.requires_grad:
                 p.data = p.data.to(self.dtype)
             elif id(p) not in self.masters:
@@ -62,7 +64,7 @@ class HostMasters(BasePrecision):
         return module
 
     def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
-        """How the host holds a parameter, whose weight becomes one of 16 bits."""
+        """Makes the host's form of a parameter, whose weight gets 16 bits."""
         return HostWeight(name, p, self.dtype)
 
     def master(self, p: nn.Parameter) -> nn.Parameter:
@@ -79,11 +81,11 @@ class HostMasters(BasePrecision):
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def collect(self, p: nn.Parameter) -> None:
-        """A gradient that backward has just made leaves for the host, and is freed."""
+        """Sends a gradient that backward has just made to the host, and frees it."""
         self._fetch(p, self.masters[id(p)].add)
 
     def collect_and_step(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
-        """The last gradient of a window steps its master as soon as it is on the host.
+        """Sends the last gradient of a window to the host, which steps the master as soon as it has arrived.
 
         Raises:
             NotFinite: a gradient; masters that were stepped before it cannot be stepped back.
@@ -93,7 +95,7 @@ class HostMasters(BasePrecision):
         self.step_early(p, optimizer, clip_value)
 
     def step_early(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
-        """Step a parameter whose gradients of this window have all left for the host. Raises: as above."""
+        """Steps a parameter whose gradients of this window have all left for the host. Raises: as above."""
         self._update(optimizer, self.masters[id(p)], Reading(limit=_limit(clip_value)), early=True)
 
     def _fetch(self, p: nn.Parameter, take: Take) -> None:
@@ -102,7 +104,7 @@ class HostMasters(BasePrecision):
         p.grad = None
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Whether all gradients are finite; if not, none will be used."""
+        """Returns True if all gradients are finite; if not, none will be used."""
         self.link.finish()
         collected = self._collected()
         self.reading = Reading(1 / self.gradient_scale)
@@ -129,12 +131,13 @@ class HostMasters(BasePrecision):
         return finite
 
     def _collected(self) -> list[HostWeight]:
-        """Masters with a gradient of this window, in the order in which the next forward pass reads their weights."""
+        """Returns masters with a gradient of this window, in the order in which the next forward pass reads their
+        weights."""
         return [master for master in self.masters.values() if master.complete]
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Nothing: the host drops each gradient once it is used, perhaps later than this, and `unscale` those of a step
-        that is skipped."""
+        """Does nothing: the host frees each gradient once it is used, which may be later, and `unscale` those of a
+        skipped step."""
 
     def mark_used(self, early: bool) -> None:
         for master in self._collected():
@@ -151,7 +154,7 @@ class HostMasters(BasePrecision):
             if value is not None:
                 self._norms = [norm_of(self.reading(master.sum)) for master in collected]
                 total = self.norm(model)
-            factor = torch.clamp(largest / (total + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+            factor = torch.clamp(largest / (total + 1e-6), max=1.0)  # like torch's clip_grad_norm_
         self.reading = self.reading._replace(clip=factor.item())
         return total
 
@@ -167,7 +170,7 @@ class HostMasters(BasePrecision):
     def _update(self, optimizer: Optimizer, master: HostWeight, reading: Reading, early: bool = False) -> None:
         if not self._groups:
             self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        # a copy of the group as it is now: the schedule goes on while the host still steps
+        # A copy of the group: the schedule may change it while the host still steps.
         group = {**optimizer.param_groups[self._groups[id(master.wide)]]}
         step = partial(_step, optimizer, group, master, reading, early)
         if master.home is None:
@@ -189,7 +192,7 @@ class HostMasters(BasePrecision):
 
 
 class BFloat16Master(HostMasters):
-    """bf16 weights on the device; no loss scaling, bf16 has fp32's range."""
+    """bf16 weights on the device, without loss scaling: bf16 has fp32's range."""
 
     dtype = torch.bfloat16
 
@@ -208,7 +211,7 @@ class Float16Master(ScaledLoss, HostMasters):
 
 
 def _step(optimizer: Optimizer, group: dict, master: HostWeight, reading: Reading, early: bool, narrow: Tensor) -> None:
-    """On the host: step a weight and write its 16 bits into `narrow`."""
+    """Steps a weight on the host and writes its 16 bits into `narrow`."""
     gradient = master.gradient()
     if early and not finite(gradient):
         raise NotFinite(

@@ -1,4 +1,5 @@
-"""The half of `host_masters.py` in the training loop: hooks on the model, early steps, checkpoints, faults."""
+"""Connects `host_masters.py` to the training loop: hooks on the model, early steps, checkpoints, gradients
+that fail."""
 
 from collections.abc import Callable, Iterable
 
@@ -16,9 +17,9 @@ class MasterWeights(Callback):
 
     Args:
         clip, clip_value: the run's; a global norm needs all gradients before the first step.
-        early_step: step each master as soon as the window's last gradient of it is there, where nothing needs all of
-            them (a norm, or a loss scale): the step runs beside backward, and no gradients are held.
-        skips_in_a_row: steps skipped for gradients that are not finite after which the run stops.
+        early_step: steps each master as soon as the window's last gradient of it has arrived, if nothing needs all
+            gradients (a norm, or a loss scale): the step then overlaps with backward, and gradients need no memory.
+        skips_in_a_row: ends the run after this many skipped steps, whose gradients were not finite, in a row.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class MasterWeights(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self.plugin = trainer.precision_plugin
-        self.on_host = self.plugin.optimizer_side == "host"  # bf16-sr steps there only where weights stream
+        self.on_host = self.plugin.optimizer_side == "host"  # bf16-sr steps on the host only if weights stream
         if self.on_host:
             self.plugin.weights = module.weights
         self.early = steps_early(self.early_step, self.clip, self.plugin.scales_loss)
@@ -52,7 +53,7 @@ class MasterWeights(Callback):
         module.weights.start(GradientSink(self.plugin.link, lambda p: self.plugin.masters[id(p)], complete))
 
         def left(p: nn.Parameter) -> None:
-            if p.grad is None:  # it has left by the sink
+            if p.grad is None:  # the sink has sent it
                 return
             if self.early and module.last_micro_batch:
                 self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
@@ -72,7 +73,7 @@ class MasterWeights(Callback):
                 self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        module.weights.start()  # of an evaluation without training
+        module.weights.start()  # an evaluation without training
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         if self.on_host and self.early and not bool(loss.isfinite()):
@@ -102,7 +103,7 @@ class MasterWeights(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if not self.on_host:
             return
-        self.plugin.arrived()  # Lightning brings the weights to the host next, and asks nobody
+        self.plugin.arrived()  # Lightning moves the weights to the host next, without asking
         if self.skips >= self.skips_in_a_row:
             instead = ", or precision=bf16-master, which has fp32's range" if self.plugin.scales_loss else ""
             raise Refused(
@@ -114,12 +115,14 @@ class MasterWeights(Callback):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        """The masters under the names of the weights: any other precision can go on with them. Of those in halves the
-        upper ones, and the rests beside them (`CausalLM.load_state_dict`): never a copy of them all."""
+        """Saves the masters under the names of the weights, so that any other precision can go on with them. Split ones
+        are saved as their upper halves, with the lower ones beside them (`CausalLM.load_state_dict`), so there is
+        never a copy of all."""
         if not self.on_host:
             return
         self.plugin.arrived()
-        kept = {id(p): self.plugin.masters[id(p)].checkpoint_tensor for _, p in trainable(module)}  # a tied one once
+        # a tied one comes once
+        kept = {id(p): self.plugin.masters[id(p)].checkpoint_tensor for _, p in trainable(module)}
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
                 checkpoint["state_dict"][name] = kept[id(p)]

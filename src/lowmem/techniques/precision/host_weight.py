@@ -1,10 +1,10 @@
-"""How the host holds one weight between two steps: what `host_masters.py` steps is one of these.
+"""Stores one weight on the host between two steps; `host_masters.py` steps objects of these classes.
 
-    HostWeight      fp32, and its 16 bits on the device, or in host memory where weights stream
-    SplitHostWeight      fp32 as two halves: the upper is the bf16 weight that streams, the lower waits beside it
+    HostWeight              fp32, and its 16 bits on the device, or in host memory where weights stream
+    SplitHostWeight         fp32 as two halves: the upper is the bf16 weight that streams, the lower is stored with it
     StochasticHostWeight    the bf16 weight alone: a step is rounded up or down at random
 
-The optimizer knows a parameter by `wide`, an fp32 one; of the last two it holds nothing but the shape between steps.
+The optimizer knows a parameter by `wide`, which is fp32; in the last two classes it has only a shape between steps.
 """
 
 from collections.abc import Iterator
@@ -23,45 +23,45 @@ from lowmem.techniques.weights.resident import Home, nowhere
 
 
 class HostWeight:
-    """One parameter: its 16-bit weight, and what the host holds of it."""
+    """One parameter's 16-bit weight, and what the host stores of it: here an fp32 master."""
 
-    rest: Tensor | None = None  # int16: what `checkpoint_tensor` has lost
+    rest: Tensor | None = None  # int16: what `checkpoint_tensor` lacks of the fp32 weight
 
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
         self.home: Home | None = None  # where its 16 bits are, if they stream
-        self.sum: Tensor | None = None  # flat; of the window's gradients, still scaled
-        self.complete = False  # whether `sum` is of this window
-        self.borrowed = False  # whether `sum` was made by somebody else, who will make the next one, too
+        self.sum: Tensor | None = None  # flat; the sum of the window's gradients, still scaled
+        self.complete = False  # True if `sum` has all of a gradient of this window
+        self.borrowed = False  # True: the buffer of `sum` belongs to the link, and is not to be kept
         self._narrow(dtype)
 
     def _narrow(self, dtype: torch.dtype) -> None:
-        """The weight becomes one of 16 bits. After an earlier fit it is one already."""
+        """Turns the weight into 16 bits. After an earlier fit it already is."""
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = narrowed(self.wide.data, dtype)
 
     def moved(self, home: Home | None) -> None:
-        """Args: home: where its 16-bit weight is now; None: on the device."""
+        """Is called when the 16-bit weight has a new place. Args: home: where it is now; None: on the device."""
         self.home = home
 
     @property
     def narrow(self) -> Tensor:
-        """The 16-bit weight of the last step, in host memory where it streams."""
+        """Returns the 16-bit weight of the last step, in host memory if it streams."""
         return self.weight.data if self.home is None else self.home.tensors[self.weight]
 
     @property
     def full_precision(self) -> Tensor:
-        """The weight after the last step, with all its bits. `SplitHostWeight` computes it from its halves."""
+        """Returns the weight after the last step, with all its bits. `SplitHostWeight` computes it from its halves."""
         return self.wide.data
 
     @property
     def checkpoint_tensor(self) -> Tensor:
-        """What a checkpoint holds of it, beside `rest`: no copy, and a storage of its own."""
+        """Returns what a checkpoint stores, besides `rest`: not a copy, but with a storage of its own."""
         return self.full_precision
 
     def tensors(self) -> Iterator[Tensor]:
-        """In host memory, but for `home`."""
+        """Yields the tensors in host memory, except those in `home`."""
         yield self.wide
         if (held := self.sum) is not None:  # read once: the host's thread may drop it
             yield held
@@ -69,7 +69,8 @@ class HostWeight:
     # --- its gradient ---------------------------------------------------------------------------------------------
 
     def add(self, start: int, piece: Tensor) -> None:
-        """A piece of a gradient, in order. The first gradient is kept in its 16 bits, the second is added in fp32."""
+        """Adds a piece of a gradient; pieces come in order. The first gradient stays in 16 bits, the second is added in
+        fp32."""
         with host_side():
             if self.sum is None:
                 self.sum = torch.empty(self.wide.numel(), dtype=piece.dtype)
@@ -83,19 +84,19 @@ class HostWeight:
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
-        """`add` for a gradient that is stepped at once: the only one of its window need not be copied."""
+        """Adds a gradient that is stepped at once: the only one of its window is not copied."""
         if self.sum is None:
             self.sum, self.complete, self.borrowed = piece, True, True
         else:
             self.add(start, piece)
 
     def gradient(self) -> Tensor:
-        """Of the window, as it is stored: scaled, in 16 or 32 bits."""
+        """Returns the window's gradient as it is stored: scaled, in 16 or 32 bits."""
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """After a step. The buffer stays for the next window's gradients, except one in 16 bits, so the window's only
-        gradient, that was stepped inside backward or given: no buffer is needed for the next."""
+        """Is called after a step. The buffer stays for the next window's gradients, except a 16-bit one that was
+        borrowed or stepped inside backward: the next window needs no buffer then."""
         if (early or self.borrowed) and self.sum.dtype != torch.float32:
             self.sum = None
         self.complete = self.borrowed = False
@@ -103,7 +104,7 @@ class HostWeight:
     # --- its step -------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, step: Step) -> None:
-        """Args: step: of `wide`; its `narrow` receives the new weight."""
+        """Steps the weight. Args: step: of `wide`; its `narrow` receives the new weight."""
         if isinstance(optimizer, OnePass):
             optimizer.step_from(step, self.rest)
         else:
@@ -112,14 +113,15 @@ class HostWeight:
             self._write(step.narrow)
 
     def _widen(self, narrow: Tensor) -> None:
-        """Before a step: `wide` is the weight."""
+        """Writes the weight into `wide` before a step."""
 
     def _write(self, narrow: Tensor) -> None:
-        """After it: the new weight goes to where it is held."""
+        """Writes the new weight to where it is stored after a step."""
         fp32_halves.narrow(self.wide.data, narrow)
 
     def _forget(self) -> None:
-        """Between steps the optimizer has nothing of it but the shape; on the CPU, where its state is restored to."""
+        """Leaves the optimizer only the shape between steps; on the CPU, since its state is restored to the parameter's
+        device."""
         self.wide.data = nowhere(self.wide, torch.float32, "cpu")
 
     def _stepped(self, optimizer: Optimizer, step: Step) -> None:
@@ -129,7 +131,7 @@ class HostWeight:
 
 
 class SplitHostWeight(HostWeight):
-    """fp32 in 4 bytes, of which the upper two are the bf16 weight that streams: exact, and no copy of it."""
+    """fp32 in 4 bytes, the upper two of which are the bf16 weight that streams: exact, without a copy of it."""
 
     def _narrow(self, dtype: torch.dtype) -> None:
         with host_side():
@@ -157,15 +159,15 @@ class SplitHostWeight(HostWeight):
 
 
 class StochasticHostWeight(HostWeight):
-    """The bf16 weight alone: a step is rounded up or down, right in the mean.
+    """The bf16 weight alone: a step is rounded up or down at random, so that the mean is right.
 
-    Random numbers are those of the parameter and the step, whenever it is made: nothing else that draws changes them.
+    The random numbers depend on the parameter and the step alone, not on when it is done or on what else draws.
     """
 
     def _narrow(self, dtype: torch.dtype) -> None:
         self._forget()
         self.steps, self.seed = 0, 0  # seed: the run's
-        self.own: Tensor | None = None  # its 16 bits in host memory, where the weight itself is on the device
+        self.own: Tensor | None = None  # its 16 bits in host memory, if the weight itself is on the device
 
     def moved(self, home: Home | None) -> None:
         super().moved(home)
@@ -214,12 +216,13 @@ def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_itself(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own: `torch.save` writes whole storages, and a block's is one with the frozen
-    weights that no checkpoint holds. Args: tensor: contiguous, in host memory."""
+    """Returns the same memory as a storage of its own: `torch.save` writes full storages, and a block's storage
+    includes frozen weights, which no checkpoint stores. Args: tensor: contiguous, in host memory."""
     flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def drawing(*what: int | str) -> torch.Generator:
-    """Of random numbers that these arguments decide. Of a seed a CPU's generator reads 32 bits: all depend on each."""
+    """Returns a generator whose random numbers depend on all these arguments: they are hashed to the 32 bits of a seed
+    that a CPU's generator reads."""
     return torch.Generator().manual_seed(int.from_bytes(sha256(repr(what).encode()).digest()[:4]))

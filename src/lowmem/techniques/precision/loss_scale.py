@@ -1,8 +1,8 @@
 """Dynamic loss scaling: the loss is multiplied before backward, so that fp16 gradients do not vanish below 6e-8.
 
-The scale halves whenever a gradient overflows, and that step is skipped; it doubles after many steps without. Source:
-Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and would unscale their gradients
-in fp16, where what the scale has saved is lost again.
+The scale halves whenever a gradient overflows, and that step is skipped; it doubles after many steps without overflow.
+Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and would unscale their
+gradients in fp16, where the small ones vanish after all.
 """
 
 from lightning.pytorch import LightningModule
@@ -16,17 +16,19 @@ SMALLEST = 2.0**-10
 
 
 class LossScale:
-    """Args: value: the scale at the start; growth_interval: steps without overflow after which it doubles."""
+    """The scale and its rule. Args: value: the scale at the start; growth_interval: steps without overflow after which
+    it doubles."""
 
     def __init__(self, value: float, growth_interval: int) -> None:
         self.value, self.growth_interval = float(value), growth_interval
         self.steps = 0  # without overflow, since the last change
 
     def update(self, finite: bool) -> bool:
-        """The scale for the next window follows from whether all gradients of this one were finite, which is returned.
+        """Sets the scale for the next window and returns `finite`. Args: finite: all gradients of this window were
+        finite.
 
         Raises:
-            Refused: gradients that overflow at the smallest scale too.
+            Refused: gradients overflow at the smallest scale, too.
         """
         if not finite and self.value < SMALLEST:
             raise Refused(
@@ -48,15 +50,15 @@ class LossScale:
 
 
 class ScaledLoss(BasePrecision):
-    """What every fp16 precision has: the loss is scaled so that small gradients do not vanish. A mixin: `unscale` is
-    left to the class, which knows where the gradients are.
+    """A mixin for every fp16 precision: scales the loss so that small gradients do not vanish. The class itself
+    implements `unscale`, since it knows where the gradients are.
 
     Args:
         init_scale: loss scale at the start; halved whenever a gradient overflows.
         growth_interval: optimizer steps without overflow after which the scale doubles.
 
     Raises:
-        Refused: in `unscale`, when the gradients overflow at whatever scale.
+        Refused: in `unscale`, if gradients overflow at any scale.
     """
 
     scales_loss = True
@@ -66,7 +68,7 @@ class ScaledLoss(BasePrecision):
         self.loss_scale = LossScale(init_scale, growth_interval)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        self.gradient_scale = self.loss_scale.value  # and remains that of this window while the next one's is decided
+        self.gradient_scale = self.loss_scale.value  # this window's, also after the next window's is decided
         return super().pre_backward(tensor * self.gradient_scale, module)
 
     def state_dict(self) -> dict:

@@ -1,13 +1,13 @@
-"""Weights, gradients and activations in 16 bits: half of their bytes. The update is computed in fp32.
+"""Holds weights, gradients and activations in 16 bits, half of their bytes, and computes the update in fp32.
 
-One parameter at a time: it and its gradient are widened to fp32, the optimizer (any optimizer) steps it, and the result
-is rounded back; a class may do both otherwise, and hold more than the weight for it. The optimizer's state is that of
-fp32 weights, so an eps of 1e-8 does not underflow; what the step needs beside it is one parameter in fp32. RoPE
-frequencies and other fp32 buffers stay as the model made them.
+One parameter at a time: it and its gradient are widened to fp32, any optimizer steps it, and the result is rounded
+back; a class may do both in another way, and store more than the weight. The optimizer's state is that of fp32 weights,
+so an eps of 1e-8 does not underflow; besides it the step needs one parameter in fp32. RoPE frequencies and other fp32
+buffers stay as the model made them.
 
-What it costs: a weight of 16 bits cannot move by less than its spacing. With bf16 that is 0.4 % of the weight: most
-updates of a fine-tuning round to nothing. Stochastic rounding moves the weight by a whole spacing with the probability
-that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.06192.
+It costs small updates: a 16-bit weight cannot move by less than its spacing. With bf16 that is 0.4 % of the weight, and
+most updates of a fine-tuning round to nothing. Stochastic rounding moves the weight by a full spacing with the
+probability that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from collections.abc import Iterator
@@ -29,22 +29,22 @@ LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class SixteenBitWeights(BasePrecision):
-    """Weights in `dtype`. What differs between such precisions is `widen`, `round` and `new_extra_state`."""
+    """Weights in `dtype`. Such precisions differ in `widen`, `round` and `new_extra_state`."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         self._extra_state: dict[nn.Parameter, ExtraState] = {}
-        self._named: dict[str, nn.Parameter] = {}  # what is stepped of each
+        self._named: dict[str, nn.Parameter] = {}  # what is stepped, by name
         self._divided = False
 
     # --- seams ----------------------------------------------------------------------------------------------------
 
     def widen(self, p: nn.Parameter) -> Tensor:
-        """Before an update. Returns: a copy of the weight in fp32, which the optimizer steps in place."""
+        """Returns a copy of the weight in fp32, which the optimizer steps in place."""
         return p.data.float()
 
     def round(self, wide: Tensor, p: nn.Parameter) -> None:
-        """After an update: write the stepped weight, in fp32, into `p.data`, in 16 bits."""
+        """Writes the stepped fp32 weight into `p.data`, in 16 bits."""
         p.data.copy_(wide)
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
@@ -65,7 +65,7 @@ class SixteenBitWeights(BasePrecision):
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        named = module.named_parameters()  # a tied parameter once
+        named = module.named_parameters()  # a tied parameter comes once
         if isinstance(ranks := getattr(module, "ranks", None), OneDevice):
             self._divided, named = ranks.divides, ((name, ranks.local(p)) for name, p in named)
         self._named = dict(named)
@@ -83,7 +83,7 @@ class SixteenBitWeights(BasePrecision):
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
-        for name, held in state_dict.get("held", {}).items():  # most hold nothing
+        for name, held in state_dict.get("held", {}).items():  # most have none
             p = self._named[name]
             self._extra_state[p] = {key: tensor.to(p.device, copy=True) for key, tensor in held.items()}
 
@@ -92,19 +92,19 @@ class SixteenBitWeights(BasePrecision):
             self.update(optimizer, group, p)
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
-        if p.dtype == torch.float32:  # beside weights of 16 bits, a part that is held in full: nothing is rounded
+        if p.dtype == torch.float32:  # a module that an adapter keeps in fp32: nothing is rounded
             p.grad.div_(self.gradient_scale)
             super().update(optimizer, group, p)
             return
         narrow, wide, gradient = p.data, self.widen(p), p.grad
-        # A parameter cannot have a gradient of another dtype: both are exchanged.
+        # A parameter cannot have a gradient of another dtype, so both are exchanged.
         p.grad = None
         p.data = wide
         p.grad = gradient.float().div_(self.gradient_scale)
         del gradient
         try:
             step_one(optimizer, group, p)
-            wide = p.data  # an optimizer may have put another tensor there
+            wide = p.data  # an optimizer may have set another tensor
         finally:
             p.grad = None
             p.data = narrow
@@ -112,13 +112,13 @@ class SixteenBitWeights(BasePrecision):
 
 
 class BFloat16Weights(SixteenBitWeights):
-    """Rounded to the nearest."""
+    """bf16 weights that are rounded to nearest."""
 
     dtype = torch.bfloat16
 
 
 class BFloat16Stochastic(SixteenBitWeights):
-    """Rounded up or down at random, right in the mean."""
+    """bf16 weights that are rounded up or down at random, so that the mean is right."""
 
     dtype = torch.bfloat16
     draws = True
@@ -144,16 +144,17 @@ class Float16Weights(ScaledLoss, SixteenBitWeights):
 def stochastically(
     wide: Tensor, narrow: Tensor, generator: torch.Generator | None = None, on_host: bool = False
 ) -> None:
-    """narrow (bf16) <- wide (fp32), up or down with the probability of how near each neighbour is.
+    """Rounds wide (fp32) into narrow (bf16), up or down with the probability that makes the mean right.
 
-    bf16 is the upper half of fp32: a random number added to the lower half carries over just that often. Above the
-    largest finite bf16 there is no neighbour but inf, so that is what every finite number there becomes. It is done a
-    few rows at a time, for it takes 15 bytes per element.
+    bf16 is the upper half of fp32: a random number that is added to the lower half carries over with just that
+    probability. Above the largest finite bf16 the only neighbour is inf, so finite numbers become the largest finite
+    bf16. A few rows are rounded at a time, since it takes 15 bytes per element.
 
     Args:
         generator: of the random numbers, on wide's device; None: torch's own.
-        on_host: whether numbers may be looked at, for which a card would have to be waited for: the same bits, in less
-            than half of the time and of the room.
+        on_host: values may be inspected, for which a card would have to wait: the same bits in less than half of the
+            time
+            and memory.
     """
     draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
     wide, narrow = torch.atleast_1d(wide, narrow)
@@ -169,7 +170,7 @@ def stochastically(
 
 
 def _has_neighbours(wide: Tensor) -> bool:
-    """Whether every number lies between two finite ones of bf16; nan lies between none."""
+    """Returns True if every number lies between two finite bf16 numbers; nan does not."""
     low, high = torch.aminmax(wide)
     return bool(low >= -LARGEST) and bool(high <= LARGEST)
 

@@ -1,12 +1,13 @@
-"""The large weights outside the blocks, in host memory: that of the embedding, and with loss=tiled that of the head.
+"""Keeps the large weights outside the blocks in host memory: the embedding's, and with loss=tiled the head's.
 
-An embedding is looked up on the host: the rows of a micro-batch's tokens travel, B x T x H, and their gradient travels
-back to where the dense one (V, H) is made. A head travels in tiles of the vocabulary, the next one while one is
-multiplied, and each tile's gradient leaves when it is made. So neither weight nor gradient is ever whole on the device.
-Where both are one weight, it is one in host memory, too, and its gradient is complete when the embedding's part has
-come: the two are added in the weights' own dtype, as autograd adds them.
+The host looks up an embedding: the rows of a micro-batch's tokens, B x T x H, go to the device, and their gradient
+comes back to the host, which builds the dense gradient (V, H) there. A head goes to the device in tiles of the
+vocabulary, the next tile while one is multiplied, and each tile's gradient leaves as soon as it is complete. So the
+device never holds the full weight or its gradient. If embedding and head are tied, they are one weight in host memory,
+too, and its gradient is complete when the embedding's part has arrived: the two are added in the weights' own dtype, as
+autograd adds them.
 
-Whatever an embedding does beside looking up, such as a factor, it does itself, with the rows in place of its weight.
+Whatever else an embedding's forward pass does, such as a factor, its own code does, with the rows as its weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,40 +27,41 @@ from lowmem.techniques.loss.head_tiles import Source
 from lowmem.techniques.weights.link import Lane, Link
 from lowmem.techniques.weights.resident import Home
 
-COLUMNS = 4096  # tokens of the vocabulary of a tile, where no loss asks for it
+COLUMNS = 4096  # tokens of the vocabulary per tile, if no loss sets it
 
 
 class GradientSum(Protocol):
-    """What the host holds of a weight, as far as its gradient is concerned."""
+    """Receives the gradient of a weight on the host."""
 
     def add(self, start: int, piece: Tensor) -> None:
-        """A piece of a gradient, in order."""
+        """Adds a piece of a gradient; pieces come in order."""
 
     def use(self, start: int, piece: Tensor) -> None:
-        """A gradient that nobody else keeps."""
+        """Takes over a gradient that nobody else keeps."""
 
 
 class GradientSink(NamedTuple):
-    """Of gradients that do not come from a parameter."""
+    """Receives gradients that are not made at a parameter."""
 
     link: Link
     sum_of: Callable[[nn.Parameter], GradientSum]
-    complete: Callable[[nn.Parameter], None]  # told when all of a micro-batch's gradient has left for the host
+    complete: Callable[[nn.Parameter], None]  # called when a micro-batch's full gradient has left for the host
 
 
 class Edge(Source):
-    """One weight (V, H). Args: embedding: that looks its rows up; head: that multiplies by it; either may be None."""
+    """One weight (V, H) on the host. Args: embedding: the module that looks up its rows; head: the module that
+    multiplies by it; either may be None."""
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
         self._patches = ExitStack()
-        self._of_head: Tensor | None = None  # gradient, that waits for the embedding's; in host memory
-        self._rows: Callable[[], Tensor | None] = lambda: None  # those whose gradient is still to come
+        self._of_head: Tensor | None = None  # the head's gradient, in host memory, until the embedding's has arrived
+        self._rows: Callable[[], Tensor | None] = lambda: None  # returns the rows whose gradient is still to come
 
     def start(self, home: Home, lane: Lane, sink: GradientSink | None) -> None:
         self.home, self.lane, self.sink = home, lane, sink
         if self.embedding is not None:
-            # as they are now: the host reads them while the next lookup has the embedding changed
+            # Kept as they are now: the host reads them while the next lookup changes the embedding.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
             self._room, self._sent = lane.staging(0), lane.mark()
@@ -71,14 +73,14 @@ class Edge(Source):
 
     def stop(self) -> None:
         self._patches.close()
-        self._room = self._sent = self._of_head = None  # also what a pass that raised has left over
+        self._room = self._sent = self._of_head = None  # also what a failed pass has left behind
         self._rows = lambda: None
 
     # --- the embedding --------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """ids (B, T) -> (B, T, H)."""
-        at = ids.flatten().cpu()  # waits for the device, which is at the end of the micro-batch before
+        """Looks up ids (B, T) -> (B, T, H)."""
+        at = ids.flatten().cpu()  # waits for the device, which has reached the end of the previous micro-batch
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
             if self._rows() is not None:
@@ -91,11 +93,12 @@ class Edge(Source):
         with self._in_place_of_the_weight(rows):
             return self._embed(torch.arange(len(at), device=ids.device).view_as(ids))
 
-    @torch.inference_mode(False)  # another thread may write what is made here
+    @torch.inference_mode(False)  # outside of inference mode: another thread may write into tensors that are made here
     def _gathered(self, at: Tensor) -> Tensor:
-        """Rows of the weight on the device, as it was last stepped. Args: at: (N,), in host memory."""
+        """Copies rows of the weight, as it was last stepped, to the device. Args: at: (N,), row numbers in host
+        memory."""
         self.home.arrived()
-        self._sent.synchronize()  # the rows before them have left
+        self._sent.synchronize()  # the previous rows have left the staging memory
         weight = self.home.tensors[self.weight]
         size = len(at) * weight[0].nbytes
         if self._room.numel() < size:
@@ -111,7 +114,7 @@ class Edge(Source):
 
     @contextmanager
     def _in_place_of_the_weight(self, rows: nn.Parameter) -> Iterator[None]:
-        padding, self.embedding.padding_idx = self.embedding.padding_idx, None  # a row's number is no token's
+        padding, self.embedding.padding_idx = self.embedding.padding_idx, None  # row numbers are not token ids
         self.embedding.weight = rows
         try:
             yield
@@ -129,7 +132,8 @@ class Edge(Source):
         self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, of_head: Tensor | None, start: int, piece: Tensor) -> None:
-        """On the host: a piece of the rows' gradient (N, H). The last one makes that of the weight (V, H)."""
+        """Receives a piece of the rows' gradient (N, H) on the host. The last piece completes the weight's gradient (V,
+        H)."""
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
@@ -144,7 +148,7 @@ class Edge(Source):
 
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """(first token of the vocabulary, tile (C, H)), each valid until the next is asked for."""
+        """Yields (first token of the vocabulary, tile (C, H)). A tile is valid until the next one is asked for."""
         self.home.arrived()
         pieces = self.home.tensors[self.weight].split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
@@ -166,7 +170,7 @@ class Edge(Source):
                 self.lane.hold(landed[which])
                 yield number * columns, slots[which][: len(piece)]
                 free[which] = self.lane.mark()
-        finally:  # whoever reads no further gives memory back, into which the next tile may still be travelling
+        finally:  # a reader that stops early frees its tile, into which the next one may still be copied
             for coming in landed:
                 self.lane.hold(coming)
 
@@ -183,12 +187,12 @@ class Edge(Source):
         self.sink.link.fetch(gradient, lambda start, piece: add(before + start, piece))
 
     def whole_gradient(self) -> None:
-        """Nothing: it is on the host."""
+        """Returns nothing: the gradient is on the host."""
         if self.embedding is None:
             self.sink.complete(self.weight)
 
     def _multiply(self, hidden: Tensor) -> Tensor:
-        """hidden (..., H) -> (..., V), for whoever wants all logits: the sampling of text."""
+        """Multiplies hidden (..., H) -> (..., V), for code that wants all logits, such as sampling."""
         bias = self.head.bias
         products = [
             F.linear(hidden, tile, None if bias is None else bias[first : first + len(tile)])
@@ -202,10 +206,10 @@ def _put(whole: Tensor, start: int, piece: Tensor) -> None:
 
 
 def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
-    """Of the weights that only these two modules have.
+    """Returns an `Edge` for each weight that only embedding and head use.
 
-    Args: head_in_tiles: whether the loss reads the head in tiles; if not it needs all of it on the device, and with
-    it an embedding that is tied to it.
+    Args: head_in_tiles: the loss reads the head in tiles; if not, the device needs the full head, and an embedding that
+    is tied to it.
     """
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None and not embedding.sparse

@@ -1,11 +1,12 @@
-"""The link between the device and the host: gradients leave over it; new weights come back, or wait where they stream.
+"""Moves gradients from the device to the host, and new weights back; weights that stream stay on the host.
 
 On CUDA everything is asynchronous. A gradient is copied in pieces into pinned staging slots of fixed total size, on a
-stream of its own; one host thread takes each piece as soon as it has landed and frees its slot, so a device that is
-faster than the host waits for a slot instead of filling the host's memory. The same thread steps the optimizer and
-sends the new weights back through other slots; whoever is about to read a weight on the device waits for that weight
-alone. Weights that stream it steps in their home, and sends nothing: they are copied from there when their turn comes.
-On a CPU the device is the host: the same calls do the same work at once, in place, and nothing travels.
+stream of its own. One host thread takes each piece as soon as it has arrived and frees its slot; so a device that is
+faster than the host waits for a slot, and does not fill the host's memory. The same thread steps the optimizer and
+sends the new weights back through other slots; before the device reads a weight, it waits for that weight alone.
+Weights that stream are stepped where they are, in their home, and copied from there when their turn comes.
+
+On a CPU the device is the host: the same calls do the same work at once and in place, and nothing is copied.
 """
 
 import queue
@@ -20,68 +21,70 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-SLOT_BYTES, SLOTS = 1 << 25, 4  # in each direction; a power of two, to which torch's allocator of pinned memory rounds
+# in each direction; a power of two, to which torch's allocator of pinned memory rounds up
+SLOT_BYTES, SLOTS = 1 << 25, 4
 
-Take = Callable[[int, Tensor], None]  # (first element, what follows it), in host memory
-Compute = Callable[[Tensor], None]  # writes the new weight into the tensor it is given
+Take = Callable[[int, Tensor], None]  # (first element, the elements from there on), in host memory
+Compute = Callable[[Tensor], None]  # writes the new weight into its argument
 
 
 class Link:
-    """Device and host are one: in place and at once."""
+    """The link where device and host are one: everything happens in place and at once."""
 
-    lends = False  # whether a piece is only lent: overwritten once `take` has returned
+    lends = False  # True if a piece is overwritten once `take` has returned
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
-        """Bring a gradient to the host: `take` gets it in pieces, in order."""
+        """Brings a gradient to the host; `take` gets it in pieces, in order."""
         take(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
-        """After all that was asked before: compute the new weight on the host, and bring it to the device."""
+        """Computes a new weight on the host, after everything that was asked before, and brings it to the device."""
         compute(weight.detach())
 
     def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
-        """After all that was asked before: compute on the host what stays there until its turn."""
+        """Computes on the host, after everything that was asked before, what stays there until its turn."""
         home.steps += 1
         compute()
 
     def wait(self, weight: Tensor) -> None:
-        """Before the device reads a weight: it is that of the last update."""
+        """Waits, before the device reads a weight, until its last update has arrived."""
 
     def finish(self) -> None:
-        """Return when the host has done all that it was asked, or raise what went wrong there."""
+        """Returns when the host has done everything that it was asked, or raises the error that it met."""
 
     def close(self) -> None:
-        """Nothing more will be asked."""
+        """Ends the link: nothing more will be asked."""
 
 
 class Lane(Protocol):
     """What a device offers for copies that run beside its computation."""
 
-    registers: bool  # whether it reads by itself only what was registered for it
+    registers: bool  # True if the device reads only registered host memory by itself
 
     def staging(self, size: int) -> Tensor:
-        """(size,) bytes of host memory that the device can copy to and from by itself."""
+        """Returns (size,) bytes of host memory that the device can copy to and from by itself."""
 
     def mark(self) -> "Mark":
-        """Reached when the device has computed all that it was asked until now."""
+        """Returns a mark that is reached when the device has computed everything that was queued until now."""
 
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
-        """Start a copy, not before `after`; the mark is reached when it is complete. Copies in one direction keep their
-        order: who waits for the last one has waited for all."""
+        """Starts a copy after the mark `after`. Returns a mark that is reached when it is complete. Copies in one
+        direction keep their order: waiting for the last one waits for all."""
 
     def hold(self, until: "Mark") -> None:
-        """The device computes nothing that is asked from now on before `until`."""
+        """Makes the device wait for `until` before it computes anything that is queued from now on."""
 
     def register(self, memory: Tensor) -> str | None:
-        """Let the device read host memory where it lies, until it is garbage. Returns: why it cannot; None: it can."""
+        """Lets the device read host memory where it is, until it is unregistered. Returns: why it cannot; None:
+        it can."""
 
     def unregister(self, memory: Tensor) -> None:
-        """Give back what was registered. No copy from it is under way."""
+        """Undoes `register`. No copy from the memory may be under way."""
 
 
 class Mark(Protocol):
     def synchronize(self) -> None:
-        """Wait, on the host, until it is reached."""
+        """Waits on the host until the mark is reached."""
 
 
 class Home(Protocol):
@@ -93,7 +96,7 @@ class Home(Protocol):
 
 
 class Staging:
-    """The way up for host memory that the device cannot read by itself: in pieces, through slots that it can.
+    """Copies host memory that the device cannot read by itself: in pieces, through slots that it can read.
 
     Args: lane: the device's side; slot_bytes, slots: of the staging memory.
     """
@@ -103,7 +106,8 @@ class Staging:
         self._slots = deque((lane.staging(slot_bytes), lane.mark()) for _ in range(slots))
 
     def send(self, source: Tensor, to: Tensor, after: Mark) -> Mark:
-        """Copy all of it, waiting for slots. Returns: a mark that is reached when the last piece is there."""
+        """Copies a tensor, and waits for free slots. Returns: a mark that is reached when the last piece has
+        arrived."""
         there = to.detach().view(-1)
         for start, piece in pieces(source, self.slot_bytes):
             slot, free = self._slots.popleft()
@@ -115,13 +119,14 @@ class Staging:
 
 
 def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """(first element, what follows it), each of at most so many bytes."""
+    """Yields (first element, the elements from there on), in pieces of at most `size` bytes."""
     flat, step = tensor.reshape(-1), size // tensor.element_size()
     return ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
 
 
 class StagedLink(Link):
-    """Through staging slots, with one thread of the host that does everything in the order in which it was asked.
+    """The link to a device with memory of its own: staging slots, and one host thread that does all work in the order
+    in which it was asked.
 
     Args:
         lane: the device's side.
@@ -140,7 +145,7 @@ class StagedLink(Link):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._thread: threading.Thread | None = None  # from the first job to `close`, and again for a second fit
+        self._thread: threading.Thread | None = None  # runs from the first job to `close`, and again for a second fit
 
     def _ask(self, job: Callable[[], None]) -> None:
         if self._thread is None:
@@ -149,7 +154,7 @@ class StagedLink(Link):
         self._jobs.put(job)
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
-        flat = gradient.reshape(-1)  # perhaps a copy, which the mark has to cover
+        flat = gradient.reshape(-1)  # this may copy; the mark has to cover the copy
         complete = self.lane.mark()
         for start, piece in pieces(flat, self.slot_bytes):
             slot = self._down.get()
@@ -205,7 +210,7 @@ class StagedLink(Link):
         self._ask(job)
 
     def _landing(self, weight: Tensor) -> Tensor:
-        """One weight's size of host memory, the same for all of them."""
+        """Returns host memory of one weight's size, the same for all weights."""
         if self._scratch.numel() < weight.nbytes:
             self._scratch = torch.empty(weight.nbytes, dtype=torch.uint8)
         return self._scratch[: weight.nbytes].view(weight.dtype).view(weight.shape)
@@ -230,7 +235,7 @@ class StagedLink(Link):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # told to whoever asks next; what was asked after it is not done
+            except BaseException as error:  # raised by the next call; jobs that were asked after it are not done
                 self._failed = self._failed or error
 
     def close(self) -> None:
@@ -240,7 +245,7 @@ class StagedLink(Link):
             self._thread = None
         for coming in self._coming.values():
             if coming.exception() is None:
-                self.lane.hold(coming.result())  # whoever reads a weight from now on does not ask us first
+                self.lane.hold(coming.result())  # from now on weights are read without asking this link first
         self._coming.clear()
 
 
@@ -265,7 +270,7 @@ class CudaLane:
         stream.wait_event(after)
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
-        if source.is_cuda:  # its memory may be used again only when the copy is complete
+        if source.is_cuda:  # the allocator may reuse its memory only when the copy is complete
             source.record_stream(stream)
         return _recorded(stream)
 
@@ -277,7 +282,7 @@ class CudaLane:
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(place, memory.nbytes, 0)
         if int(code):
-            with suppress(RuntimeError):  # CUDA keeps the error for whoever launches a kernel next: that is us
+            with suppress(RuntimeError):  # CUDA would report the error at the next kernel launch, which is ours
                 torch.ones(1, device=self.device)
             return cudart.cudaGetErrorString(code)
         self._registered[place] = weakref.finalize(memory, cudart.cudaHostUnregister, place)
@@ -288,7 +293,7 @@ class CudaLane:
 
 
 class AtOnceLane:
-    """Of a CPU, where the device is the host: a copy is complete when it was asked for."""
+    """The lane of a CPU, where the device is the host: a copy is complete when the call returns."""
 
     registers = False
 

@@ -1,11 +1,11 @@
-"""Host memory from which weights stream: registered where it lies, so that the device reads it by itself.
+"""Registers the host memory from which weights stream where it lies, so that the device reads it by itself.
 
 Registering needs no second copy and rounds nothing up, as an allocator of pinned memory would. Registered pages count
-as locked: where `ulimit -l` binds (in a container, as a rule) they must be within it. A machine of several NUMA nodes
-reads fastest from the one that the card is at: begin the run under `numactl --cpunodebind=N --membind=N`.
+as locked: where `ulimit -l` limits them (in a container, as a rule) they must be within it. A machine with several NUMA
+nodes reads fastest from the card's node: start the run under `numactl --cpunodebind=N --membind=N`.
 
-What cannot be registered still travels: a thread of the host copies it, piece by piece, into two pinned slots, and the
-device from there, so that the loop waits for no copy of the host's.
+Memory that cannot be registered is copied by a host thread, piece by piece, into two pinned slots, and from there to
+the device, so that the training loop never waits for a copy on the host.
 """
 
 import logging
@@ -24,11 +24,12 @@ SLOTS = 2  # one is filled while the device empties the other
 
 
 class Registered:
-    """A device's lane, for copies from given memory. Args: memory: registered until `close`; slot_bytes: of staging."""
+    """A lane for copies from given host memory. Args: memory: registered until `close`; slot_bytes: of the staging
+    memory."""
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
         self.lane, start = lane, time.perf_counter()
-        self._last = lane.mark()  # reached when all copies are complete: they keep their order
+        self._last = lane.mark()  # reached when all copies are complete, since they keep their order
         whys = [(one, lane.register(one)) for one in memory if lane.registers]
         self._memory = [one for one, why in whys if why is None]
         self._not = {storage_key(one) for one, why in whys if why is not None}
@@ -50,7 +51,7 @@ class Registered:
         return self.lane.mark()
 
     def copy(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if self._not:  # then all of them, so that they keep their order
+        if self._not:  # one thread does all copies, so that they keep their order
             self._last = Coming(self._thread.submit(self._send, to, source, after))
         else:
             self._last = self.lane.copy(to, source, after)
@@ -65,7 +66,7 @@ class Registered:
         self.lane.hold(_asked(until))
 
     def close(self) -> None:
-        """Give everything back, when all copies are complete."""
+        """Unregisters everything, once all copies are complete."""
         try:
             self._last.synchronize()
         finally:
@@ -76,7 +77,7 @@ class Registered:
 
 
 class Coming:
-    """A mark of a copy for which the device has yet to be asked, by the thread."""
+    """The mark of a copy that the thread has not yet given to the device."""
 
     def __init__(self, asked: Future[Mark]) -> None:
         self.asked = asked

@@ -1,7 +1,8 @@
-"""Where weights are that wait for their turn: host memory, one flat buffer per block, in the order of its parameters.
+"""Says where weights are that wait for their turn: in host memory, one flat buffer per block, in the order of
+parameters.
 
-One buffer of exact size is one copy to the device, and one piece of memory to register for it. What the host steps is
-what travels, so the two wait for each other: a copy for the last update, an update for the last copy.
+One buffer of exact size is one copy to the device, and one piece of memory to register. The host steps the memory that
+is copied, so each waits for the other: a copy for the last update, an update for the last copy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,19 +15,19 @@ from torch import Tensor, nn
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.techniques.weights.link import Mark
 
-ALIGNED = 256  # bytes: where a weight may begin in a buffer, which is where CUDA's own allocator lets one begin
+ALIGNED = 256  # bytes; weights start at multiples of it in a buffer, as in CUDA's own allocator
 
 
 class Place(NamedTuple):
-    """Of one weight in a buffer."""
+    """The place of one weight in a buffer."""
 
-    start: int  # bytes
+    start: int  # in bytes
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Returns the size in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def within(self, buffer: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Home:
-    """Of the weights of one block. Args: parameters: what they hold is copied here, one after the other."""
+    """Host memory of the weights of one block. Args: parameters: their data is copied here, one after the other."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.places: dict[nn.Parameter, Place] = {}
@@ -43,9 +44,9 @@ class Home:
             start = -(-end // ALIGNED) * ALIGNED
             self.places[p] = Place(start, p.shape, p.dtype)
             end = start + self.places[p].size
-        self.updates: list[Future[None]] = []  # by the host, that a copy has to wait for
-        self.read: Mark | None = None  # reached when the last copy out of it is complete
-        self.steps = 0  # updates so far: a copy that was made after fewer is an old one
+        self.updates: list[Future[None]] = []  # by the host; a copy has to wait for them
+        self.read: Mark | None = None  # reached when the last copy from here is complete
+        self.steps = 0  # updates so far; a copy with fewer is out of date
         with host_side(), torch.no_grad():
             self.flat = torch.empty(end, dtype=torch.uint8)
             self.tensors = self.within(self.flat)
@@ -54,20 +55,21 @@ class Home:
         belongs(self.flat, "other", "host")
 
     def within(self, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Each weight, in a buffer that is laid out as this one."""
+        """Returns views of a buffer that is laid out like this one, by weight."""
         return {p: place.within(buffer) for p, place in self.places.items()}
 
     def arrived(self) -> None:
-        """Return when the host has done all updates that were asked for, or raise what went wrong there."""
-        updates, self.updates = self.updates, []  # what went wrong is told once
+        """Returns when the host has done all updates that were asked for, or raises the error that it met."""
+        updates, self.updates = self.updates, []  # so that an error is raised once
         for update in wait(updates).done:
             update.result()
 
 
 class Resident:
-    """All weights stay on the device: what whoever steps, measures or saves them asks, with the answers of no host.
+    """Keeps all weights on the device, and is the base class for weights that wait on the host. Code that steps,
+    measures or saves weights asks its methods.
 
-    Args: network: a model; steps_in: see conf/weights; head_in_tiles: whether the loss reads the head in tiles.
+    Args: network: a model; steps_in: see conf/weights; head_in_tiles: the loss reads the head in tiles.
     """
 
     streams = False
@@ -76,32 +78,34 @@ class Resident:
         self, network: nn.Module | None = None, steps_in: str = "weights_16bit", head_in_tiles: bool = False
     ) -> None:
         self.homes: list[Home] = []
-        self.edges: list = []  # weights outside the blocks that are on the host, too (`edges.py`)
+        self.edges: list = []  # weights outside the blocks that wait on the host (`edges.py`)
 
     def move_in(self, device: torch.device) -> None:
-        """The precision calls this when every weight has its dtype. Args: device: that computes."""
+        """Is called by the precision when every weight has its dtype. Args: device: the one that computes."""
 
     def start(self, sink: object = None) -> None:
-        """Called before the first forward pass. Args: sink: where gradients go (`edges.py`); None: there are none."""
+        """Is called before the first forward pass. Args: sink: receives gradients (`edges.py`); None: there are
+        none."""
 
     def stop(self) -> None:
-        """Called when no pass follows, before the model is brought to the host: every parameter is a plain tensor."""
+        """Is called when no pass follows, before the model is moved to the host: every parameter becomes a plain
+        tensor."""
 
     def takes(self, p: nn.Parameter) -> bool:
-        """Whether a weight will wait in host memory."""
+        """Returns True if a weight will wait in host memory."""
         return False
 
     def home(self, p: nn.Parameter) -> Home | None:
-        """Where a weight waits; None: it is on the device."""
+        """Returns the memory where a weight waits; None: it is on the device."""
         return None
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """A weight, wherever it is."""
+        """Returns a weight, wherever it is."""
         home = self.home(p)
         return p.data if home is None else home.tensors[p]
 
     def device_tensors(self) -> Iterable[Tensor]:
-        """Of the device, beside what the parameters hold."""
+        """Returns tensors on the device that are not the parameters' own data."""
         return ()
 
     def host_tensors(self) -> Iterator[Tensor]:
@@ -109,5 +113,6 @@ class Resident:
 
 
 def nowhere(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """One NaN, expanded to a parameter's shape: what is held in its place, so that who reads it gets no number."""
+    """Returns one NaN, expanded to a parameter's shape: it stands in for a weight that is elsewhere, so that reading it
+    too early or too late cannot give a plausible number."""
     return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(p.shape)

@@ -1,13 +1,13 @@
-"""Weights that stream: in host memory, and on the device for the turn of their block alone.
+"""Streams weights: they wait in host memory, and are on the device only while their block computes.
 
-The device holds a slot for the block that computes and one for the next, whose weights travel meanwhile. In backward a
-block's weights are brought when the gradient has reached its *output*: that is before anything is computed again,
-whoever does it, and all blocks above are done with by then. So hooks are all there is to it. Outside its turn a
-parameter is one NaN, expanded to its shape: what is read too early or too late can never be a silent number.
+The device holds one slot for the block that computes and one for the next block, whose weights are copied meanwhile. In
+backward a block's weights are fetched when the gradient has reached its *output*: that is before anything is
+recomputed, whoever recomputes it, and all blocks above are done by then. So hooks are enough. Outside its turn a
+parameter is one NaN, expanded to its shape: a read that comes too early or too late cannot give a plausible number.
 
-It saves the device 2 bytes per parameter of the blocks, and costs 4 bytes per parameter and micro-batch over the link,
-up in forward and again in backward: nothing where a block computes for longer than the next one travels.
-Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
+It saves the device 2 bytes per parameter of the blocks. It costs 4 bytes per parameter and micro-batch over the link,
+up in forward and again in backward, and no time where a block computes for longer than the next one is copied. Source:
+Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections import Counter
@@ -29,22 +29,24 @@ from lowmem.techniques.weights.resident import Home, Resident, nowhere
 
 
 class Slot:
-    """Room on the device for the weights of one block."""
+    """Device memory for the weights of one block."""
 
     def __init__(self, memory: Tensor, free: Mark) -> None:
         self.memory = memory  # (bytes of the largest block,)
-        self.home: Home | None = None  # whose weights are in it, or on their way
-        self.steps = 0  # of that home, when they were copied
-        self.landed = self.free = free  # reached when they are there; when nobody reads them any more
-        self.bound = False  # whether parameters are its memory
+        self.home: Home | None = None  # the home whose weights are here, or on their way
+        self.steps = 0  # that home's count of updates when they were copied
+        self.landed = self.free = free  # reached when they have arrived; reached when nobody reads them any more
+        self.bound = False  # True if parameters point into its memory
 
 
 class Streamed(Resident):
-    """Args: network: its blocks stream, and its edges (`edges.py`); resident_blocks: but so many blocks, spread
-    evenly; slots, steps_in: see conf/weights; head_in_tiles: whether the loss reads the head in tiles.
+    """Streams the weights of a model's blocks, and of its edges (`edges.py`).
+
+    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, steps_in: see
+    conf/weights; head_in_tiles: the loss reads the head in tiles.
 
     Raises:
-        Refused: a model without blocks, or of a single one; more resident blocks than there are.
+        Refused: a model without blocks, or with a single one; more resident blocks than there are.
     """
 
     streams = True
@@ -81,18 +83,19 @@ class Streamed(Resident):
         self.edges = edges(network, head_in_tiles)
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self.lane: Lane | None = None
-        self._up: Registered | None = None  # that lane, from the homes to the device
+        self._up: Registered | None = None  # the lane from the homes to the device
         self._homes: dict[nn.Parameter, Home] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
-        self._lowest = 0  # block that a gradient reaches
-        self.fetched = 0  # copies to the device
+        self._lowest = 0  # the lowest block that the gradient has reached
+        self.fetched = 0  # the number of copies to the device
 
     # --- where weights are ----------------------------------------------------------------------------------------
 
     def move_in(self, device: torch.device) -> None:
-        self.device, self._homes = device, {}  # also of a second fit
-        self.homes = [self._moved(owned) for owned in self._owned]  # one after the other: what is copied is freed
+        self.device, self._homes = device, {}  # also for a second fit
+        # one after the other, so that each original is freed before the next copy
+        self.homes = [self._moved(owned) for owned in self._owned]
         for edge in self.edges:
             self._moved([edge.weight])
 
@@ -101,7 +104,7 @@ class Streamed(Resident):
         for p in weights:
             self._homes[p] = home
             p.data = nowhere(p, p.dtype, self.device)
-        trim()  # or small weights leave holes in which no home fits
+        trim()  # else small weights leave holes in which no home fits
         return home
 
     def takes(self, p: nn.Parameter) -> bool:
@@ -117,7 +120,8 @@ class Streamed(Resident):
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
 
-    @torch.inference_mode(False)  # of an evaluation: other threads write what is made here
+    # outside of inference mode, also in an evaluation: other threads write into tensors that are made here
+    @torch.inference_mode(False)
     def start(self, sink: GradientSink | None = None) -> None:
         if self._hooks or not self.homes:
             return
@@ -129,7 +133,7 @@ class Streamed(Resident):
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
-                # also where it raises: whoever goes on finds nothing that is left over
+                # also after an error: a later run finds nothing left over
                 block.register_forward_hook(
                     lambda _, __, output, number=number: self._leaves(number, output), always_call=True
                 ),
@@ -140,7 +144,7 @@ class Streamed(Resident):
             hook.remove()
         for edge in self.edges:
             edge.stop()
-        told = suppress(Exception)  # of what went wrong was whoever waited for it: the run still has to end
+        told = suppress(Exception)  # the error was already raised to the code that waited; the run still has to end
         if self._up is not None:
             with told:
                 self._up.close()
@@ -153,7 +157,7 @@ class Streamed(Resident):
     # --- whose turn it is -----------------------------------------------------------------------------------------
 
     def _enters(self, number: int) -> None:
-        if in_backward():  # it is computed again: it has been brought, unless it is one of a segment of several
+        if in_backward():  # the block is recomputed: its weights are here, unless it is one of a segment of several
             self._bind(number)
             return
         coming = range(number + 1, number + self.count)
@@ -178,14 +182,14 @@ class Streamed(Resident):
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(lambda _: self._reached(number))
             self._lowest = min(self._lowest, number)
-            if number == len(self.blocks) - 1:  # where backward begins
+            if number == len(self.blocks) - 1:  # backward begins here
                 return
         else:
             self._lowest = number + 1
         self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
-        """The gradient is at the output of a block: all above have theirs."""
+        """Is called when the gradient has reached the output of a block: all blocks above are done."""
         self._release(lambda other, _: other > number)
         self._bind(number)
         for below in reversed(range(self._lowest, number)):
@@ -201,18 +205,18 @@ class Streamed(Resident):
         return Slot(memory, self._up.mark())
 
     def _slot_of(self, number: int) -> Slot | None:
-        """That has a block's weights, as they are now."""
+        """Returns the slot that has a block's weights in their present version."""
         home = self.homes[number]
         return next((slot for slot in self._slots if slot.home is home and slot.steps == home.steps), None)
 
     def _fetch(self, number: int) -> bool:
-        """Begin to bring a block's weights. Returns: whether they are coming; if not, no slot is free."""
+        """Starts to copy a block's weights. Returns: False if no slot is free."""
         if self._slot_of(number) is not None:
             return True
         for slot in self._slots:
             if slot.home is self.homes[number]:
                 assert not (slot.bound and in_backward()), "a block was stepped that backward still reads"
-                self._free(slot)  # as they were before a step
+                self._free(slot)  # they are from before a step
         slot = next((slot for slot in self._slots if slot.home is None), None)
         if slot is None:
             return False
@@ -224,7 +228,7 @@ class Streamed(Resident):
         return True
 
     def _bind(self, number: int) -> None:
-        if not self._fetch(number):  # a segment of several blocks is computed again: all of its weights are needed
+        if not self._fetch(number):  # a segment of several blocks is recomputed: all of its weights are needed
             self._slots.append(self._slot())
             self._fetch(number)
         slot = self._slot_of(number)
@@ -235,7 +239,8 @@ class Streamed(Resident):
             slot.bound = True
 
     def _release(self, which: Callable[[int, Slot], bool]) -> None:
-        """Args: which: (number of a block, a slot that has its weights) -> whether it is free from now on."""
+        """Frees slots. Args: which: (number of a block, a slot that has its weights) -> True if it is free from
+        now on."""
         for slot in self._slots:
             if slot.home is not None and which(self.homes.index(slot.home), slot):
                 self._free(slot)
@@ -246,17 +251,17 @@ class Streamed(Resident):
                 p.data = nowhere(p, p.dtype, self.device)
             slot.free = self._up.mark()
         else:
-            slot.free = slot.landed  # what is still coming is not overtaken
+            slot.free = slot.landed  # so that the next copy does not overtake one that is still coming
         slot.home, slot.bound = None, False
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """So many of a list, evenly: before each that streams, as many compute that do not."""
+    """Returns `count` items of a list, spread evenly: before each block that streams, as many resident ones compute."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
-    """block -> its parameters that no other block has, and no module outside: what is shared stays on the device."""
+    """Returns block -> its parameters that no other block and no module outside has: shared ones stay on the device."""
     blocks_with = Counter(p for block in stack for p in block.parameters())
     inside = {part for block in stack for part in block.modules()}
     outside = {p for part in network.modules() if part not in inside for p in part.parameters(recurse=False)}

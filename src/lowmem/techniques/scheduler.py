@@ -1,7 +1,7 @@
-"""Learning-rate schedules, per optimizer step: each multiplies `lr` by a factor of the steps already done.
+"""Learning-rate schedules, per optimizer step: each multiplies `lr` by a function of the number of steps done.
 
-A step that the loss scaler skips does not count. Constructed with the optimizer as the only missing argument.
-`warmup` is a share of `total_steps`; where there is one, it stands in the place of `warmup_steps`.
+A step that the loss scaler skips does not count. The optimizer is the only argument that a yaml leaves open. `warmup`
+is a share of `total_steps`, and replaces `warmup_steps` if it is set.
 """
 
 import math
@@ -30,7 +30,7 @@ def cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, warmup: fl
 
 
 def _rising(warmup_steps: int, total_steps: int, warmup: float | None) -> int:
-    """Steps of the warm-up."""
+    """Returns the number of warm-up steps."""
     return warmup_steps if warmup is None else round(warmup * total_steps)
 
 
@@ -43,5 +43,5 @@ def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], fl
 
 
 def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
-    """How far the decay has come: 0 at the end of the warm-up, 1 from `total_steps` on."""
+    """Returns the progress of the decay: 0 at the end of the warm-up, 1 from `total_steps` on."""
     return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))

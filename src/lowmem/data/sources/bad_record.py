@@ -1,15 +1,16 @@
-"""What is said of a record that cannot be used."""
+"""Describes why a record cannot be used."""
 
 
 class BadRecord(ValueError):
-    """A record that cannot be used: what was found in it, without a name of a file and without a full stop."""
+    """A record that cannot be used. The message says what was found in it, without a file's name or a full stop."""
 
 
 def checked(value: object, what: str, empty: bool = False) -> str:
-    """Args: what: names the value in a sentence; empty: whether a text without a visible character will do.
+    """Returns a value if it is text. Args: what: a name for the value in messages; empty: accept text without a visible
+    character.
 
     Raises:
-        Bad: it is none, or holds what is no character.
+        BadRecord: it is no text, or holds a code that is no character.
     """
     if not isinstance(value, str):
         raise BadRecord(f"{what} is {kind(value)} and no text")
@@ -26,7 +27,8 @@ def checked(value: object, what: str, empty: bool = False) -> str:
 
 
 def control(what: str, token: str) -> BadRecord:
-    """Of a text that would end a document or a message in its midst. Args: what: names the text in a sentence."""
+    """Returns the error for a text that contains a control token, which would end a document or a message inside it.
+    Args: what: a name for the text in messages."""
     return BadRecord(
         f"{what} holds {token}, which the tokenizer reads as a control token. "
         "data.control_tokens=text takes such as the text they are written as"

@@ -1,9 +1,9 @@
-"""Conversations: of each, the model learns what the assistant says, and when it is done.
+"""Makes documents of conversations: the model learns what the assistant says, and where each answer ends.
 
-A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template makes one text of
-it, of which only the assistant's tokens count in the loss, with the one that ends each answer (chat_template.py). What
-a template would render without a word and nobody wants learnt is refused before: a message without a role, a blank
-answer, control tokens in a text.
+A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template turns it into one
+text, of which only the assistant's tokens count in the loss, with the one that ends each answer (chat_template.py).
+Conversations that a template would render without complaint, but that nobody wants to be learnt, are refused before: a
+message without a role, a blank answer, control tokens in a text.
 """
 
 import json
@@ -23,8 +23,8 @@ from lowmem.data.sources.source import Encoded, Encoder
 from lowmem.system.errors import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-WRITTEN = ("tool_calls", "reasoning_content")  # of a message, beside its content
-FIRST = ("system", "developer")  # instructions: once, before everything else
+WRITTEN = ("tool_calls", "reasoning_content")  # parts of a message besides its content
+FIRST = ("system", "developer")  # instructions, which come once, before everything else
 
 
 class Chat(Encoder):
@@ -33,9 +33,10 @@ class Chat(Encoder):
     Args:
         messages: the field that holds them.
         assistant: which answers are learnt: all, or the last.
-        control_tokens: in a text: refuse the conversation, or read them as text, as which they say nothing.
-        boundary: of an answer whose white space a tokenizer joins to the header: refuse it, or strip the white space
-            from the beginning of answers.
+        control_tokens: what to do with a text that contains some: refuse the conversation, or encode them as plain
+            text.
+        boundary: what to do with an answer whose first white space a tokenizer joins to the header: refuse it, or strip
+            white space from the beginning of answers.
         template: the tokenizer's own, chatml, or a file.
     """
 
@@ -52,29 +53,29 @@ class Chat(Encoder):
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
-        # of a tokenizer that is trained on conversations: it has no template of its own
+        # for a tokenizer that is trained on the conversations: it has no template
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.opened: tuple[PreTrainedTokenizerBase, ChatTemplate] | None = None
 
     def key(self) -> list:
-        """The tokenizer's own template is in the tokenizer's part of the key."""
+        """Returns the key; the tokenizer's own template is in the tokenizer's part of it."""
         how = [self.messages, self.assistant, self.control_tokens, self.boundary]
         return ["chat", *how, self.source, str(TODAY), transformers.__version__]
 
     def text(self, fields: dict) -> str:
-        """Contents alone: a BPE that saw the markup would learn it as words."""
+        """Returns the contents alone: a BPE that saw the markup would learn it as words."""
         return checked("\n".join(message["content"] for message in self._checked(fields)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Give a tokenizer the template that is trained on, to be saved with it: the one that was typed, or ChatML
-        where there is none and its two tokens are, as a tokenizer has them that was trained on conversations."""
+        """Gives a tokenizer the template that is used, to be saved with it: the typed one; or ChatML, if the tokenizer
+        has none but has ChatML's two tokens, as one that was trained on conversations."""
         source = self.source
         if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
             source = CHATML
         if source:
             tokenizer.chat_template = source
         if source == CHATML:
-            tokenizer.eos_token = CHATML_TOKENS[1]  # where whoever generates text stops
+            tokenizer.eos_token = CHATML_TOKENS[1]  # generation stops at this token
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
         template = self._of(tokenizer)
@@ -127,15 +128,15 @@ class Chat(Encoder):
 
 
 def messages_of(fields: dict, name: str) -> Messages:
-    """The messages of a record: copies whose content is text.
+    """Returns the messages of a record, as copies whose content is text.
 
     Raises:
-        Bad: what no template would complain of.
+        BadRecord: for mistakes that no template would complain about.
     """
     given = fields.get(name)
     if name not in fields:
         raise BadRecord(f'there is no field "{name}"; its fields are {_names(fields)}')
-    if isinstance(given, str):  # as a column of a table holds them
+    if isinstance(given, str):  # a table's column holds JSON
         given = _read_json(given)
     if not isinstance(given, list) or not given:
         raise BadRecord(f'field "{name}" is {kind(given) if given != [] else "an empty list"} and no list of messages')
@@ -163,7 +164,7 @@ def _message(number: int, given: object) -> dict[str, Any]:
 
 
 def _content(where: str, content: object) -> str:
-    """Text, or the text of a list of parts."""
+    """Returns a content as text; it may be a list of text parts."""
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in content
@@ -188,7 +189,7 @@ def _check_order(messages: Messages) -> None:
 
 
 def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
-    """What a template does not know it leaves out without a word."""
+    """Refuses tool calls, reasoning or tools that the template would silently leave out."""
     for number, message in enumerate(messages, 1):
         for name in WRITTEN:
             if message.get(name) and name not in template.source:
@@ -203,8 +204,8 @@ def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None)
 
 
 def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate | None) -> None:
-    """That they are text, and without what a template means by a control token: a user who writes one would end his
-    message with it and begin the assistant's."""
+    """Refuses contents that are no text, or contain a token that the template uses as a control token: a user who
+    writes one would end the message with it and begin the assistant's."""
     for number, message in enumerate([*messages, {"role": "", "tools": tools}], 1):
         where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):
@@ -254,7 +255,7 @@ def _names(fields: dict) -> str:
 
 
 def _read(template: str) -> str:
-    """A file's."""
+    """Returns a file's content."""
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:

@@ -1,9 +1,9 @@
-"""A chat template as it is trained on: what it renders, which characters of that are the assistant's, and its tokens.
+"""Renders a chat template for training: the text, which of its characters are the assistant's, and its tokens.
 
-Where the template marks the assistant's part with `{% generation %}`, that part is taken. Elsewhere an answer is what
-stands between the conversation before it, with the header that asks for an answer, and the conversation with it: which
-holds only where each is the beginning of the whole, and that is checked. Templates are other people's code:
-transformers runs them in jinja's sandbox.
+If the template marks the assistant's part with `{% generation %}`, that part is learnt. Otherwise an answer is the
+difference between the rendered conversation before it, with the header that asks for an answer, and the rendered
+conversation with it. This holds only if each is a prefix of the full text, which is checked. Templates are other
+people's code: transformers runs them in jinja's sandbox.
 """
 
 import re
@@ -26,13 +26,11 @@ CHATML = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# What templates that print today's date print here: tokens of one corpus are the same on every day.
+# Templates that print today's date print this one: tokens of a corpus are the same on every day.
 TODAY = date(2024, 7, 26)
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-SPLIT = (
-    "\ufdd0"  # no character of any text: stands in a control token that is to be read as text, and is taken out again
-)
+SPLIT = "\ufdd0"  # is in no text; it splits a control token that is to be encoded as plain text, and is removed again
 
 
 Messages = list[dict[str, Any]]
@@ -42,7 +40,7 @@ Span = tuple[int, int]
 class Rendered(NamedTuple):
     """A conversation as the template writes it, and the spans of its characters that are learnt.
 
-    answers: how many of the assistant's they are of; exact: nothing else stands in them, not even a line's end behind.
+    answers: the number of answers in them; exact: they contain nothing else, not even a line end after an answer.
     """
 
     text: str
@@ -52,12 +50,15 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """Args:
-        tokenizer: whose template it is, and whose tokens are made.
-        source: another template; named: what sentences call it.
+    """A template together with the tokenizer that encodes its text.
+
+    Args:
+        tokenizer: brings the template, and makes the tokens.
+        source: another template; named: a name for it in messages.
 
     Raises:
-        Refused: no template; one that jinja cannot read; a tokenizer that does not say where its tokens stand.
+        Refused: no template; one that jinja cannot read; a tokenizer that does not say where its tokens are in the
+            text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, named: str = "") -> None:
@@ -84,19 +85,21 @@ class ChatTemplate:
             )
 
     def in_text(self, text: str, by_assistant: bool) -> str | None:
-        """The first control token that stands in a text. An assistant may write those that are not special: <think>."""
+        """Returns the first control token in a text. An assistant may write those that are not special, such as
+        <think>."""
         found = (self.special if by_assistant else self.control).search(text)
         return found and found[0]
 
     def as_text(self, text: str) -> str:
-        """With what would be control tokens marked, to be read as text."""
+        """Returns the text with its control tokens split, so that they are encoded as plain text."""
         return self.control.sub(lambda token: token[0][0] + SPLIT + token[0][1:], text)
 
     def render(self, messages: Messages, tools: list | None = None, last: bool = False) -> Rendered:
-        """Args: last: only the last answer is learnt.
+        """Renders a conversation. Args: last: only the last answer is learnt.
 
         Raises:
-            Bad: the template refuses the conversation, or writes a beginning of it otherwise than the whole.
+            BadRecord: the template refuses the conversation, or writes the beginning of it in another way than in the
+                full one.
         """
         text, spans = self._render(messages, tools)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
@@ -117,7 +120,8 @@ class ChatTemplate:
         return start, len(with_answer)
 
     def _beginning(self, messages: Messages, tools: list | None, i: int, whole: str) -> int:
-        """Where answer `i` begins: behind what a model that is asked for it is given."""
+        """Returns the position where answer `i` begins: after the text that the model gets when it is asked for the
+        answer."""
         asked = self._render(messages[:i], tools, True)[0]
         if not whole.startswith(asked):
             raise BadRecord(self._otherwise(i))
@@ -131,7 +135,7 @@ class ChatTemplate:
         )
 
     def _render(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
-        """Text and the template's own spans. Args: asks: with the header of an answer behind it."""
+        """Returns the text and the template's own spans. Args: asks: append the header of an answer."""
         try:
             texts, spans = render_jinja_template(
                 [messages],
@@ -143,7 +147,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise Refused(f"data=chat: {self.name} cannot be read (line {error.lineno}: {error}). Mend it.") from None
-        except Exception as error:  # whatever it raises of other people's code
+        except Exception as error:  # other people's code may raise anything
             raise BadRecord(
                 f"{self.name} does not take it ({' '.join(str(error).split()) or type(error).__name__})"
             ) from None
@@ -153,10 +157,11 @@ class ChatTemplate:
         return self.backend.encode_batch(texts, add_special_tokens=False)
 
     def learnt(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
-        """The tokens of its spans: those that lie wholly inside, and the control token that an answer ends in.
+        """Returns the tokens of the learnt spans: those that are completely inside, and the control token that ends an
+        answer.
 
         Raises:
-            Bad: a token that holds the end of a header and the beginning of an answer.
+            BadRecord: a token holds the end of a header and the beginning of an answer.
             Refused: a template with which the model would never learn to stop.
         """
         spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
@@ -169,7 +174,7 @@ class ChatTemplate:
         return spans
 
     def text_bytes(self, rendered: Rendered) -> int:
-        """Without the control tokens."""
+        """Returns the bytes of the text without its control tokens."""
         return len(self.control.sub("", rendered.text).encode())
 
     def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
@@ -186,8 +191,8 @@ class ChatTemplate:
                 f"it, so its first token is half the template's. {instead}"
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.controls:
-            stop += 1  # some take the white space behind them along
-        if not rendered.exact:  # a template writes white space behind the token that ends an answer
+            stop += 1  # some tokens include the white space after them
+        if not rendered.exact:  # templates write white space after the token that ends an answer
             last = next((i for i in range(stop - 1, first - 1, -1) if ids[i] in self.controls), stop - 1)
             stop = stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
         return first, stop
@@ -196,7 +201,7 @@ class ChatTemplate:
 def _own(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.get_chat_template()
-    except ValueError:  # none, or several of which none is the default
+    except ValueError:  # the tokenizer has no template, or several without a default
         raise Refused(
             f"data=chat: the tokenizer of {tokenizer.name_or_path} has no chat template, as those of base models have "
             "none. Type data.template=chatml, which adds its two tokens, or data.template=<a jinja file>."
@@ -204,13 +209,13 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
-    """The longest first; `SPLIT` would be taken out again."""
+    """Returns a pattern of these tokens, the longest first. `SPLIT` is not among them."""
     return re.compile("|".join(map(re.escape, [SPLIT, *sorted(tokens, key=len, reverse=True)])))
 
 
 def _exact(backend: Tokenizer) -> tuple[Tokenizer, int]:
-    """A copy that says where its tokens really stand, and the id of `SPLIT`: GPT-2's takes the space before a word off
-    its place, and a header's space would go unseen."""
+    """Returns a copy of the tokenizer with true positions of its tokens, and the id of `SPLIT`: GPT-2's leaves the
+    space before a word out of its position, and would hide a header's space."""
     copy = Tokenizer.from_str(backend.to_str())
     copy.post_processor = None
     copy.no_padding()
@@ -220,6 +225,6 @@ def _exact(backend: Tokenizer) -> tuple[Tokenizer, int]:
 
 
 def _token_from(encoding: Encoding, at: int, length: int) -> int:
-    """The first token with a character from `at` on: a normaliser may have dropped some."""
+    """Returns the first token with a character from `at` on: a normaliser may have dropped some."""
     tokens = (encoding.char_to_token(char) for char in range(at, length))
     return next((token for token in tokens if token is not None), len(encoding))

@@ -1,8 +1,8 @@
-"""A data set of the Hugging Face hub, or of a folder laid out like one: read row by row, never downloaded whole.
+"""Reads a data set of the Hugging Face hub, or a folder laid out like one, row by row, without downloading all of it.
 
 `datasets` streams it and makes no Arrow copy on disk. Without data.streaming its rows are read once, into the token
-store, and everything is as with files: order, resume and packing. What that holds is a row group of a parquet file at a
-time: a data set of the hub has small ones. With data.streaming nothing is stored (stream.py).
+store, and order, resume and packing work as with files. Reading holds one row group of a parquet file at a time, and
+data sets of the hub have small ones. With data.streaming nothing is stored (stream.py).
 """
 
 import os
@@ -35,7 +35,7 @@ def hub(
     val_rows: int = 512,
     **how: str | bool | None,
 ) -> Records | Stream:
-    """Args: how: what `records` takes."""
+    """Returns the source of a data set. Args: how: those of `records`."""
     if val_split == split:
         raise Refused(
             f"data.val_split={val_split}: this is data.split too, and validation would be of what was trained on. "
@@ -47,7 +47,8 @@ def hub(
 
 
 class Table:
-    """Reader of a data set's rows. Args: splits: their names there; without one for validation some rows are it."""
+    """The reader of a data set's rows. Args: splits: the names of its splits; without one for validation some rows are
+    held out."""
 
     aside = "val_split=<another split>"
 
@@ -68,7 +69,7 @@ class Table:
         return [self.contents(), self.subset, [*self.splits.values()], self.val_fraction if self.alone else None]
 
     def contents(self) -> list:
-        """What says that another day's data set is the same: digests of its files, or a commit of its repository."""
+        """Returns values that change when the data set changes: digests of its files, or its repository's commit."""
         if self.folder:
             files = sorted(file for file in Path(self.path).rglob("*") if file.is_file())
             return [[str(file.relative_to(self.path)) for file in files], digests(files)]
@@ -95,10 +96,10 @@ class Table:
         return held_out(map(_identity, self.rows(self.splits["train"])), self.val_fraction)
 
     def rows(self, name: str) -> Any:
-        """A datasets.IterableDataset, whose place in it can be kept.
+        """Returns a datasets.IterableDataset, whose position can be saved.
 
         Raises:
-            Refused: no such data set or split; none that can be reached.
+            Refused: the data set or split does not exist, or cannot be reached.
         """
         import datasets
 
@@ -109,7 +110,8 @@ class Table:
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
-        """What `datasets` and the hub raise has a dozen names, and all are the user's to mend."""
+        """Turns the many kinds of errors that `datasets` and the hub raise into refusals: the user can mend all of
+        them."""
         try:
             yield
         except (OSError, ValueError, RuntimeError, KeyError) as error:

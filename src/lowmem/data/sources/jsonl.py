@@ -1,7 +1,7 @@
-"""Records from files of JSON lines, read by bytes: an error names the file and the line.
+"""Reads records from files of JSON lines, by bytes, so that an error names the file and the line.
 
-What `json` takes and JSON does not know is refused: a field that stands there twice, NaN. A line is never held beyond
-`LONGEST` bytes.
+It refuses what `json` accepts and JSON does not allow: a field that occurs twice, NaN. It never holds more than
+`LONGEST` bytes of a line.
 """
 
 import json
@@ -27,8 +27,8 @@ def jsonl(
     encoding: str = "utf-8",
     **how: str | bool | None,
 ) -> Records:
-    """Each line of a file, or of the files of a folder that match `pattern`. Of several files some are validation; of
-    one, some of its lines. Args: how: what `records` takes."""
+    """Returns the source of the lines of a file, or of the files of a folder that match `pattern`. Of several files
+    some are validation; of one, some of its lines. Args: how: those of `records`."""
     lines = Lines(found(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
     return records(lines, "chat" if how.get("messages") else "jsonl", **how)
 
@@ -43,7 +43,7 @@ def _of_lines(encoding: str) -> str:
 
 
 class Lines(OfFiles):
-    """Reader of the lines of files."""
+    """The reader of the lines of files."""
 
     unit = "line"
 
@@ -62,7 +62,7 @@ class Lines(OfFiles):
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of every line that is not blank, without what stands around it; of one that is too long the
+    """Yields (number, line) of every line that is not blank, stripped; of a line that is too long only the
     beginning."""
     with readable(file), file.open("rb") as stream:
         number = 0
@@ -91,7 +91,7 @@ def _fields(line: bytes, encoding: str) -> dict | BadRecord:
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 10) : error.pos + 10]
         return BadRecord(f'it is no JSON ({error.msg.lower().rstrip(".")} at character {error.pos:,}, near "{near}")')
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in brackets
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested brackets
         return BadRecord(f"it is no JSON that can be read ({str(error).partition(';')[0].lower()})")
     return value if isinstance(value, dict) else BadRecord(f"it is {_called(value)} and no object with fields")
 

@@ -1,9 +1,9 @@
-"""From text to token ids on all cores, a long text in pieces: what the tokenizer holds at once stays small.
+"""Encodes text to token ids on all cores, long texts in pieces, so that the tokenizer uses little memory.
 
-A cut may change tokens: one of " b" is none of " " and "b". So a text is cut only after a line that ends in a visible
-character and before an ASCII letter, where the usual pre-tokenizers begin a word, and only where *this* tokenizer gives
-the text around the cut the same ids in one and in two. One that never does, as those of SentencePiece, which put a mark
-before every text, gets its texts whole.
+A cut may change tokens: the token " b" is not made from " " and "b". So a text is cut only after a line that ends in a
+visible character and before an ASCII letter, where the usual pre-tokenizers begin a word, and only if *this* tokenizer
+gives the text around the cut the same ids in one part and in two. A tokenizer that never does, such as those of
+SentencePiece, which put a mark before every text, gets full texts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 15  # characters of a piece, at least: several for every core
-BATCH = 1 << 20  # bytes that are encoded together: a token of them, at worst a byte, takes more than 100
-EACH = 32  # bytes that a text counts beside its own: its tokens come in an object of their own
+PIECE = 1 << 15  # the least characters of a piece: several for every core
+BATCH = 1 << 20  # bytes that are encoded together: each token, at worst of one byte, takes more than 100
+EACH = 32  # bytes that count for each text in addition: its tokens come in an object of their own
 AROUND = 128  # characters on each side of a cut that are encoded to prove it
-PROOFS = 8  # of the first so many cuts one must hold
+PROOFS = 8  # if none of the first so many cuts holds, no more are tried
 CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 T = TypeVar("T")
 
 
 class Cuts:
-    """Where texts may be cut without a change of their ids."""
+    """Decides where texts may be cut without a change of their ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -39,7 +39,7 @@ class Cuts:
         self.never = not tokenizer.is_fast
 
     def proved(self, text: str, at: int) -> bool:
-        """Whether the ids around position `at` are those of what is before and what is behind."""
+        """Returns True if the ids around position `at` are those of the text before it and the text after it."""
         parts = text[max(0, at - AROUND) : at], text[at : at + AROUND]
         whole, before, behind = ids_of(self.tokenizer, ["".join(parts), *parts])
         holds = np.array_equal(whole, np.concatenate([before, behind]))
@@ -51,11 +51,11 @@ class Cuts:
 
 
 def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[str, bool]]:
-    """(piece, whether the text ends with it): nothing of an empty text.
+    """Yields (piece, True if the text ends with it); nothing for an empty text.
 
     Args:
         blocks: of one text.
-        cuts: None: every cut is taken for proved, as it is for the tokenizers that are trained here.
+        cuts: None: every cut is allowed, which holds for the tokenizers that are trained here.
     """
     held: list[str] = []
     for block in blocks:
@@ -78,7 +78,7 @@ def _places(block: str, cuts: Cuts | None) -> Iterator[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """The ids of each text, without special tokens: (tokens,) uint32."""
+    """Returns the ids of each text, without special tokens: (tokens,) uint32."""
     cuts, found = Cuts(tokenizer), [[] for _ in texts]
     parts = ((i, part) for i, text in enumerate(texts) for part, _ in pieces([text], cuts))
     for batch in batches(parts, lambda part: text_bytes(part[1])):
@@ -89,22 +89,23 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """(tokens,) uint32 of each text. What a tokenizer gives is 50 times as large, and is gone with the return."""
-    if tokenizer.is_fast:  # all cores, and no offsets that nobody reads
+    """Returns the ids (tokens,) uint32 of each text. The tokenizer's own result is 50 times as large, and is freed on
+    return."""
+    if tokenizer.is_fast:  # uses all cores, and computes no offsets
         encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encoded]
     return [np.array(ids, np.uint32) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Its control tokens, by how they are written: a text that holds one gets the token itself, such as the end of a
-    document."""
+    """Returns the tokenizer's control tokens by their spelling: a text that contains one would get the token itself,
+    such as the end of a document."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 @contextmanager
 def controls_as_text(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """In here they are letters like any others."""
+    """Makes the tokenizer encode control tokens as plain text inside the `with`."""
     of, name = (
         (tokenizer.backend_tokenizer, "encode_special_tokens")
         if tokenizer.is_fast
@@ -119,7 +120,7 @@ def controls_as_text(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a document: one token, or none where the tokenizer has no such token."""
+    """Returns the token that ends a document, in a list; an empty list if the tokenizer has none."""
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
@@ -128,7 +129,7 @@ def text_bytes(text: str) -> int:
 
 
 def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Groups of about `BATCH` bytes: enough to keep every core busy, little enough to stay in memory."""
+    """Yields groups of about `BATCH` bytes: enough for every core, and little memory."""
     batch: list[T] = []
     held = 0
     for item in items:

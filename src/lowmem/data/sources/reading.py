@@ -1,4 +1,4 @@
-"""Files as characters, in blocks: no file is ever whole in memory."""
+"""Reads files as characters, in blocks: no file is ever in memory as a whole."""
 
 import codecs
 import hashlib
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """The text is the user's: that it cannot be read is no fault of the cache."""
+    """Turns an error while reading a text into a refusal: the text is the user's, and the cache is not at fault."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def digests(files: Iterable[Path]) -> list[str]:
-    """SHA-256 of each file's bytes, by as many threads as there are cores."""
+    """Returns the SHA-256 of each file's bytes; it uses one thread per core."""
 
     def digest(file: Path) -> str:
         with readable(file), file.open("rb") as stream:
@@ -46,7 +46,7 @@ def digests(files: Iterable[Path]) -> list[str]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items; while one is used, a thread makes the next."""
+    """Yields the same items; a thread makes the next one while one is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, OVER)
         while (item := coming.result()) is not OVER:
@@ -61,11 +61,11 @@ class _NoText(Exception):
 
 
 def blocks(file: Path, encoding: str, on_error: str | None) -> Iterator[str]:
-    """The characters of a file that is text; what is none is refused or, with on_error=replace, replaced. Args:
-    on_error: None: there is no such key, and what is no text is refused.
+    """Yields the characters of a text file in blocks. Bytes that are no text are refused or, with on_error=replace,
+    replaced. Args: on_error: None: refuse them, and do not name the key.
 
     Raises:
-        Refused: with the number of the byte that is no text.
+        Refused: with the number of the first byte that is no text.
     """
     try:
         yield from _decoded(file, encoding, "replace" if on_error == "replace" else "strict")
@@ -81,7 +81,7 @@ def blocks(file: Path, encoding: str, on_error: str | None) -> Iterator[str]:
 
 
 def is_text(file: Path, encoding: str) -> bool:
-    """Known before the first of its characters is used, at the price of reading it twice."""
+    """Returns True if a file is text. It is decoded twice, so that this is known before its first character is used."""
     try:
         for _ in _decoded(file, encoding, "strict"):
             pass
@@ -96,7 +96,7 @@ def _decoded(file: Path, encoding: str, errors: str) -> Iterator[str]:
         head = raw = stream.read(BLOCK)
         decoder = codecs.getincrementaldecoder(_of_stream(encoding, head))(errors)
         while True:
-            waiting = len(decoder.getstate()[0])  # bytes of a character that the last block has begun
+            waiting = len(decoder.getstate()[0])  # bytes of a character that began in the last block
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeError as error:
@@ -117,14 +117,15 @@ def _decoded(file: Path, encoding: str, errors: str) -> Iterator[str]:
 
 
 def _of_stream(encoding: str, head: bytes) -> str:
-    """Without a mark of its byte order Python takes a text for the machine's, and refuses a stream."""
+    """Returns the encoding to decode a stream with: for text without a byte order mark Python assumes the machine's
+    order, but refuses a stream."""
     name = codecs.lookup(encoding).name
     marked = any(head.startswith(mark) for mark in MARKS.get(name, (b"",)))
     return encoding if marked else f"{name}-{sys.byteorder[0]}e"
 
 
 def _whole(text: str) -> bool:
-    """Whether no half of a surrogate pair, as some encodings give, stands alone."""
+    """Returns True if the text has no half of a surrogate pair, which some encodings produce."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeError:
@@ -132,18 +133,19 @@ def _whole(text: str) -> bool:
 
 
 def _likely(raw: bytes) -> str:
-    """What else the bytes at a file's beginning may be."""
+    """Guesses from a file's first bytes what else it may be."""
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "Type data.encoding=utf-16, as which it begins; "
     return "" if b"\0" in raw else "Type data.encoding=latin-1, if that is what it is; "
 
 
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
-    """How many of the characters are training text, where the last `tail` of them are validation: up to the paragraph,
-    line or word that begins last before there, if one begins in as many characters again.
+    """Returns the number of characters that are training text, if about the last `tail` of them are validation. The cut
+    is at the last paragraph, line or word that begins before that share, unless none begins in as many characters
+    before it.
 
     Args:
-        text: its blocks; called twice.
+        text: returns the text's blocks; called twice.
     """
     length = sum(map(len, text()))
     at = min(max(1, round(length * (1 - tail))), max(1, length - 1))
@@ -160,7 +162,7 @@ def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
 
 
 def between(text: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
-    """The blocks of its characters from `start` to `stop`."""
+    """Yields the blocks of the characters from `start` to `stop`."""
     at = 0
     for block in text:
         if part := block[max(0, start - at) : None if stop is None else max(0, stop - at)]:

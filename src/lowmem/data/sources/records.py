@@ -1,7 +1,7 @@
-"""Records as documents: a reader gives fields and says where they stand, an encoder makes tokens of them.
+"""Turns records into documents: a reader yields fields and where they stand, an encoder makes tokens of them.
 
-Whoever mends a file must know which line. So a record that cannot be used is told by its place and by what was found
-there; with data.skip_bad=true it is left out, and counted.
+To mend a file one must know the line. So an error about a record names its place and what was found there; with
+data.skip_bad=true the record is left out, and counted.
 """
 
 from __future__ import annotations
@@ -29,41 +29,42 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIELDS = ("field", "prompt", "completion", "messages")  # the keys that say what a record is made of
-NAMED = 3  # of the records that are left out the log names so many
-SMALLEST = 512  # bytes that a record counts at least, so that not too many are encoded together
+NAMED = 3  # the log names so many of the records that are left out
+SMALLEST = 512  # the least bytes that a record counts, so that not too many are encoded together
 
 
 class Record(NamedTuple):
     where: str  # "notes.jsonl, line 3"
-    fields: dict | BadRecord  # BadRecord: what stands there is no record
-    size: int = 0  # bytes in its file, where that is known
+    fields: dict | BadRecord  # BadRecord: it is no record
+    size: int = 0  # bytes in its file, if known
 
 
 class Reader(Protocol):
-    """Where records come from. Args: alone: some of the records are validation; aside: the key that gives others."""
+    """A source of records. Args: alone: some of the records are validation; aside: the key that gives other records for
+    validation."""
 
     alone: bool
     aside: str
 
     def key(self) -> list:
-        """Of contents, and of settings that change the records: lists, texts and numbers."""
+        """Returns lists, texts and numbers that depend on contents, and on settings that change the records."""
 
     def size(self, split: SplitName) -> int | None:
-        """Bytes that will be read, about; None: nobody knows."""
+        """Returns about how many bytes will be read; None: unknown."""
 
     def records(self, split: SplitName) -> Iterator[Record]:
-        """In order; read again at each call. What cannot be read at all is `Refused`."""
+        """Yields the records in order, again at each call. Raises Refused if nothing can be read."""
 
 
 class OfFiles:
-    """Reader of the records of files: of several files some are validation; of one, some of its records.
+    """The base class of readers of files: of several files some are validation; of a single one, some of its records.
 
     Args:
-        val_fraction: share of the records that is validation, where one file is both.
+        val_fraction: share of the records that is validation, if there is a single file.
         how: settings that change the records.
     """
 
-    unit: str  # what its records are counted as: lines, rows
+    unit: str  # what its records are called: lines, rows
     aside = "val_path=<a file or folder>"
 
     def __init__(self, files: Files, val_fraction: float, how: list) -> None:
@@ -74,11 +75,11 @@ class OfFiles:
         return self.files.alone
 
     def numbered(self, file: Path) -> Iterator[tuple[int, Any]]:
-        """(number, record as it is read), from 1 on."""
+        """Yields (number, record as it was read), from 1 on."""
         raise NotImplementedError
 
     def identity(self, raw: Any) -> bytes:
-        """The same of the same record, whatever stands beside it."""
+        """Returns bytes that are the same for the same record, wherever it stands."""
         raise NotImplementedError
 
     def fields(self, raw: Any) -> dict | BadRecord:
@@ -107,12 +108,12 @@ class OfFiles:
 
 @dataclass(eq=False)
 class Records(StoredSource):
-    """The source that a reader and an encoder make.
+    """The source that consists of a reader and an encoder.
 
     Args:
         name: of the yaml, such as jsonl.
         packing, too_long: see `Source`.
-        skip_bad: leave out records that cannot be used, and count them; otherwise the first is refused.
+        skip_bad: leave out records that cannot be used, and count them; otherwise the first one is refused.
     """
 
     reader: Reader
@@ -124,7 +125,7 @@ class Records(StoredSource):
 
     def __post_init__(self) -> None:
         self.chat = self.encoder.chat
-        self._bad: dict[str, list[str]] = {}  # split -> the first records that were left out, each a sentence
+        self._bad: dict[str, list[str]] = {}  # split -> sentences about the first records that were left out
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
 
     def key(self) -> list:
@@ -134,7 +135,7 @@ class Records(StoredSource):
         return self.reader.size(split)
 
     def texts(self) -> Iterator[str]:
-        """Records that cannot be used are left to `encoded`, which refuses or counts them."""
+        """Yields training texts, without records that cannot be used: `encoded` refuses or counts those."""
         for record in self.reader.records("train"):
             try:
                 if not isinstance(record.fields, BadRecord) and (text := self.encoder.text(record.fields)):
@@ -152,13 +153,13 @@ class Records(StoredSource):
             )
 
     def forget(self, split: SplitName) -> None:
-        """What was left out of it."""
+        """Forgets which records of a split were left out."""
         self._bad[split], self._counts[split] = [], [0, 0]
 
     def documents(
         self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Encoded]:
-        """Of these; what is left out of them adds to what was."""
+        """Yields the documents of these records, and counts those that are left out."""
         for batch in ahead(batches(records, lambda record: max(record.size, SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
@@ -201,16 +202,16 @@ def records(
     skip_bad: bool = False,
     **chat: str | None,
 ) -> Records:
-    """The source of a reader, with the keys that the yamls of all records have. Args: chat: what `Chat` takes."""
+    """Makes the source of a reader, with the keys that all yamls of records have. Args: chat: those of `Chat`."""
     of_each = encoder(field, prompt, completion, messages, **chat)
     return Records(reader, of_each, name, packing, too_long, skip_bad)
 
 
 class _Fields(Encoder):
-    """What encoders of fields share.
+    """The base class of encoders of text fields.
 
     Args:
-        control_tokens: in a text: refuse the record, or read them as text, as which they say nothing.
+        control_tokens: what to do with a text that contains some: refuse the record, or encode them as plain text.
     """
 
     def __init__(self, *names: str, control_tokens: str) -> None:
@@ -220,7 +221,7 @@ class _Fields(Encoder):
         return [type(self).__name__.lower(), *self.names, self.control_tokens]
 
     def texts(self, fields: dict) -> list[str]:
-        """Of each of the names. Raises: Bad: one that cannot be used."""
+        """Returns the texts of the fields. Raises: BadRecord: one cannot be used."""
         raise NotImplementedError
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
@@ -230,7 +231,7 @@ class _Fields(Encoder):
         return "".join(self.texts(fields))
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
-        """What `documents` makes of everything that could be read, with what is bad in its place."""
+        """Returns the documents of the readable records, with the errors of the others in their places."""
         refused = controls(tokenizer) if self.control_tokens == "refuse" else ()
         found = [self._read(fields, refused) for fields in batch]
         with controls_as_text(tokenizer) if self.control_tokens == "text" else nullcontext():
@@ -249,7 +250,7 @@ class _Fields(Encoder):
 
 
 class Text(_Fields):
-    """One field, all of it learnt."""
+    """The encoder of one field, all of which is learnt."""
 
     def __init__(self, field: str, control_tokens: str = "refuse") -> None:
         super().__init__(field, control_tokens=control_tokens)
@@ -262,8 +263,8 @@ class Text(_Fields):
 
 
 class Completion(_Fields):
-    """Two fields, of which the second and the document's end are learnt. Each is encoded alone, as it is when the model
-    is asked: a token that lay in both would be learnt from half of it."""
+    """The encoder of two fields, of which the second and the document's end are learnt. Each is encoded by itself, as
+    at generation: a token across both would be learnt from half of it."""
 
     def __init__(self, prompt: str, completion: str, control_tokens: str = "refuse") -> None:
         super().__init__(prompt, completion, control_tokens=control_tokens)
@@ -282,13 +283,13 @@ class Completion(_Fields):
 
 
 def encoder(field: str | None, prompt: str | None, completion: str | None, messages: str | None, **chat) -> Encoder:
-    """The one that the keys of a yaml name; without any it is the field "text".
+    """Returns the encoder that a yaml's keys select; without any, the field "text".
 
     Args:
-        chat: what conversations take beside the name of their field; control_tokens is for all.
+        chat: arguments for conversations, besides the name of their field; control_tokens applies to all.
 
     Raises:
-        Refused: keys of several, or half of one.
+        Refused: keys of several encoders, or half of one's.
     """
     checked_fields(field, prompt, completion, messages)
     if messages:
@@ -300,8 +301,10 @@ def encoder(field: str | None, prompt: str | None, completion: str | None, messa
 
 
 def text_of(fields: dict, name: str, empty: bool = False) -> str:
-    """Raises:
-    Bad: no such field, or what is in it is no text that a tokenizer takes.
+    """Returns a field's text.
+
+    Raises:
+        BadRecord: no such field, or it is no text that a tokenizer takes.
     """
     if name not in fields:
         there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
@@ -310,7 +313,8 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
 
 
 def held_out(records: Iterable[bytes], val_fraction: float) -> float:
-    """The share of them that is validation: where it is none of a few, the one with the lowest number."""
+    """Returns the share of records that is validation. If there are so few that it would be none, the one with the
+    lowest number is taken."""
     lowest = 1.0
     for record in records:
         lowest = min(lowest, place(record))
@@ -320,8 +324,8 @@ def held_out(records: Iterable[bytes], val_fraction: float) -> float:
 
 
 def place(record: bytes) -> float:
-    """From 0 to 1: those below `val_fraction` are validation. It hangs on the record alone, so that none changes its
-    side when others are added."""
+    """Returns a number from 0 to 1; records below `val_fraction` are validation. It depends on the record alone, so
+    that none changes sides when others are added."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64
 
 

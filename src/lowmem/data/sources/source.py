@@ -1,7 +1,7 @@
-"""What a data set is to those who store it: documents of token ids, one after the other.
+"""Defines a data set as the token store sees it: documents of token ids, one after the other.
 
-Each `conf/data/<kind>.yaml` names a class or function that gives a source. Opening one reads names alone: the planner
-and the checks at the start ask it for no more. Files of text are one (`text_files.py`), records another (`records.py`).
+Each `conf/data/<kind>.yaml` names a class or function that makes a source. Opening one reads only names: the planner
+and the checks at the start need no more. Text files are one kind (`text_files.py`), records another (`records.py`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ SplitName = Literal["train", "val"]
 
 
 class Encoded(NamedTuple):
-    """A document, or a piece of one that is too long to be held at once."""
+    """A document, or a piece of one that is too long for memory."""
 
-    ids: np.ndarray | list[int]  # its end token included, where the tokenizer has one
+    ids: np.ndarray | list[int]  # with its end token, if the tokenizer has one
     learnt: np.ndarray | None  # (len(ids),) bool; None: all of them
-    text_bytes: int  # of the text that the ids stand for; an end token is no text
+    text_bytes: int  # of the text that the ids encode; an end token is no text
     ends: bool = True  # False: more of this document follows
 
 
 class ChatFormat(Protocol):
-    """What conversations ask of a tokenizer; `chat.py` has the only one."""
+    """The format of conversations, as a tokenizer needs it; `chat.py` has the only one."""
 
-    source: str | None  # the template that was typed; None: the tokenizer's own
-    tokens: Sequence[str]  # special tokens of a tokenizer that is trained on the conversations
+    source: str | None  # the typed template; None: the tokenizer's own
+    tokens: Sequence[str]  # special tokens for a tokenizer that is trained on the conversations
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Give it the template, which is saved with it."""
+        """Gives the tokenizer the template, which is saved with it."""
 
 
 class Encoder:
@@ -44,47 +44,49 @@ class Encoder:
     chat: ChatFormat | None = None
 
     def key(self) -> list:
-        """Settings that change the tokens: texts and numbers."""
+        """Returns settings that change the tokens: texts and numbers."""
         raise NotImplementedError
 
     def text(self, fields: dict) -> str:
-        """Returns what a tokenizer is trained on. Raises: Bad: a record that cannot be used."""
+        """Returns the text to train a tokenizer on. Raises: BadRecord: a record that cannot be used."""
         raise NotImplementedError
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
-        """Returns a document of each record, or why there is none."""
+        """Returns for each record a document, or the reason why there is none."""
         raise NotImplementedError
 
 
 class Source:
-    """A data set. `data/opening.py` has the base of those whose tokens are stored on disk; others open themselves."""
+    """A data set. The base class of those whose tokens are stored on disk is in `data/opening.py`; others open
+    themselves."""
 
-    name: str  # begins the name of the cache's folder
-    packing = "joined"  # how rows are made of its documents: joined, documents or padded
-    too_long = "cut"  # what becomes of a document that is longer than a row: cut, drop or refuse
-    chat: ChatFormat | None = None  # of conversations
-    streams = False  # it has no end, and no rows that could be counted
+    name: str  # the cache's folder begins with it
+    packing = "joined"  # how its documents become rows: joined, documents or padded
+    too_long = "cut"  # what happens to a document that is longer than a row: cut, drop or refuse
+    chat: ChatFormat | None = None  # the format of conversations
+    streams = False  # True: it has no end, and no number of rows
 
     def key(self) -> list:
-        """The cache is named by this: contents, and settings that change the tokens, as lists, texts and numbers."""
+        """Returns lists, texts and numbers that name the cache: they depend on contents, and on settings that change
+        the tokens."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
-        """Bytes that will be read, about, for the progress bar; None: nobody knows."""
+        """Returns about how many bytes will be read, for the progress bar; None: unknown."""
         raise NotImplementedError
 
     def texts(self) -> Iterator[str]:
-        """The training text, for a tokenizer to be trained on."""
+        """Yields the training text, to train a tokenizer on."""
         raise NotImplementedError
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-        """The token store (`data/token_store.py`) reads every document in order; read again at each call.
+        """Yields every document in order, again at each call; the token store (`data/token_store.py`) reads them.
 
         Raises:
-            Refused: what cannot be read, or is no text.
+            Refused: something cannot be read, or is no text.
         """
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """What was left out of what has been encoded, a sentence each: the log has it at every use of the cache."""
+        """Returns sentences about what was left out while encoding; the log shows them at every use of the cache."""
         raise NotImplementedError

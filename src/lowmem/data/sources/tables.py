@@ -1,8 +1,8 @@
-"""Rows of tables: csv and parquet files, row by row and never a whole file, nor a whole row group, in memory.
+"""Reads rows of csv and parquet files one by one: neither a file nor a row group is ever in memory as a whole.
 
-Python's own `csv` and pyarrow's file reader, not `datasets`: that reads csv by pandas, which takes an empty text or one
-that says NA for no text and 1.0 for a number, and parquet by a scanner that holds whole row groups: of 256 MB its
-memory grows by 300 MB, and by 20 MB with this. `datasets` reads what is on the hub (hub.py).
+It uses Python's own `csv` and pyarrow's file reader, not `datasets`: that reads csv with pandas, which takes an empty
+text or "NA" for no text and 1.0 for a number, and parquet with a scanner that holds full row groups: with groups of 256
+MB its memory grows by 300 MB, and by 20 MB here. `datasets` reads data sets of the hub (hub.py).
 """
 
 import csv
@@ -16,11 +16,11 @@ from lowmem.data.sources.records import FIELDS, BadRecord, OfFiles, Records, rec
 from lowmem.data.sources.text_files import Files, found
 from lowmem.system.errors import Refused
 
-DELIMITERS = {"tab": "\t"}  # as it can be typed
+DELIMITERS = {"tab": "\t"}  # spellings that can be typed
 LONGEST = 1 << 28  # characters of a row: beyond it a quotation mark is missing, or it is no table
-AT_ONCE = 64  # rows of parquet: chats of 100 kB make 6 MB
+AT_ONCE = 64  # rows of parquet: conversations of 100 kB make 6 MB
 BUFFER = 1 << 20  # bytes of a column that are read at once
-TOOLS = "tools"  # a column that belongs to conversations, as the field of that name does
+TOOLS = "tools"  # a column that belongs to conversations, like the field of this name
 
 
 def table_csv(
@@ -32,8 +32,8 @@ def table_csv(
     delimiter: str = ",",
     **how: str | bool | None,
 ) -> Records:
-    """Each row of a csv file, or of the files of a folder that match `pattern`; its columns are its fields.
-    Args: how: what `records` takes."""
+    """Returns the source of the rows of a csv file, or of the files of a folder that match `pattern`; its columns are
+    the fields. Args: how: those of `records`."""
     if len(DELIMITERS.get(delimiter, delimiter)) != 1 or delimiter in ('"', "\n", "\r"):
         raise Refused(f"data.delimiter={delimiter}: it is one character, such as ';', or the word tab.")
     files, settings = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
@@ -48,8 +48,8 @@ def table_parquet(
     val_path: str | None = None,
     **how: str | bool | None,
 ) -> Records:
-    """Each row of a parquet file, or of the files of a folder that match `pattern`; only columns that are used are
-    read. Args: how: what `records` takes."""
+    """Returns the source of the rows of a parquet file, or of the files of a folder that match `pattern`; only the
+    columns in use are read. Args: how: those of `records`."""
     columns, also = used(*(how.get(name) for name in FIELDS)), [TOOLS] if how.get("messages") else []
     files = found(path, pattern, val_fraction, val_path)
     rows = Table(files, val_fraction, [columns + also], "row", lambda file: parquet_rows(file, columns, also))
@@ -57,12 +57,13 @@ def table_parquet(
 
 
 def used(*names: str | None) -> list[str]:
-    """The columns that records are made of. Args: names: of the yaml's keys for them."""
+    """Returns the columns that records are made of. Args: names: the yaml's keys for them."""
     return [name for name in names if name] or ["text"]
 
 
 class Table(OfFiles):
-    """Reader of the rows of files. Args: unit: what is numbered; numbered: the rows of a file with their numbers."""
+    """The reader of the rows of files. Args: unit: what its records are called; numbered: yields the rows of a file
+    with their numbers."""
 
     def __init__(
         self,
@@ -83,11 +84,11 @@ class Table(OfFiles):
 
 
 def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[tuple[int, dict[str, str] | BadRecord]]:
-    """(the line that a row begins in, as an editor counts them, and a text for each name in the first line); lines
-    without anything are no rows.
+    """Yields (the line in which a row begins, as an editor counts lines; the texts by the names in the first line).
+    Lines without any cell are skipped.
 
     Raises:
-        Refused: no names, or one that stands twice; a row that does not end; what is no text.
+        Refused: no names, or one twice; a row that does not end; bytes that are no text.
     """
     csv.field_size_limit(LONGEST)
     table = csv.reader(_lines(file, encoding), delimiter=DELIMITERS.get(delimiter, delimiter), strict=True)
@@ -98,7 +99,7 @@ def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[tuple[int, d
             cells = next(table)
         except StopIteration:
             return
-        except csv.Error as error:  # the reader goes on behind the line
+        except csv.Error as error:  # the reader continues after the line
             if names is None or "field larger" in str(error):
                 raise Refused(f"data: {shown(file)} is no table in csv: line {table.line_num}: {error}.") from None
             yield start, BadRecord(f"{error}, which {_from_to(start, table.line_num)}")
@@ -112,20 +113,20 @@ def csv_rows(file: Path, delimiter: str, encoding: str) -> Iterator[tuple[int, d
 
 
 def _from_to(start: int, stop: int) -> str:
-    """A cell whose quotation mark is missing goes on to the next one, over rows that nobody means by it."""
+    """Names a range of lines: a cell whose quotation mark is missing goes on to the next mark, over several rows."""
     several = f"takes lines {start:,} to {stop:,}: a quotation mark may be missing"
     return several if stop > start else f"ends at line {stop:,}"
 
 
 def _checked(names: list[str], file: Path) -> list[str]:
-    names[0] = names[0].removeprefix("\ufeff")  # a mark of its encoding
+    names[0] = names[0].removeprefix("\ufeff")  # a byte order mark
     if twice := [name for name in names if names.count(name) > 1]:
         raise Refused(f"data: {shown(file)} names the column {twice[0]!r} twice in its first line. Rename one.")
     return names
 
 
 def _lines(file: Path, encoding: str) -> Iterator[str]:
-    """With their ends: a cell may have some in it."""
+    """Yields lines with their ends: a cell may contain some."""
     parts: list[str] = []
     for block in blocks(file, encoding, None):
         *whole, rest = block.split("\n")
@@ -142,10 +143,10 @@ def _lines(file: Path, encoding: str) -> Iterator[str]:
 def parquet_rows(
     file: Path, columns: Sequence[str], also: Sequence[str] = ()
 ) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
-    """(number from 1 on, the values of these columns). Args: also: of more columns, where the file has them.
+    """Yields (number from 1 on, the values of these columns). Args: also: more columns, if the file has them.
 
     Raises:
-        Refused: a file that is no parquet, or damaged, or has no such column.
+        Refused: the file is no parquet, or damaged, or lacks a column.
     """
     import pyarrow
     from pyarrow import parquet
@@ -166,7 +167,7 @@ def parquet_rows(
 
 
 def _values(batch: Any) -> list[dict[str, Any] | BadRecord]:
-    """Of a pyarrow.RecordBatch. A text whose bytes are none is told of alone."""
+    """Returns the rows of a pyarrow.RecordBatch. A row whose bytes are no text becomes a BadRecord of its own."""
     try:
         return batch.to_pylist()
     except UnicodeError:

@@ -1,7 +1,7 @@
-"""Corpora: which files are text, and which of them are held out.
+"""Finds the text files of a corpus, and chooses which of them are held out.
 
-Train and validation are split *by file*: a split inside files would put a function's first half into training and its
-second half into validation. Only a file that is alone is cut, near its end. Opening a corpus reads names and sizes.
+Train and validation are split *by file*: a split inside of files would put a function's first half into training and
+its second half into validation. Only a single file is cut, near its end. Opening a corpus reads names and sizes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECORDS = {".jsonl", ".ndjson"}  # text, but not plain: a model would learn braces, keys and escapes
+RECORDS = {".jsonl", ".ndjson"}  # text, but a model would learn braces, keys and escapes
 
 
 @dataclass(frozen=True)
 class Corpus(StoredSource):
-    """Files of text, each a document. `root` is what their names are relative to in keys and messages.
+    """Text files, each of which is a document. Names in keys and messages are relative to `root`.
 
     Args:
-        encoding, on_error: of the files, and what becomes of one that is no text in it: `refuse`, `replace` what is no
-            character by U+FFFD, or `skip` the file.
-        tail: share of the text that is validation, where `train` and `val` are the same single file.
+        encoding: of the files; on_error: what to do with bytes that are no text in it: `refuse` the file, `replace`
+            them
+            by U+FFFD, or `skip` the file.
+        tail: share of the text that is validation, if `train` and `val` are the same single file.
         packing, too_long: see `Source`.
     """
 
@@ -108,7 +109,7 @@ class Corpus(StoredSource):
         return between(read(), 0, at) if split == "train" else between(read(), at, None)
 
 
-# Not the library itself: its tests, other people's packages, and what is generated: rows of code points, help texts.
+# Its tests, other people's packages and generated files are not the library: rows of code points, help texts.
 _NOT_STDLIB = {
     "site-packages",
     "dist-packages",
@@ -124,7 +125,7 @@ _NOT_STDLIB = {
 
 
 def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") -> Corpus:
-    """The Python standard library's own source files on this machine."""
+    """Returns the Python standard library's own source files on this machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
     if not files:
@@ -146,7 +147,8 @@ def text(
     packing: str = "joined",
     too_long: str = "cut",
 ) -> Corpus:
-    """A file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing else."""
+    """Returns a file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing
+    else."""
     how = {"encoding": checked_encoding(encoding), "on_error": checked_on_error(on_error)}
     how |= {"packing": packing, "too_long": too_long}
     root, train, val = files = found(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
@@ -154,7 +156,7 @@ def text(
 
 
 class Files(NamedTuple):
-    """`root` is what their names are relative to in messages."""
+    """The files of both splits; their names in messages are relative to `root`."""
 
     root: Path
     train: list[Path]
@@ -162,7 +164,7 @@ class Files(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether one file is both, so that it is to be cut."""
+        """Returns True if a single file is both splits, so that it is to be cut."""
         return self.train == self.val
 
 
@@ -173,16 +175,16 @@ def found(
     val_path: str | Sequence[str] | None = None,
     usable: Callable[[list[Path]], list[Path]] = list,
 ) -> Files:
-    """The files of `data.path` and `data.val_path`, or which of the former are held out.
+    """Finds the files of `data.path` and `data.val_path`, or chooses which of the former are held out.
 
     Args:
-        val_path: of several the first is validation, and the others are no training text either.
-        usable: of the files that match, those that can be read as what they are.
+        val_path: the first of several is validation; the others are excluded from training, too.
+        usable: returns those of the matching files that can be read.
 
     Raises:
-        Refused: nothing there, or nothing left.
+        Refused: there are no files, or none is left.
     """
-    if isinstance(val_path, Mapping):  # those of data itself are read one by one
+    if isinstance(val_path, Mapping):  # the sources of data.val are read one by one
         raise Refused(
             f"data.parts.<name>.val_path={dict(val_path)}: a part of a mixture has one validation set. Type one file "
             "or folder."
@@ -229,7 +231,8 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
 
 
 def _matching(root: Path, given: str, pattern: str) -> list[Path]:
-    """Says how many other files there are: a default pattern that takes a tenth of the text should not pass unseen."""
+    """Returns the matching files. The log says how many others there are: a default pattern that finds a tenth of the
+    text should be noticed."""
     everything = _all_files(root)
     try:
         files = sorted(f for f in root.glob(pattern) if f.is_file())
@@ -249,10 +252,10 @@ def _matching(root: Path, given: str, pattern: str) -> list[Path]:
 
 
 def _all_files(root: Path) -> set[Path]:
-    """Without hidden ones, which nobody means.
+    """Returns all files but hidden ones, which nobody means.
 
     Raises:
-        OSError: a folder that cannot be read, which `glob` passes over without a word.
+        OSError: a folder cannot be read; `glob` would silently skip it.
     """
 
     def refuse(error: OSError) -> None:
@@ -277,8 +280,8 @@ def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
 
 
 def split(root: Path, files: list[Path], val_fraction: float) -> Files:
-    """Hold out whole files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; a
-    single file is both."""
+    """Holds out full files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; a
+    single file is both splits."""
     if not 0.0 < val_fraction < 1.0:
         raise Refused(f"data.val_fraction={val_fraction}: give a share between 0 and 1, such as 0.05.")
     if len(files) == 1:
@@ -292,5 +295,5 @@ def split(root: Path, files: list[Path], val_fraction: float) -> Files:
 
 
 def _name(file: Path, root: Path) -> bytes:
-    """Below `root`, in the bytes that the disk has: a name need not be UTF-8."""
+    """Returns the name below `root` in the disk's own bytes, which need not be UTF-8."""
     return os.fsencode(file.relative_to(root).as_posix())

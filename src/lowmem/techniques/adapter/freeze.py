@@ -1,7 +1,7 @@
-"""Which of the model's own weights are trained: all of them, or not those that `freeze=` names.
+"""Chooses which of the model's own weights are trained: all of them, or all that `freeze=` does not name.
 
-A frozen weight has no gradient, no optimizer state, no master and no decay, and is in no checkpoint. What it costs:
-the model can only become what the others can make of it.
+A frozen weight has no gradient, optimizer state, master or decay, and is in no checkpoint. It costs quality: the model
+can only become what the other weights can make of it.
 """
 
 import logging
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 def none(model: nn.Module) -> None:
-    """No adapter: the model's own weights are trained."""
+    """Adds no adapter: the model's own weights are trained."""
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Args: patterns: of names, as in `transformer.wte.*`. A tied tensor has all of its names.
+    """Freezes weights. Args: patterns: of names, such as `transformer.wte.*`. A tied tensor has all of its names.
 
     Raises:
-        Refused: a pattern of no parameter; nothing left to train.
+        Refused: a pattern that matches no parameter; nothing left to train.
     """
     every = list(model.named_parameters(remove_duplicate=False))
     before = {p for p in model.parameters() if not p.requires_grad}

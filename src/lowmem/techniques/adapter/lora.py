@@ -1,9 +1,9 @@
-"""Small matrices beside the model's own, which stay as they are: gradients, state and checkpoints of 1 % of a model.
+"""Trains small matrices beside the model's own, which are frozen: gradients, state and checkpoints of 1 % of a model.
 
 LoRA adds to each adapted layer's product x W the product x A B of two matrices of rank r, times alpha / r. B starts at
-zero, so the model starts as it was. DoRA also trains the length of each row of W + A B. What is frozen keeps nothing
-for its own gradient, but each adapter keeps what enters it, and computes it in its own dtype. Adapters are held in fp32
-whatever the weights are held in, for 16 bits would lose their small updates; under masters the host holds them so.
+zero, so the model starts unchanged. DoRA also trains the length of each row of W + A B. Frozen weights save nothing for
+their own gradient, but each adapter saves its input, and computes in its own dtype. Adapters are stored in fp32
+whatever the weights' dtype is, since 16 bits would lose their small updates; with masters the host stores them so.
 Sources: Hu et al. 2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353. The layers are peft's.
 """
 
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# In the head of the weights' file, since peft's configuration has no word for it; and what was rounded to 4 bits.
+# Stands in the header of the weights' file, since peft's configuration has no key for it: the dtype that was quantised.
 BASE, BASE_DTYPE = {"base": "nf4"}, "base_dtype"
-PREFIX = "base_model.model."  # of every name in a folder of peft's
+PREFIX = "base_model.model."  # begins every name in one of peft's folders
 RANK, ALL = 16, "all-linear"
 ROUTERS = ("gate", "router", "shared_expert_gate")
-# What a folder may ask for that is more than matrices beside those of linear layers, or changes these.
+# Keys of a folder that ask for more than matrices beside linear layers, or change these.
 NOT_HERE = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
 
 
 class LoRA:
-    """model -> None: puts the adapter in, and freezes everything else.
+    """A function of a model that adds the adapter and freezes everything else.
 
     Args:
         r: rank; None: 16, or the folder's.
         alpha: its product is multiplied by alpha / r; None: 2 r, or the folder's.
-        dropout: of what enters A.
-        target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: the former, or the
-            folder's. Never embeddings and the head.
+        dropout: of A's input.
+        target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: all-linear, or the
+            folder's. Embeddings and the head are never adapted.
         path: a folder of peft's to start from; None: B is zero.
 
     Raises:
-        Refused: a folder that is none, or of another kind of adapter, or contradicts what was typed.
+        Refused: path is no such folder, has another kind of adapter, or contradicts what was typed.
     """
 
     magnitudes = False
-    in_4_bits = False  # its base
+    in_4_bits = False  # True if the base is quantised
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LoRA:
         target: str | Sequence[str] | None = None,
         path: str | None = None,
     ) -> None:
-        # Here, not where it is used: it takes seconds, and a model may be built of tensors without memory.
+        # Imported here: it takes seconds, and a trace builds models without it.
         from peft import LoraConfig
 
         self.target, self.path = target, path
@@ -79,7 +79,7 @@ class LoRA:
         self.config.lora_dropout = dropout
 
     def __call__(self, model: PreTrainedModel) -> None:
-        """Raises: Refused: a target that is no linear layer, or that another layer computes with."""
+        """Adds the adapter. Raises: Refused: a target that is no linear layer, or whose matrix another layer uses."""
         from peft import inject_adapter_in_model
 
         whole, linear = parameters(model), _linear(model)
@@ -88,7 +88,7 @@ class LoRA:
             config.target_modules = _shortest(model, _chosen(model, linear, self.target or ALL))
         config.fan_in_fan_out = any(isinstance(part, Conv1D) for part in linear.values())
         try:
-            with warnings.catch_warnings(action="ignore"):  # of Conv1D, whose matrix lies the other way round
+            with warnings.catch_warnings(action="ignore"):  # peft warns about Conv1D, whose matrix is transposed
                 inject_adapter_in_model(config, model)
         except (ValueError, NotImplementedError) as error:
             raise Refused(
@@ -130,12 +130,12 @@ class LoRA:
         for name, typed, there in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
             if typed is not None and typed != there:
                 raise Refused(f"adapter.{name}={typed}: {self.path} has {there}. Leave adapter.{name} out.")
-        config.init_lora_weights, config.inference_mode = True, False  # whatever it began as
+        config.init_lora_weights, config.inference_mode = True, False  # whatever the folder says
         log.info(f"{said}: it was trained on {config.base_model_name_or_path or 'a base that it does not name'}.")
         return config
 
     def _check_base(self, folder: Path) -> None:
-        """A folder of peft's does not say what its base was held in."""
+        """Checks a folder against this run's base: peft's configuration does not say whether the base was quantised."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
                 f"adapter.path={self.path}: it has learnt beside a base in 4 bits, and this adapter= holds another. "
@@ -158,36 +158,36 @@ class LoRA:
 
 
 class DoRA(LoRA):
-    """The same, with the length of each row of the sum trained beside its direction. Costs a product of A and B, as
-    large as the matrix, in every forward pass."""
+    """LoRA that also trains the length of each row of W + A B. It costs a product of A and B, as large as the matrix,
+    in every forward pass."""
 
     magnitudes = True
 
 
 def stands_on_4_bits(folder: Path) -> bool:
-    """Whether its base was held in 4 bits."""
+    """Returns True if a folder's base was quantised to 4 bits."""
     return BASE.items() <= _head(folder).items()
 
 
 def base_dtype(path: str | None) -> torch.dtype | None:
-    """Of the weights that an adapter's base in 4 bits was made of, where its folder says so. Of others they would be
-    other 4 bits, which it has not learnt beside."""
+    """Returns the dtype of the weights from which an adapter's base was quantised, if its folder says so. Quantised
+    from another dtype the base would differ, and the adapter was not trained with that."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     return getattr(torch, name) if name else None
 
 
 def _head(folder: Path) -> dict[str, str]:
-    """What stands before the tensors; nothing, of a file that `load` refuses."""
+    """Returns the header of the weights' file; empty for a file that `load` refuses."""
     with suppress(SafetensorError), safe_open(folder / WEIGHTS, "pt") as file:
         return file.metadata() or {}
     return {}
 
 
 def load(model: PreTrainedModel, path: str) -> None:
-    """The numbers of a folder into an adapter that is in the model.
+    """Loads a folder's tensors into an adapter that the model already has.
 
     Raises:
-        Refused: other tensors than the adapter's.
+        Refused: the tensors are not this adapter's.
     """
     from peft import set_peft_model_state_dict
 
@@ -206,8 +206,8 @@ def load(model: PreTrainedModel, path: str) -> None:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """By name, but for the head and what is tied to an embedding, with whose matrices others compute, and for routers,
-    whose choice of experts would change."""
+    """Returns the linear layers by name, without the head and what is tied to an embedding, whose matrices other layers
+    use, and without routers, whose choice of experts would change."""
     tokens = model.get_input_embeddings().weight
     kinds = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
@@ -223,12 +223,13 @@ def is_router(name: str) -> bool:
 
 
 def _holds(part: nn.Module, weight: Tensor) -> bool:
-    """Asked of its parameters: a matrix in 4 bits would be made anew for the question."""
+    """Returns True if a module has this weight among its parameters. Reading `weight` would dequantise a 4-bit
+    matrix."""
     return any(p is weight for p in part.parameters(recurse=False))
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
-    """Names of the layers that are meant; a pattern may leave out what is before them."""
+    """Returns the names of the layers that `target` means; a pattern may leave out the beginning of a name."""
     if target == ALL:
         target = ["*"]
     for pattern in target:
@@ -244,7 +245,7 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
 
 
 def _shortest(model: nn.Module, chosen: list[str]) -> list[str]:
-    """The same layers by the ends of their names, where these say it: a folder's config has them."""
+    """Returns the shortest ends of names that select the same layers: they stand in a folder's config."""
     ends = {name.rpartition(".")[2] for name in chosen}
     ending_so = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     return sorted(ends) if ending_so == chosen else chosen
@@ -261,7 +262,7 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _measure(part: nn.Module) -> None:
-    """DoRA's magnitudes in fp32: measured in 16 bits they would begin by changing the model."""
+    """Computes DoRA's magnitudes in fp32: computed in 16 bits, they would change the model from the start."""
     for vector in part.lora_magnitude_vector.values():
         none = torch.zeros(())
         vector.weight.data = vector.get_weight_norm(part.get_base_layer().weight.detach().float(), none, 1.0)
@@ -272,7 +273,7 @@ def _kinds(adapted: dict[str, nn.Module]) -> str:
 
 
 def _left_out(model: PreTrainedModel) -> str:
-    """The head, embeddings, and experts that are fused into one tensor, which is no layer."""
+    """Names for a message what is never adapted: the head, embeddings, and experts that are fused into one tensor."""
     head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
     said = ["embeddings"]
     if head is not None:

@@ -1,16 +1,16 @@
-"""A linear layer whose matrix is held in 4 bits: 0.52 bytes a parameter instead of 2 or 4.
+"""A linear layer whose matrix is stored in 4 bits: 0.52 bytes per parameter instead of 2 or 4.
 
 Each block of 64 elements is divided by its largest, and each element is then rounded to one of NF4's 16 values, which
-cut a normal distribution into equal shares. The scales, one of each block, are themselves held in 8 bits, with a scale
-to 256 of them (double quantisation). For each product the matrix is brought back into the product's dtype and dropped
-again, forward and backward, so that autograd keeps nothing of it. It costs that work, and a rounding by some 9 % of
-each weight's size. So the matrix cannot be trained, only what is added to its product. Source: Dettmers et al. 2023,
+cut a normal distribution into equal shares. The scales, one per block, are themselves stored in 8 bits, with one scale
+per 256 of them (double quantisation). For each product, forward and backward, the matrix is dequantised into the
+product's dtype and dropped again, so that autograd saves nothing of it. It costs that work, and a rounding by some 9 %
+of each weight's size. So the matrix cannot be trained, only what is added to its product. Source: Dettmers et al. 2023,
 arXiv 2305.14314.
 
-The arithmetic is bitsandbytes', the layer is not. Theirs repacks its matrix when it is evaluated on a CPU with
-AVX512-BF16, and all gradients behind it are wrong from then on, without an error; holds its scales where neither a
-ledger nor a trace sees them; and on a CPU reads a matrix whose rows are no multiple of 64 in wrong blocks. Here blocks
-run over the flat matrix, filled up with zeros, which a CPU also reads up to ten times as fast.
+The arithmetic is bitsandbytes', the layer is not. bitsandbytes' layer repacks its matrix when it is evaluated on a CPU
+with AVX512-BF16, after which all gradients through it are silently wrong; it stores its scales where neither a ledger
+nor a trace sees them; and on a CPU it reads a matrix whose rows are no multiple of 64 in wrong blocks. Here blocks run
+over the flat matrix, padded with zeros, which a CPU also reads up to ten times as fast.
 """
 
 import logging
@@ -30,21 +30,20 @@ from lowmem.techniques.adapter.lora import is_router
 log = logging.getLogger(__name__)
 
 ops = torch.ops.bitsandbytes
-BLOCK = 64  # elements to a scale
-BLOCKS = 256  # scales to a scale of theirs
+BLOCK = 64  # elements per scale
+BLOCKS = 256  # scales per second-level scale
 PIECE = 1 << 22  # elements that are quantised at once: on a CPU it takes some 20 bytes each
 
 
 class NF4Linear(nn.Linear, Packed):
-    """x (..., in) -> (..., out), as the layer whose matrix it was made of, but for what 4 bits leave of that.
+    """Computes x (..., in) -> (..., out) like the layer from which it is made, up to the rounding to 4 bits.
 
     Args:
-        layer: an nn.Linear, or GPT-2's Conv1D, whose matrix lies the other way round. Its bias is taken over, and is
-            not trained.
+        layer: an nn.Linear, or GPT-2's Conv1D, whose matrix is transposed. Its bias is taken over, and is not trained.
     """
 
     def __init__(self, layer: nn.Linear | Conv1D) -> None:
-        nn.Module.__init__(self)  # whose own matrix would be allocated first
+        nn.Module.__init__(self)  # nn.Linear's would first allocate a matrix
         self.transposed = isinstance(layer, Conv1D)
         matrix = layer.weight.detach().t() if self.transposed else layer.weight.detach()  # (out, in)
         self.out_features, self.in_features = matrix.shape
@@ -57,16 +56,16 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def packed_elements(self) -> int:
-        """Of the matrix, which is no parameter any more."""
+        """Returns the number of the matrix's elements; it is no parameter any more."""
         return self.out_features * self.in_features
 
     @property
     def weight(self) -> Tensor:
-        """(out, in), in the dtype that it was loaded in: made anew each time."""
+        """Returns (out, in) in the dtype in which it was loaded, dequantised at each call."""
         return self.dequantised(self.dtype)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """(out, in)."""
+        """Returns (out, in) in another dtype."""
         scales = ops.dequantize_blockwise(self.scales, self.scales_of_scales, self.table, BLOCKS, torch.float32)
         blocks = ops.dequantize_4bit(self.codes, scales.add_(self.mean), BLOCK, "nf4", (len(scales), BLOCK), dtype)
         return blocks.flatten()[: self.packed_elements].view(self.out_features, self.in_features)
@@ -78,14 +77,14 @@ class NF4Linear(nn.Linear, Packed):
         return _Product.apply(x, self)
 
     def linear(self, dtype: torch.dtype) -> nn.Linear:
-        """A layer of the same function, with what 4 bits have left of the matrix, in `dtype`."""
-        with torch.device("meta"):  # its own start would be drawn for nothing
+        """Returns an ordinary layer with the dequantised matrix in `dtype`."""
+        with torch.device("meta"):  # no random start is drawn for nothing
             layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
         layer.weight, layer.bias = nn.Parameter(self.dequantised(dtype), requires_grad=False), self.bias
         return layer
 
     def as_found(self, layer: nn.Linear) -> nn.Linear | Conv1D:
-        """Of the kind that this one was made of."""
+        """Returns `layer` as the kind of layer from which this one was made."""
         if not self.transposed:
             return layer
         with torch.device("meta"):
@@ -95,7 +94,7 @@ class NF4Linear(nn.Linear, Packed):
 
 
 class _Product(torch.autograd.Function):
-    """Keeps the layer, and no tensor."""
+    """The product with the matrix; it saves the layer, and no tensor."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: NF4Linear) -> Tensor:
@@ -109,21 +108,22 @@ class _Product(torch.autograd.Function):
 
 
 def quantised(matrix: Tensor) -> dict[str, Tensor]:
-    """Of a matrix of n elements: codes (n / 2, 1), two to a byte; scales (n / 64,) in 8 bits, with their own scales,
-    the table of 256 values that they are of, and their mean."""
+    """Quantises a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits, with their
+    own scales, the table of their 256 values, and their mean."""
     flat = F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK))
     parts = [ops.quantize_4bit(piece, BLOCK, "nf4", torch.uint8) for piece in flat.split(PIECE)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     mean = scales.mean()
-    with torch.device("cpu"):  # it reads its numbers
+    with torch.device("cpu"):  # bitsandbytes reads values there
         table = create_dynamic_map().to(matrix.device)
     small, scales_of_scales = ops.quantize_blockwise(scales - mean, table, BLOCKS)
     return {"codes": codes, "scales": small, "scales_of_scales": scales_of_scales, "table": table, "mean": mean}
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Every matrix of the model, one after the other, but for its embeddings, its head, and routers, whose choice of
-    experts would change. On the host, wherever it will be trained: the same weights are the same codes everywhere.
+    """Quantises every matrix of the model, one after the other, except embeddings, the head, and routers, whose choice
+    of experts would change. It runs on the host wherever the model will be trained, so that the same weights get the
+    same codes everywhere.
 
     Raises:
         Refused: a model without such a matrix.
@@ -135,7 +135,7 @@ def quantise(model: PreTrainedModel) -> None:
             "bits. Type adapter=lora."
         )
     count = 0
-    for name in names:  # the layer is looked up by name, so that nothing else holds it once it is replaced
+    for name in names:  # the layer is looked up by name, so that nothing else refers to it once it is replaced
         layer = NF4Linear(model.get_submodule(name))
         model.set_submodule(name, layer)
         count += layer.packed_elements
@@ -145,6 +145,7 @@ def quantise(model: PreTrainedModel) -> None:
 
 
 def _fits(model: PreTrainedModel, name: str, part: nn.Module) -> bool:
-    """A subclass may do more than its product; a tied matrix is an embedding's."""
+    """Returns True if a layer can be replaced: a subclass may compute more than a product, and a tied matrix is an
+    embedding's."""
     alone = part is not model.get_output_embeddings() and not is_router(name)
     return type(part) in (nn.Linear, Conv1D) and alone and part.weight is not model.get_input_embeddings().weight

@@ -1,8 +1,8 @@
-"""Where a boundary activation waits for the backward pass: on the device, or in host memory.
+"""Keeps a boundary activation until the backward pass: on the device, or in host memory.
 
-The way to the host and back is overlapped with computation on CUDA: both copies run on a stream of their own, and
-fetching one boundary starts the copy of the one before it, which backward needs next. On a CPU the same steps are
-plain copies, and the meter counts the copy as host memory, as it would be beside a card.
+On CUDA the copies to the host and back overlap with computation: both run on a stream of their own, and fetching one
+boundary starts the copy of the one before it, which backward needs next. On a CPU the same steps are plain copies, and
+the meter counts the copy as host memory, as it would be with a card.
 """
 
 import weakref
@@ -17,11 +17,11 @@ from lowmem.memory.tracker import belongs
 
 class Boundary(Protocol):
     def fetch(self) -> Tensor:
-        """The tensor, on its device, with the `requires_grad` it had."""
+        """Returns the tensor on its device, with the `requires_grad` that it had."""
 
 
 class OnDevice:
-    """Holds the tensor itself."""
+    """Keeps the tensor itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
@@ -34,12 +34,12 @@ class OnDevice:
 
 
 class OnHost:
-    """Holds a copy in host memory, pinned on CUDA so that it can travel beside the computation."""
+    """Keeps a copy in host memory, which is pinned on CUDA so that copies overlap with computation."""
 
     def __init__(self, tensor: Tensor, before: "weakref.ref[OnHost] | None") -> None:
         self.device, self.requires_grad, self.before = tensor.device, tensor.requires_grad, before
         self.stream = _stream(tensor.device)
-        self.back: Tensor | None = None  # on its way to the device
+        self.back: Tensor | None = None  # the copy that is on its way to the device
         if self.stream is None:
             self.host = tensor.detach().clone()
         else:
@@ -52,13 +52,13 @@ class OnHost:
 
     @classmethod
     def chain(cls) -> Callable[[Tensor], "OnHost"]:
-        """A maker of boundaries, each of which knows the one before it."""
+        """Returns a function that makes boundaries, each of which knows the one before it."""
         last: weakref.ref[OnHost] | None = None
 
         def make(tensor: Tensor) -> OnHost:
             nonlocal last
             made = cls(tensor, before=last)
-            last = weakref.ref(made)  # the graph owns them: one that never sees backward must not be kept by the next
+            last = weakref.ref(made)  # the graph owns them: the next must not keep one alive that never sees backward
             return made
 
         return make
@@ -75,8 +75,8 @@ class OnHost:
         return tensor.requires_grad_(self.requires_grad)
 
     def start(self) -> None:
-        """Begin the copy to the device."""
-        if self.back is not None or self.host is None:  # under way, or used up by an earlier backward pass
+        """Starts the copy to the device."""
+        if self.back is not None or self.host is None:  # under way, or used by an earlier backward pass
             return
         if self.stream is None:
             self.back = self.host.clone()
@@ -89,7 +89,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _stream(device: torch.device) -> "torch.cuda.Stream | None":
-    """One per device: copies in both directions keep their order."""
+    """Returns a device's stream for copies in both directions, which keep their order."""
     if device.type != "cuda":
         return None
     if device not in _streams:

@@ -1,11 +1,12 @@
-"""Gradient checkpointing: keep what enters a segment of blocks instead of its interior, and compute the interior again.
+"""Gradient checkpointing: saves the input of each segment of blocks, not its interior, and recomputes the interior.
 
-One boundary of (batch, tokens, width) per segment stays, and in backward the interior of one segment at a time; it
+One boundary of (batch, tokens, width) per segment stays, and in backward the interior of one segment at a time. It
 costs one more forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
 
 A single block is torch's own non-reentrant checkpoint around its forward. A Hugging Face model calls its blocks one by
-one, each with arguments of its own, so a segment of several is opened by a hook of its first block and closed by one of
-its last; in between that checkpoint drops what autograd saves.
+one, each with arguments of its own, so a hook of a segment's first block opens the segment and a hook of its last block
+closes it; in between the checkpoint drops what autograd saves.
+
 Blocks are torch modules of any kind: the outermost `ModuleList` of a model, or an `nn.Sequential`.
 """
 
@@ -27,16 +28,16 @@ from lowmem.techniques.gradient_checkpointing.boundary import Boundary, OnDevice
 
 
 def none(model: nn.Module) -> None:
-    """Keep every activation, as models do unless told otherwise."""
+    """Keeps every activation, which is what models do by default."""
 
 
 def every_layer(model: nn.Module) -> None:
-    """Each block keeps its input alone: n boundaries and the interior of one block."""
+    """Each block keeps only its input: n boundaries and the interior of one block."""
     every_k(model, 1)
 
 
 def every_k(model: nn.Module, k: int) -> None:
-    """Every k-th block keeps its input alone: n / k boundaries and the interior of k blocks."""
+    """Every k-th block keeps only its input: n / k boundaries and the interior of k blocks."""
     if not isinstance(k, int) or k < 1:
         raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
     stack = blocks(model)
@@ -45,7 +46,7 @@ def every_k(model: nn.Module, k: int) -> None:
 
 
 def sqrt(model: nn.Module) -> None:
-    """About sqrt(n) segments of n blocks: sqrt(n) boundaries and the interior of sqrt(n) blocks."""
+    """Makes about sqrt(n) segments of n blocks: sqrt(n) boundaries and the interior of sqrt(n) blocks."""
     stack = blocks(model)
     segments = max(1, round(math.sqrt(len(stack))))
     cuts = [len(stack) * i // segments for i in range(segments + 1)]
@@ -54,21 +55,22 @@ def sqrt(model: nn.Module) -> None:
 
 
 def selective(model: nn.Module) -> None:
-    """Each block keeps its matrix products and its attention, as far as the model leaves them as they are, and computes
-    the cheap rest again."""
+    """Each block keeps its matrix products and its attention, unless the model changes them in place, and recomputes
+    the cheap rest."""
     for block in blocks(model):
         Alone(block, contexts=kept_results.contexts)
 
 
 def offload(model: nn.Module) -> None:
-    """`every_layer` with the boundaries in host memory: they come back one block ahead of the backward pass."""
+    """Does what `every_layer` does with the boundaries in host memory: they come back one block ahead of the backward
+    pass."""
     boundary = OnHost.chain()
     for block in blocks(model):
         Alone(block, boundary=boundary)
 
 
 def budget(model: nn.Module, fraction: float, backend: str) -> None:
-    """torch.compile decides what to keep: the fastest choice within a fraction of the activations' bytes.
+    """Lets torch.compile decide what to keep: the fastest choice within a fraction of the activations' bytes.
 
     Args:
         fraction: 0 recomputes everything but a block's input, 1 keeps what compiled code would keep.
@@ -78,19 +80,20 @@ def budget(model: nn.Module, fraction: float, backend: str) -> None:
         raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
 
     choosing = within_budget(fraction, backend)
-    torch.compiler.reset()  # what earlier jobs of a sweep compiled would count against the limit of recompilations
-    for block in blocks(model):  # not the model: all blocks share one compilation
+    torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of recompilations
+    for block in blocks(model):  # not the full model: all blocks share one compilation
         block.compile(backend=choosing)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that a model calls one after the other; of one that also sees or hears, those of its text decoder.
+    """Returns the modules that a model calls one after the other; in a model that also sees or hears, those of its text
+    decoder.
 
     Raises:
         Refused: a model without a list of blocks.
     """
     level = [_text_decoder(model)]
-    while level:  # breadth first: the experts inside a block are a list too
+    while level:  # breadth first: the experts inside a block are a list, too
         for module in level:
             if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
                 return list(module)
@@ -105,7 +108,8 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     if not isinstance(model, PreTrainedModel):
         return model
     decoder = model.get_decoder()
-    return decoder if isinstance(decoder, PreTrainedModel) else model  # some call the matrix of their head a decoder
+    # some models call the matrix of their head a decoder
+    return decoder if isinstance(decoder, PreTrainedModel) else model
 
 
 def _segment(blocks: list[nn.Module]) -> None:
@@ -113,11 +117,11 @@ def _segment(blocks: list[nn.Module]) -> None:
 
 
 class Alone:
-    """A block of which autograd keeps only what enters it.
+    """A block of which autograd keeps only the input.
 
     Args:
-        boundary: holds that input until backward.
-        contexts: () -> contexts of the forward pass and of its repetition.
+        boundary: keeps that input until backward.
+        contexts: () -> contexts of the forward pass and of the recomputation.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class Alone:
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), Call(self.block, args, kwargs)
-        # Dropped as it is called: it holds the block's input, which must live on in the boundary alone.
+        # Dropped when it is called: it refers to the block's input, which only the boundary may keep.
         first = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
@@ -152,17 +156,17 @@ class Alone:
 
 
 class Segment:
-    """Consecutive blocks of which autograd keeps only what enters the first."""
+    """Consecutive blocks of which autograd keeps only the input of the first."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.blocks = blocks
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
         self._calls: list[Call] = []
-        self._output: Tensor | None = None  # of the block before, to see that the model hands it on untouched
+        self._output: Tensor | None = None  # of the block before, to see that the model passes it on unchanged
         self._repeating = False
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
-            # also after an exception: a hook that stayed would drop the saved tensors of the next job of a sweep
+            # Also after an exception: a hook that stays would drop saved tensors of the next job of a sweep.
             block.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -171,7 +175,7 @@ class Segment:
         _refuse_cache(block, args, kwargs)
         entered = _hidden(args, kwargs)
         if self._pass is not None and entered is not self._output:
-            self._close()  # the model changed the hidden states between two blocks: a segment of its own
+            self._close()  # the model changed the hidden states between two blocks, so a new segment begins
         if self._pass is None:
             self._calls = []
             repeat = partial(self._repeat, OnDevice(entered), self._calls)
@@ -209,7 +213,7 @@ def _again(boundary: Boundary, calls: list["Call"]) -> None:
 
 
 class Call:
-    """How a block was called, but for the hidden states, which are computed again."""
+    """The arguments of a block's call without the hidden states, which are recomputed."""
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = _hidden(args, kwargs)
@@ -238,5 +242,5 @@ def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def _hidden(args: tuple, kwargs: dict) -> Tensor:
-    """Hugging Face's blocks take the hidden states first, or by this name."""
+    """Returns the hidden states: Hugging Face's blocks take them first, or by this name."""
     return args[0] if args else kwargs["hidden_states"]

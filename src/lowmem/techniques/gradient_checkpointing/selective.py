@@ -1,12 +1,11 @@
-"""Selective checkpointing: what a block's expensive operators compute is kept, and the cheap rest computed again.
+"""Selective checkpointing: keeps the results of a block's expensive operators, and recomputes the cheap rest.
 
-Matrix products and attention are nearly all of a block's time and about a third of its activations. A pair of dispatch
-modes for torch's checkpoint: one keeps their results in the forward pass, the other hands them back in its repetition.
-
-A model may change a result in place (Gemma 3n adds to a product): handed back, it would be changed twice. Whatever
-was changed, in its block or after it, is computed again. torch's own `create_selective_checkpoint_contexts` compares
-the version of the product alone, which does not count what is done to the output of a linear layer: the same memory,
-with a count of its own.
+Matrix products and attention are nearly all of a block's time and about a third of its activations. There are two
+dispatch modes for torch's checkpoint: one keeps results in the forward pass, the other returns them in the
+recomputation. A model may change a result in place (Gemma 3n adds to a product): the kept result would be changed
+twice. So whatever was changed, in its block or after it, is recomputed. torch's own
+`create_selective_checkpoint_contexts` compares only the version of the product, which misses changes to the output of a
+linear layer: that is the same memory, with a version counter of its own.
 """
 
 from collections import deque
@@ -39,7 +38,7 @@ _paused = ContextVar("paused", default=False)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Around what keeps nothing of a pass, for it is computed again by itself."""
+    """Keeps nothing during a pass that is recomputed by itself."""
     token = _paused.set(True)
     try:
         yield
@@ -48,12 +47,12 @@ def paused() -> Iterator[None]:
 
 
 class Kept:
-    """What an operator returned, and all tensors that were seen to share its memory."""
+    """An operator's result, and all tensors that were seen to share its memory."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
         self._seen: list[tuple[Tensor, int]] = []  # (tensor, its version)
-        self.changed = False  # in its block
+        self.changed = False  # True: changed in its block
         self._generator = _drew_from(func, args, kwargs)
         self._random_state = self._generator.get_state() if self._generator is not None else None
 
@@ -62,20 +61,20 @@ class Kept:
         self._seen.append((alias, alias._version))
 
     def out(self) -> object | None:
-        """None where it was changed in place."""
+        """Returns the result; None if it was changed in place."""
         if self.changed or any(tensor._version != version for tensor, version in self._seen):
             self._out, self._seen = None, []
         return self._out
 
     def hand_back(self) -> object | None:
-        """As `out`, and as if the operator had drawn its random numbers."""
+        """Does the same, and advances the random numbers as if the operator had run."""
         if (out := self.out()) is not None and self._generator is not None:
             self._generator.set_state(self._random_state)
         return out
 
 
 class Mode(TorchDispatchMode):
-    """Args: kept: the results, in order."""
+    """The base class of both modes. Args: kept: the results, in order."""
 
     supports_higher_order_operators = True  # flex attention is one
 
@@ -85,11 +84,11 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # an ordinary dispatch mode turns torch.compile off without a word
+        return True  # an ordinary dispatch mode silently turns torch.compile off
 
 
 class Keep(Mode):
-    """Of the forward pass: fills `kept`."""
+    """The mode of the forward pass: fills `kept`."""
 
     def __init__(self, kept: deque[Kept]) -> None:
         super().__init__(kept)
@@ -97,7 +96,7 @@ class Keep(Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):  # not all of these count it as a change: `_foreach_mul_`
+        for tensor in _written(func, args, kwargs or {}):  # some operators do not count it as a change: `_foreach_mul_`
             if (kept := self._by_storage.get(storage_key(tensor))) is not None:
                 kept.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -111,12 +110,12 @@ class Keep(Mode):
 
     def __exit__(self, *exception):
         for kept in self.kept:
-            kept.out()  # what was changed already is not held until backward
+            kept.out()  # a result that was changed already is not kept until backward
         return super().__exit__(*exception)
 
 
 class HandBack(Mode):
-    """Of its repetition: empties `kept`."""
+    """The mode of the recomputation: empties `kept`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in EXPENSIVE and not _paused.get():
@@ -130,18 +129,18 @@ class HandBack(Mode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception):
-        self.kept.clear()  # the end of a block is not computed again: what is left would be taken for a second pass's
+        self.kept.clear()  # the end of a block is not recomputed: a second pass would take what is left for its own
         return super().__exit__(*exception)
 
 
 def contexts() -> tuple[Keep, HandBack]:
-    """Of one forward pass of a block and of its repetition."""
+    """Returns the modes of one forward pass of a block and of its recomputation."""
     kept: deque[Kept] = deque()
     return Keep(kept), HandBack(kept)
 
 
 def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """What an operator changes in place."""
+    """Yields the tensors that an operator changes in place."""
     if isinstance(func, OpOverload) and schema(func).is_mutable:
         arguments = schema(func).arguments
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
@@ -150,7 +149,8 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """Attention with dropout draws numbers by itself on CUDA. Were they left, the next dropout would draw them."""
+    """Returns the generator from which attention with dropout draws on CUDA: unless it is advanced, the next dropout
+    would draw the same numbers."""
     given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not given.get("dropout_p"):
         return None
@@ -159,6 +159,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory and the same count of changes, without the graph, which would own what is kept for it."""
-    with enable_reentrant_dispatch():  # inside a dispatch mode, detaching would begin a count of its own
+    """Returns a tensor with the same memory and version counter, but without the graph, which would own what is kept
+    for it."""
+    with enable_reentrant_dispatch():  # inside a dispatch mode, detaching would start another version counter
         return tensor.detach()

@@ -1,24 +1,26 @@
-"""Block interiors in tiles: what acts on each token by itself is computed a slice of the sequence at a time.
+"""Computes modules that act on each token by itself a slice of the sequence at a time.
 
 A block's MLP holds some six tensors of (batch, tokens, 3 to 4 widths) while its gradients are made, far more than the
 rest of a block. A token's result does not depend on its neighbours there, so slices give the same numbers, and in
-backward each slice is computed again just before its own gradients: the interior of one slice is all that exists.
+backward each slice is recomputed just before its own gradients: only the interior of one slice exists at a time.
 Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
 
-It costs, without checkpointing, one more forward pass of these parts. A checkpointed block is computed again anyway,
-and now only as far as its last part, whose slices then take the place of that pass: one more of a Llama's three
-products, 5 % of a step. (All three where a norm follows, as in Gemma 2, or another block of the same segment.)
-Measured on a CPU (3 blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37 MiB of activations in the
-place of 55 and 1.17 times the time; of it norms, which are computed once more, are 4 MiB and 0.1.
-And it costs bytes: gradients of a part's weights are summed over its slices in fp32, 4 bytes for each weight that is
-trained, while that part is in backward. Sums in bf16 are off by 1.9 times as much as one product over all tokens with 4
-slices, by 3.2 with 16, by 4.3 with 32 (a matrix of 1376 x 512, 2048 tokens); in fp32 by 1.4 times with any number,
-which is the rounding of each slice's product. So all this pays where tokens are many beside the weights of an MLP (in
-16 bits: B x T more than its width H), or where few of them are trained.
+It costs, without checkpointing, one more forward pass of these modules. A checkpointed block is recomputed anyway, and
+now only as far as its last such module, whose slices then replace that pass: one more of a Llama's three products, 5 %
+of a step. (All three if a norm follows, as in Gemma 2, or another block of the same segment.) Measured on a CPU (3
+blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37 MiB of activations instead of 55, and 1.17
+times the time; norms, which are computed once more, account for 4 MiB and 0.1 of it.
 
-Which parts: children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Not torch's
-own layers and activations, which keep little but what enters them, nor mixtures of experts: the gradients of all
-experts at once would be more than their tokens. Before the first step each part shows that it is the same in slices.
+And it costs bytes: gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight,
+while that module is in backward. Sums in bf16 are off by 1.9 times as much as one product over all tokens with 4
+slices, by 3.2 with 16, by 4.3 with 32 (a matrix of 1376 x 512, 2048 tokens); in fp32 by 1.4 times with any number,
+which is the rounding of each slice's product. So slices pay where there are many tokens for the weights of an MLP (in
+16 bits: B x T more than its width H), or where few of the weights are trained.
+
+The modules are children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Torch's
+own layers and activations are not among them, since they keep little besides their input, nor are mixtures of experts:
+the gradients of all experts at once would take more than their tokens. Before the first step each module shows that it
+computes the same in slices.
 """
 
 import logging
@@ -39,15 +41,16 @@ from lowmem.techniques.gradient_checkpointing.policies import blocks
 
 log = logging.getLogger(__name__)
 
-SAME = 1e-4  # of the largest result: other kernels differ by less, neighbours by a thousand times as much
-ROUNDINGS = 8  # where one of them is more than that
+# of the largest result: other kernels differ by less, a dependence on neighbours by a thousand times as much
+SAME = 1e-4
+ROUNDINGS = 8  # for dtypes in which one rounding is more than that
 
 
 class Tiles:
-    """The parts of a model's blocks that are computed in slices. Args: tokens: of a slice.
+    """The modules of a model's blocks that are computed in slices. Args: tokens: of a slice.
 
     Raises:
-        Refused: a model without blocks, or one whose auxiliary loss reads what is inside of a part.
+        Refused: a model without blocks, or one whose auxiliary loss reads inside of such a module.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
@@ -61,10 +64,10 @@ class Tiles:
         self.parts = [Part(child, tokens) for block in stack for child in block.children() if _has_interior(child)]
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Args: batch: a few real tokens of two sequences.
+        """Compares the modules with their slices. Args: batch: a few real tokens of two sequences.
 
         Raises:
-            Refused: a part that is another function in slices, or a model none of whose parts can be cut.
+            Refused: a module that computes something else in slices, or a model without any that can be cut.
         """
         for part in self.parts:
             part.asked = True
@@ -85,7 +88,8 @@ class Tiles:
 
 
 def _has_interior(child: nn.Module) -> bool:
-    """Convolutions, which see neighbours, have weights of three dimensions, as experts in one tensor do."""
+    """Returns True if a child may be cut. Convolutions, which see neighbours, have weights of three dimensions, and so
+    have experts in one tensor."""
     weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
     several = any(isinstance(module, nn.ModuleList) for module in child.modules())
@@ -97,16 +101,14 @@ def name(part: "Part") -> str:
 
 
 class Part(nn.Module):
-    """A module whose forward pass is one of slices, where it is called with more tokens than one has.
-
-    It is around that module, which does not know of it, so that its own forward pass is the one that was there.
-    """
+    """Wraps a module so that its forward pass is computed in slices if it gets more tokens than a slice has. The module
+    itself does not change."""
 
     def __init__(self, module: nn.Module, tokens: int) -> None:
         super().__init__()
         self.module, self.tokens, self.whole = module, tokens, module.forward
-        self.fits: bool | None = None  # whether it returns one tensor, a row for each token
-        self.asked, self.agrees = False, None  # whether it is the same in slices
+        self.fits: bool | None = None  # True if it returns one tensor, with a row for each token
+        self.asked, self.agrees = False, None  # True if slices are to be compared; True if they agreed
         module.forward = self._called
 
     def forward(self, *args, **kwargs) -> object:
@@ -134,19 +136,21 @@ class Part(nn.Module):
         return self.fits
 
     def _is_same(self, x: Tensor) -> bool:
-        """Whether slices give the same rows, from weights that are the module's own."""
-        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in the one, without the other
+        """Returns True if slices give the same rows, and all weights are the module's own."""
+        # an evaluation runs in inference mode, or without gradients
+        with torch.inference_mode(False), torch.enable_grad():
             entering = x.detach().clone().requires_grad_()
             whole = self.whole(entering)
         if any(leaf is not entering for leaf in _leaves(whole) - {*self.parameters()}):
-            return False  # the gradient of a weight of somebody else's would be lost
-        slices = [self.whole(part.contiguous()) for part in x.split(2 * x.shape[1] // 3 or 1, dim=1)]  # uneven
+            return False  # the gradient of a weight that belongs to another module would be lost
+        # of uneven length
+        slices = [self.whole(part.contiguous()) for part in x.split(2 * x.shape[1] // 3 or 1, dim=1)]
         coarsest = max(torch.finfo(t.dtype).eps for t in (x, whole, *slices))
         tolerance = max(SAME, ROUNDINGS * coarsest) * whole.abs().max().item()
         return torch.allclose(torch.cat(slices, 1).float(), whole.float(), rtol=0.0, atol=tolerance, equal_nan=True)
 
     def in_slices(self, x: Tensor) -> Tensor:
-        """(B, T, H) -> (B, T, ...), without a gradient."""
+        """Computes (B, T, H) -> (B, T, ...) without a gradient."""
         weights, whole, start = self.stand_ins(), None, 0
         for part in x.split(self.tokens, dim=1):
             out = self._of(part, weights)  # (B, t, ...)
@@ -157,7 +161,7 @@ class Part(nn.Module):
         return whole
 
     def back(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of x (B, T, H) and of the trained weights, from that of the result (B, T, ...)."""
+        """Returns the gradients of x (B, T, H) and of the trained weights, from that of the result (B, T, ...)."""
         d_x, sums, weights, start = torch.empty_like(x), {}, self.stand_ins(), 0
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(lambda weight, name=name: _add(sums, name, weight))
@@ -168,12 +172,12 @@ class Part(nn.Module):
             torch.autograd.backward(out, d_part)
             d_x[:, start : start + part.shape[1]] = entering.grad
             start += part.shape[1]
-        # one after the other: no weight has both its sum and its gradient for long
+        # one after the other: a weight has both its sum and its gradient only for a moment
         return d_x, [sums.pop(name).to(weight.dtype) if name in sums else None for name, weight in weights.items()]
 
     def stand_ins(self) -> dict[str, Tensor]:
-        """The trained weights as leaves of their own. Autocast keeps a copy in 16 bits of each leaf that it meets: made
-        without a gradient, one of the weight itself would cut off whoever else computes with it."""
+        """Returns the trained weights as leaves of their own. Autocast caches a 16-bit copy of each leaf that it meets:
+        a copy of the weight itself, made without a gradient, would cut off other code that computes with it."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
     def _of(self, part: Tensor, weights: dict[str, Tensor]) -> object:
@@ -181,7 +185,7 @@ class Part(nn.Module):
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps what enters a part, before it is computed: a block that is computed again for it ends here."""
+    """Keeps a module's input before it is computed: recomputation of the block ends here."""
 
     @staticmethod
     def forward(ctx, x):
@@ -196,7 +200,8 @@ class _Kept(torch.autograd.Function):
 class _InSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, kept, x, *weights):
-        """kept: the `_Kept` of x (B, T, H); weights: the trained ones, so that autograd asks for their gradients."""
+        """Computes in slices. Args: kept: the `_Kept` of x (B, T, H); weights: the trained ones, so that autograd asks
+        for their gradients."""
         ctx.part, ctx.kept, ctx.random = part, kept, RandomStates(x)
         ctx.autocast = _autocast(x.device.type)
         with selective.paused():
@@ -212,7 +217,7 @@ class _InSlices(torch.autograd.Function):
 
 
 class RandomStates:
-    """Of the CPU and of the device of a tensor, as they are now."""
+    """The present random states of the CPU and of a tensor's device."""
 
     def __init__(self, x: Tensor) -> None:
         self.device = x.device if x.is_cuda else None
@@ -221,7 +226,7 @@ class RandomStates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it they are as they were then, and afterwards as if nothing had been drawn."""
+        """Restores them inside the `with`, and afterwards those from before it."""
         with torch.random.fork_rng([self.device] if self.device else []):
             torch.set_rng_state(self.cpu)
             if self.device:
@@ -230,7 +235,7 @@ class RandomStates:
 
 
 def _autocast(device: str) -> dict:
-    """What autocast does now, as its own arguments. Inside a backward pass it does nothing."""
+    """Returns autocast's present settings as its own arguments. Inside a backward pass it is off."""
     enabled = torch.is_autocast_enabled(device)
     return {"device_type": device, "enabled": enabled, "dtype": torch.get_autocast_dtype(device)}
 
@@ -244,7 +249,7 @@ def _add(sums: dict[str, Tensor], name: str, weight: Tensor) -> None:
 
 
 def _leaves(out: Tensor) -> set[Tensor]:
-    """The tensors that its gradient would reach."""
+    """Returns the leaf tensors that the gradient of `out` would reach."""
     nodes: Sequence = [out.grad_fn]
     seen, found = set(nodes), set()
     while nodes:

@@ -1,13 +1,13 @@
-"""Cross entropy of the next token, summed over the tokens that count.
+"""Computes the cross entropy of the next token, summed over the tokens that count.
 
-A loss takes the model and a micro-batch, of whose `labels` (B, T) [b, t] is the token that follows `input_ids[b, t]`,
-or -100 where it is not to be learnt. It returns the *sum* in fp32, so that whoever knows the tokens of the whole window
-can divide by them.
+A loss takes the model and a micro-batch, whose `labels` (B, T) [b, t] is the token that follows `input_ids[b, t]`, or
+-100 if it is not to be learnt. It returns the *sum* in fp32, so that the caller can divide it by the tokens of the full
+window.
 
-`full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: at a vocabulary of
+`full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: with a vocabulary of
 150 000 they are the peak of the run. `Chunked` holds those of a few rows and computes the gradient in the forward pass,
 while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv 2410.10989. What
-stands before and behind the product with the head is left to the model (`head.py`).
+the model computes before and after the product with the head stays the model's own (`head.py`).
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 from lowmem.techniques.loss.head_tiles import matrix_of
 
-VERIFIED = 16  # tokens of a sequence
+VERIFIED = 16  # tokens per sequence
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
 
 
 class Loss:
-    """What `CausalLM` trains with. Strategies that wrap one are one, too."""
+    """The base class of a loss that `CausalLM` trains with, and of losses that wrap another one."""
 
-    needs: type[MicroBatch] = MicroBatch  # whose `weight` says of what the loss is a mean
-    own_logits = False  # it computes the logits itself: whoever overrides `verify` says so by that
+    needs: type[MicroBatch] = MicroBatch  # its `weight` says over what the loss is a mean
+    own_logits = False  # True if it computes the logits itself, which a class says by overriding `verify`
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -45,18 +45,19 @@ class Loss:
         raise NotImplementedError
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """`Verified` and a pipeline call this before the first step.
+        """Checks that the loss is that of the model's own logits; `Verified` and a pipeline call it before the first
+        step.
 
         Args:
             batch: a few real tokens of two sequences.
 
         Raises:
-            Refused: a model whose logits are another function of what enters its head.
+            Refused: a model whose logits are another function of its head's input.
         """
 
 
 class Function(Loss):
-    """A plain function as a loss, such as `full` or that of somebody's own yaml: it takes the model's logits."""
+    """A plain function as a loss, such as `full` or one that a user's yaml names: it takes the model's logits."""
 
     def __init__(self, function: Callable[[PreTrainedModel, MicroBatch], Tensor]) -> None:
         self.function = function
@@ -88,7 +89,7 @@ def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 
 class Chunked(Loss):
-    """The same number as `full` with the logits of at most `rows` tokens in memory at once."""
+    """Computes the same number as `full` with the logits of at most `rows` tokens in memory at once."""
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
@@ -98,7 +99,7 @@ class Chunked(Loss):
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
-        hidden = hidden.to(multiplied_in(hidden))  # inside the function autocast no longer acts
+        hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
         weight, bias = matrix_of(head.linear), head.linear.bias
         return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, self.rows, head.finish)
 
@@ -111,11 +112,11 @@ class Chunked(Loss):
 
 
 class Verified(Callback):
-    """Before the first step, in the run's precision: a loss that computes the logits itself shows that they are the
-    model's own, a model whose rows hold several documents that it keeps them apart, and parts that are computed in
-    slices that they are the same function.
+    """Checks, before the first step and in the run's precision: that a loss which computes the logits itself computes
+    the model's own; that a model whose rows hold several documents keeps them apart; and that modules computed in
+    slices are the same function.
 
-    Args: packed: whether they do.
+    Args: packed: rows hold several documents.
     """
 
     def __init__(self, packed: bool = False) -> None:
@@ -138,7 +139,7 @@ class Verified(Callback):
                     module.tiles.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not (trainer.validating and (self.packed or module.tiles)):  # alone, without training
+        if not (trainer.validating and (self.packed or module.tiles)):  # an evaluation alone, without training
             return
         first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
         with trainer.precision_plugin.forward_context():
@@ -153,18 +154,19 @@ def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:
 
 
 def counted(labels: Tensor) -> Tensor:
-    """Which of the labels (N,) are to be learnt. The only place where a loss asks what numbers say: a trace by shape
-    has none, and takes yes for the answer."""
+    """Returns the indices of the labels (N,) to be learnt. Only here does a loss read values: a trace by shape has
+    none, and assumes that all are learnt."""
     learnt = labels != IGNORED
     return torch.arange(len(labels), device=labels.device) if learnt.all() else learnt.nonzero().squeeze(1)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """sum_i -log softmax(head(hidden_i))[label_i], one chunk of rows after the other."""
+    """Computes sum_i -log softmax(head(hidden_i))[label_i], one chunk of rows after the other."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, finish):
-        """hidden (N, H); weight (V, H); bias (V) or None; labels (N); finish: that of `Head`. The sum is fp32."""
+        """Takes hidden (N, H); weight (V, H); bias (V) or None; labels (N); finish: that of `Head`. Returns the sum in
+        fp32."""
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -174,7 +176,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Positions that do not count never reach the head. They are left out chunk by chunk, so that the bytes do not
-        # depend on how many there are: a prediction knows no numbers.
+        # depend on their number, which a prediction does not know.
         for part in counted(labels).split(rows):
             rows_hidden, rows_labels = hidden.index_select(0, part), labels[part]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))
@@ -190,11 +192,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if needs_weight:
                     _add_product(d_weight, d_rows, rows_hidden)
                 if needs_hidden:
-                    d_hidden.index_copy_(0, part, torch.mm(d_rows, matrix, out=rows_hidden))  # nobody reads it any more
+                    # its memory is free to be overwritten
+                    d_hidden.index_copy_(0, part, torch.mm(d_rows, matrix, out=rows_hidden))
                 if needs_bias:
                     d_bias += d_product.sum(0)
                 del d_product, d_rows
-            del logits, logp, rows_hidden, back  # before the next chunk's, not after
+            del logits, logp, rows_hidden, back  # before the next chunk's are made
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total
@@ -210,7 +213,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:
-    """total (V, H) += d_rows (rows, V) transposed x rows_hidden (rows, H)."""
+    """Adds d_rows (rows, V) transposed x rows_hidden (rows, H) to total (V, H)."""
     if total.dtype == d_rows.dtype:
         total.addmm_(d_rows.T, rows_hidden)
         return

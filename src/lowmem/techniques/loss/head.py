@@ -1,11 +1,10 @@
-"""A model's head without its logits: what enters it, and what the model does to the logits afterwards.
+"""Enters a model's head without its logits: finds the head's input, and what the model does to the logits afterwards.
 
-A head multiplies hidden states (B, T, H) by a matrix (V, H). To compute that product in chunks without computing
-another function, everything around it must be the model's own: layers between the body and the head (ModernBERT, BERT),
-factors (Cohere, Granite) and caps (Gemma, xLSTM) behind it, whatever their names are. So the model itself runs, with
-one token in the place of all of them at its head: what would have entered is caught there. Where the model changes
-what the head returns, its forward pass is entered once more for each chunk, with the body and the head answering what
-is known.
+A head multiplies hidden states (B, T, H) by a matrix (V, H). To compute that product in chunks and still compute the
+same function, everything around it must be the model's own: layers between the body and the head (ModernBERT, BERT),
+factors (Cohere, Granite) and caps (Gemma, xLSTM) after it, whatever their names are. So the model itself runs, but its
+head gets a single token, and the input that it would have had is caught there. If the model changes what the head
+returns, its forward pass is entered once more per chunk, in which body and head return what is already known.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,29 +19,30 @@ from transformers import PreTrainedModel
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import storage_key
 
-ROUNDINGS = 8  # of the largest product: the same in another order differ by one or two, other functions by more
+# of the largest product: the same product in another order is off by one or two, another function by more
+ROUNDINGS = 8
 UNEVEN = 5  # tokens of the first of two chunks, and of two tiles of the vocabulary
 
 
 class Head(NamedTuple):
-    """Of one forward pass."""
+    """The head's part of one forward pass."""
 
     linear: nn.Linear
-    hidden: Tensor  # (B, T, H): what enters it
+    hidden: Tensor  # (B, T, H): the head's input
     finish: Callable[[Tensor], Tensor] | None  # products (N, V) -> logits (N, V); None: they are the logits
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
-    """A forward pass in which the head sees the first token alone, and answers with zeros: no weight of it is read.
+    """Runs a forward pass in which the head sees only the first token and returns zeros, without reading its weight.
 
     Args:
         inputs: those of `MicroBatch`, each (B, T).
 
     Raises:
-        Refused: a head that is not one matrix, applied once to every token.
+        Refused: the head is not one matrix that is applied once to every token.
     """
     head, body = model.get_output_embeddings(), model.base_model
-    if type(head) is not nn.Linear:  # a subclass may do more than its product
+    if type(head) is not nn.Linear:  # a subclass may compute more than a product
         raise _refused(model, "has no linear head")
     entered, products, outputs = [], [], []
 
@@ -84,7 +84,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
 
 
 def multiplied_in(hidden: Tensor) -> torch.dtype:
-    """In which the head multiplies it: autocast acts on modules alone."""
+    """Returns the dtype in which the head would multiply: autocast acts on modules alone."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
@@ -92,9 +92,10 @@ def multiplied_in(hidden: Tensor) -> torch.dtype:
 def finished(
     product: Tensor, finish: Callable[[Tensor], Tensor] | None, copy: bool = False
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(fp32 logits of a product with the head, their gradient -> that of the product).
+    """Returns the fp32 logits of a product with the head, and a function from their gradient to the product's.
 
-    Args: finish: that of `Head`; copy: the logits will be overwritten, and what is behind them must stay.
+    Args: finish: that of `Head`; copy: the logits will be overwritten, and the tensors from which they are made must
+    stay.
     """
     if finish is None:
         return product.float(), lambda d_logits: d_logits
@@ -108,13 +109,14 @@ def finished(
 
 
 def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
-    """Whether a model hands on what its head returned. No number is looked at: a cap is invisible in small ones."""
+    """Returns True if a model returns its head's result unchanged. Values do not decide it: a cap does not change small
+    ones."""
     same = storage_key(logits) == storage_key(product)
     return same and logits.shape == product.shape and _version(product) == version
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often it was changed in place; inference tensors do not count."""
+    """Returns how often a tensor was changed in place; None for inference tensors, which do not count it."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -129,21 +131,21 @@ def _refused(model: nn.Module, why: str) -> Refused:
 
 
 def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:
-    """Whether what `enter` caught leads to the model's own logits, but for roundings, also in uneven chunks: whatever
-    depends on the place of a token, or on its neighbours, is no function of its row.
+    """Returns True if the input that `enter` caught leads to the model's own logits up to rounding, also in uneven
+    chunks: a function that depends on a token's place or neighbours fails there.
 
     Args: inputs: those of `MicroBatch`, each (B, T); tiled: also in uneven tiles of the vocabulary.
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)
-    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, which would be no part of a chunk
+    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, which would not run for a chunk
     try:
         ours = torch.cat([_finished(head, part, tiled) for part in products.tensor_split([UNEVEN])])
-    except RuntimeError:  # it expects the shape of the whole
+    except RuntimeError:  # it expects the shape of the full product
         return False
     if ours.shape != theirs.shape:
         return False
-    # of the products: logits that are masked are as large as numbers can be
+    # Relative to the products: masked logits are as large as numbers can be.
     tolerance = ROUNDINGS * torch.finfo(products.dtype).eps * products.abs().max().item()
     return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)  # an overflow is one in both
 

@@ -1,4 +1,4 @@
-"""Where tiles of a head's matrix come from, some tokens of the vocabulary at a time, and where their gradient goes."""
+"""Reads a head's matrix in tiles, some tokens of the vocabulary at a time, and collects its gradient."""
 
 from collections.abc import Iterator
 
@@ -7,34 +7,35 @@ from torch import Tensor, nn
 
 
 class Source:
-    """What a loss asks of where a head's matrix lies, beside its tiles. Here one device reads all of them."""
+    """The source of a head's matrix for a loss that reads it in tiles. This base class is for a device that reads all
+    tiles."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row (N,): its largest logit, the sum of exp(logit - largest) and the label's logit, or 0 where no
-        tile had it; of the tiles that this source gave -> of all tiles."""
+        """Combines statistics over all devices that read tiles. Args, each (N,), and Returns: a row's largest logit,
+        the sum of exp(logit - largest), and the label's logit, or 0 if no tile had it."""
         return top, total, chosen
 
     def summed(self, d_rows: Tensor) -> Tensor:
-        """The gradient (N, H) that these tiles leave for what entered the head -> that of all."""
+        """Returns the gradient (N, H) of the head's input, summed over all devices that read tiles."""
         return d_rows
 
 
 class Whole(Source):
-    """The matrix (V, H) lies on the device: its tiles are views, and its gradient is one tensor of its dtype."""
+    """A matrix (V, H) on the device: its tiles are views, and its gradient is one tensor of its dtype."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self.weight = linear.weight.detach()
 
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """(first token of the vocabulary, tile (C, H)), in order; the last may be smaller."""
+        """Yields (first token of the vocabulary, tile (C, H)), in order; the last tile may be smaller."""
         yield from zip(range(0, len(self.weight), columns), self.weight.split(columns), strict=True)
 
     def start_gradient(self) -> None:
-        """Before the first tile of a backward pass."""
+        """Is called before the first tile of a backward pass."""
         self.gradient = torch.empty_like(self.weight)
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
-        """A tile's gradient (C, H) is d_logits (N, C) transposed x rows (N, H), both in the computation's dtype."""
+        """Adds a tile's gradient (C, H): d_logits (N, C) transposed x rows (N, H), both in the computation's dtype."""
         here = self.gradient[first : first + d_logits.shape[1]]
         if here.dtype == rows.dtype:
             torch.mm(d_logits.T, rows, out=here)
@@ -42,17 +43,18 @@ class Whole(Source):
             here.copy_(d_logits.T @ rows)
 
     def whole_gradient(self) -> Tensor:
-        """(V, H), after the last tile. Nothing here holds it any longer: autograd would copy it."""
+        """Returns (V, H), after the last tile, and drops its own reference: else autograd would copy it."""
         gradient, self.gradient = self.gradient, None
         return gradient
 
 
 def tiles_of(linear: nn.Linear) -> Source:
-    """Its own, unless its weight lies elsewhere and whoever holds it is the source (`techniques/weights/edges.py`)."""
+    """Returns the source of a layer's tiles: its own weight, unless that is elsewhere
+    (`techniques/weights/edges.py`)."""
     return getattr(linear, "source", None) or Whole(linear)
 
 
 def matrix_of(linear: nn.Linear) -> Tensor:
-    """(V, H), whole, whose gradient reaches the weight."""
+    """Returns the full matrix (V, H), whose gradient reaches the weight."""
     source = getattr(linear, "source", None)
     return source.matrix() if source else linear.weight

@@ -1,12 +1,12 @@
-"""Cross entropy with the logits of one tile of the vocabulary at a time, over all tokens of a micro-batch that count.
+"""Computes cross entropy with the logits of one tile of the vocabulary at a time, over all tokens that count.
 
-`loss=chunked` sums the gradient of the head's weight over its chunks, V x H in fp32: beside 16-bit weights often the
-run's peak. Here a tile's gradient is one product over all tokens, summed inside that product and complete when it is
-made: 2 bytes per element of the head with 16-bit weights, and nothing of the head is ever wide. A softmax needs the sum
-of exponentials over all tiles first, so the logits are computed twice: in the forward pass for these sums, with their
-maximum carried from tile to tile (Milakov and Gimelshein 2018, arXiv 1805.02867), and in the backward pass for the
-gradients. It costs one more product with the head. At once there are 6 bytes x tokens x `columns` of logits in 16-bit
-products, and 4 bytes x tokens x H of the gradient that leaves for the body.
+`loss=chunked` sums the gradient of the head's weight over its chunks, V x H in fp32: with 16-bit weights this is often
+the run's peak. Here a tile's gradient is one product over all tokens, which is complete at once: 2 bytes per element of
+the head with 16-bit weights, and nothing of the head is ever in fp32. A softmax needs the sum of exponentials over all
+tiles first, so the logits are computed twice: in the forward pass for these sums, with their maximum carried from tile
+to tile (Milakov and Gimelshein 2018, arXiv 1805.02867), and in the backward pass for the gradients. It costs one more
+product with the head. In memory at once are 6 bytes x tokens x `columns` of logits with 16-bit products, and 4 bytes x
+tokens x H of the gradient of the head's input.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from lowmem.techniques.loss.head_tiles import tiles_of
 
 
 class Tiled(Loss):
-    """The same number as `full` of `cross_entropy.py` with the logits of at most `columns` tokens of the vocabulary at
-    once."""
+    """Computes the same number as `full` of `cross_entropy.py` with the logits of at most `columns` tokens of the
+    vocabulary at once."""
 
     def __init__(self, columns: int) -> None:
         if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
@@ -38,7 +38,7 @@ class Tiled(Loss):
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
-        hidden = hidden.to(multiplied_in(hidden))  # inside the function autocast no longer acts
+        hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
         weight, bias = head.linear.weight, head.linear.bias
         return _TiledCrossEntropy.apply(hidden, weight, bias, labels, tiles_of(head.linear), self.columns, head.finish)
 
@@ -52,12 +52,12 @@ class Tiled(Loss):
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """sum_i -log softmax(head(hidden_i))[label_i], one tile of the vocabulary after the other."""
+    """Computes sum_i -log softmax(head(hidden_i))[label_i], one tile of the vocabulary after the other."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, source, columns, finish):
-        """hidden (B x T, H); weight (V, H), of which autograd alone asks; bias (V) or None; labels (B x T); source: of
-        tiles, as `Whole`; finish: that of `Head`. The sum is fp32."""
+        """Takes hidden (B x T, H); weight (V, H), which only autograd uses; bias (V) or None; labels (B x T); source:
+        of tiles, like `Whole`; finish: that of `Head`. Returns the sum in fp32."""
         part = counted(labels)  # the other positions never reach the head
         rows, labels = hidden.index_select(0, part), labels[part]  # (N, H), (N,)
         top = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
@@ -70,7 +70,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             higher = torch.maximum(top, logits.amax(1))
             total.mul_((top - higher).exp_()).add_(logits.sub_(higher[:, None]).exp_().sum(1))
             top = higher
-            del logits, tile  # before the next ones, not after
+            del logits, tile  # before the next ones are made
         top, total, chosen = source.joined(top, total, chosen)
         lse = total.log_().add_(top)  # of all logits of a row
         ctx.save_for_backward(rows, lse, labels, part, bias)
@@ -109,19 +109,20 @@ class _TiledCrossEntropy(torch.autograd.Function):
 def _logits(
     rows: Tensor, tile: Tensor, first: int, bias: Tensor | None, finish: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(fp32 logits (N, C) of rows (N, H) and a tile (C, H), to be overwritten; their gradient -> the product's)."""
+    """Returns the fp32 logits (N, C) of rows (N, H) and a tile (C, H), which may be overwritten, and a function from
+    their gradient to the product's."""
     here = None if bias is None else bias[first : first + len(tile)].to(rows.dtype)
     return finished(F.linear(rows, tile, here), finish, copy=True)
 
 
 def _place(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Of labels (N,): whether each lies in a tile, and in which of its columns; those that do not in some column."""
+    """Returns for labels (N,) whether each is in a tile, and its column there; labels outside get any column."""
     inside = (labels >= first) & (labels < first + size)
     return inside, (labels - first).clamp_(0, size - 1)
 
 
 def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
-    """total (N, H), fp32, += d_logits (N, C) x tile (C, H)."""
+    """Adds d_logits (N, C) x tile (C, H) to total (N, H), in fp32."""
     if total.dtype == tile.dtype:
         total.addmm_(d_logits, tile)
     else:
@@ -129,5 +130,5 @@ def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
 
 
 def _spread(rows: Tensor, part: Tensor, positions: int) -> Tensor:
-    """(B x T, H) of rows (N, H) that belong to the positions `part`; 0 elsewhere."""
+    """Returns (B x T, H) with rows (N, H) at the positions `part`, and 0 elsewhere."""
     return rows.new_zeros(positions, rows.shape[1]).index_copy_(0, part, rows)

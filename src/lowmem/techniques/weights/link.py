@@ -57,7 +57,7 @@ class Link:
 
 
 class Lane(Protocol):
-    """What a device offers for copies that run beside its computation."""
+    """A device's means to copy beside its computation."""
 
     registers: bool  # True if the device reads only registered host memory by itself
 

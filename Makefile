@@ -37,7 +37,7 @@ test-gpu: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/support/prose.py src/lowmem/plan
+	$(BIN)/python tests/support/prose.py src/lowmem benchmarks docs
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 
-from benchmarks.runner import measure, medians, trained, write
+from benchmarks.runner import measure, medians, run_train, write
 from lowmem.system.units import MIB
 
 ADAPTERS = ("none", "lora", "dora", "qlora")
@@ -45,7 +45,7 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
     """Trains once and returns the predicted and measured memory, and the seconds per step."""
     lines = [f"adapter={adapter}", *([f"adapter.r={RANK}"] if adapter != "none" else []), *RECIPES[recipe]]
     size = ["batch_size=4", "seq_len=256", "val_sequences=4", f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0"]
-    summary = trained([*model(small), *size, *lines, "logger=none", "lr=1e-4"])
+    summary = run_train([*model(small), *size, *lines, "logger=none", "lr=1e-4"])
     predicted = summary["predicted"]
     libraries, before = predicted["host_bytes_by_category"]["libraries"], summary["rss_before_model_bytes"]
     return {

@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.runner import ROOT, measure, trained, write
+from benchmarks.runner import ROOT, measure, run_train, write
 from lowmem.system.units import CATEGORIES
 
 MIB = 2**20
@@ -34,7 +34,7 @@ RECIPES = {
 
 def row(recipe: str) -> dict:
     """Returns (phase, bytes of each category) at every allocation and release in the last step of a run."""
-    summary = trained([*SHORT, *RECIPES[recipe]])
+    summary = run_train([*SHORT, *RECIPES[recipe]])
     with (Path(os.environ["ROW_FOLDER"]) / "memory_step.csv").open() as file:
         rows = list(csv.DictReader(file))
     points = [[row["phase"], *(int(row[f"{category}_bytes"]) for category in CATEGORIES)] for row in rows]

@@ -69,7 +69,7 @@ TELLING = {
 }
 
 
-# --- a family, made small ------------------------------------------------------------------------------------------
+# --- a family, made small ---------------------------------------------------------------------------------------------
 
 
 def shrunk(model_type: str) -> dict:
@@ -133,7 +133,7 @@ def configured(architecture: dict, *overrides: str) -> Run:
     return run.replacing("model.architecture", architecture).resolved()
 
 
-def made(cfg: Run):
+def build_module(cfg: Run):
     """Returns (the module, random tokens)."""
     torch.manual_seed(0)
     module = build.causal_lm(cfg, loading.describe(cfg))
@@ -141,7 +141,7 @@ def made(cfg: Run):
 
 
 def gradients(cfg: Run) -> tuple[float, dict[str, Tensor]]:
-    module, ids = made(cfg)
+    module, ids = build_module(cfg)
     torch.manual_seed(1)
     value = module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
     value.backward()
@@ -155,7 +155,7 @@ def starts(architecture: dict) -> str:
 
 
 def chunked(architecture: dict) -> str:
-    module, ids = made(configured(architecture, "loss=chunked", "loss.rows=7"))
+    module, ids = build_module(configured(architecture, "loss=chunked", "loss.rows=7"))
     module.model.eval()
     module.loss.verify(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
     value, exact = gradients(configured(architecture))
@@ -182,7 +182,7 @@ def checkpointed(name: str) -> Callable[[dict], str]:
 
 def blocks_are_called(architecture: dict) -> bool:
     """Returns whether the blocks are called; a model for images or sound must have those of its text decoder."""
-    module, ids = made(configured(architecture))
+    module, ids = build_module(configured(architecture))
     blocks, called = policies.blocks(module.model), set()
     for block in blocks:
         block.register_forward_hook(lambda block, *_: called.add(block))
@@ -205,7 +205,7 @@ class Windows:
 def masters(architecture: dict) -> str:
     """Compares two steps of SGD with a naive loop that keeps one model in fp32 and one in bf16."""
     cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
-    module, ids = made(cfg)
+    module, ids = build_module(cfg)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
@@ -223,7 +223,7 @@ def masters(architecture: dict) -> str:
         if mixes_dtypes(error, module.model):
             return f"refused: {error}"
         raise
-    (wide, _), (narrow, _) = made(cfg), made(cfg)
+    (wide, _), (narrow, _) = build_module(cfg), build_module(cfg)
     for p in narrow.model.parameters():
         full, p.data = p.data, torch.empty_like(p.data, dtype=torch.bfloat16)
         rounded(full, p.data)
@@ -244,7 +244,7 @@ def masters(architecture: dict) -> str:
 
 def adapted(architecture: dict) -> str:
     """Tests that only LoRA's matrices have gradients, and that merging them into the weights gives the same logits."""
-    module, ids = made(configured(architecture, "adapter=lora", "adapter.r=4"))
+    module, ids = build_module(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
     for _, p in trainable(network):
         torch.nn.init.normal_(p, std=0.05)  # B is zero at the start, and would change nothing
@@ -292,7 +292,7 @@ def family(model_type: str) -> dict[str, str]:
                 return found
         return found
     except Exception as error:
-        return {"starts as typed": f"not built: {_said(error)}"}
+        return {"starts as typed": f"not built: {_last_line(error)}"}
 
 
 def _answer(cell: Callable[[dict], str], architecture: dict) -> str:
@@ -307,13 +307,13 @@ def _answer(cell: Callable[[dict], str], architecture: dict) -> str:
         return f"refused: {error}"
     except Exception as error:
         kind = "not built" if cell is starts else "failed"
-        return f"{kind}: {_said(error)}"
+        return f"{kind}: {_last_line(error)}"
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
 
 
-def _said(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1].strip()[:160]}"
 

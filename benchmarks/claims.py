@@ -11,7 +11,7 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from benchmarks.runner import RESULTS, measure, medians, ratio, trained, write
+from benchmarks.runner import RESULTS, measure, medians, ratio, run_train, write
 
 STEPS = 6
 MODEL = ["model=gpt2", "model.pretrained=false", "seq_len=128", "batch_size=4", "lr=2e-4", "scheduler=constant"]
@@ -36,7 +36,7 @@ def row(name: str) -> dict:
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
     typed = {line.split("=")[0] for line in ROWS[name]}
     shared = [line for line in (*MODEL, *short, "logger=none") if line.split("=")[0] not in typed]
-    summary = trained([*shared, *ROWS[name]])
+    summary = run_train([*shared, *ROWS[name]])
     keys = ("tokens_per_second", "val_loss", "train_loss", "parameters")
     return (
         {key: summary[key] for key in keys}

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.runner import RESULTS, measure, medians, ratio, trained, write
+from benchmarks.runner import RESULTS, measure, medians, ratio, run_train, write
 
 SHAPE, MATRICES, STEPS = (1600, 6400), 4, 12
 FUSED = "torch AdamW, fused, fp32 state"
@@ -135,7 +135,7 @@ LEARNS = {"adamw": ["optim=adamw"], "adamw8bit": ["optim=adamw8bit"], "bitsandby
 
 def learnt(name: str) -> dict:
     """Trains `tiny` on the default corpus for 500 steps and returns the validation loss."""
-    summary = trained([*LEARNS[name], "max_steps=500", "logger=none", "sample_tokens=0"])
+    summary = run_train([*LEARNS[name], "max_steps=500", "logger=none", "sample_tokens=0"])
     return {"val_loss": summary["val_loss"]}
 
 

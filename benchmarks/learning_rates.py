@@ -6,7 +6,7 @@ python -m benchmarks.learning_rates      # about half an hour on two cores.
 import argparse
 import json
 
-from benchmarks.runner import RESULTS, measure, trained, write
+from benchmarks.runner import RESULTS, measure, run_train, write
 
 BASE, STEPS = 2e-3, 150  # BASE: model.lr of tiny; STEPS: a third of the default run, with its schedule
 FACTORS = {
@@ -27,7 +27,7 @@ def row(optim: str, lr: str) -> dict:
     arguments = [f"optim={optim}", f"lr={lr}", f"max_steps={STEPS}", "logger=none", "sample_tokens=0"]
     # a step shrinks weights by lr x weight_decay, so weight_decay is chosen to keep that product at every lr
     decay = [] if optim == "adam8bit" else [f"optim.weight_decay={0.1 * BASE / float(lr)}"]
-    summary = trained([*arguments, *decay])
+    summary = run_train([*arguments, *decay])
     return {"val_loss": summary["val_loss"], "bits_per_byte": summary["bits_per_byte"]}
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.runner import trained
+from benchmarks.runner import run_train
 from benchmarks.turns import Turns
 from lowmem.system.without_gc import undisturbed
 
@@ -90,7 +90,7 @@ def lowmem(recipe: str, model: str, typed: Sequence[str] = ON_CPU, metered: bool
             super().on_train_batch_end(trainer, module)
 
     watchers.Stop = InTurn
-    summary = trained([*shape(model), *RECIPES[recipe], *typed])
+    summary = run_train([*shape(model), *RECIPES[recipe], *typed])
     phases = summary["peak_bytes_by_phase"]
     return {
         **speed(turns, model),

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.architectures import VOCABULARY, _answer, _prepare, configured, made, shrunk
+from benchmarks.architectures import VOCABULARY, _answer, _prepare, build_module, configured, shrunk
 from benchmarks.runner import write
 from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.model import packed_attention
@@ -64,7 +64,7 @@ def off(ours: Tensor, theirs: Tensor) -> float:
 
 
 def measured(architecture: dict) -> dict[str, str | float]:
-    model = made(configured(architecture, "data.packing=documents"))[0].model
+    model = build_module(configured(architecture, "data.packing=documents"))[0].model
     check_causal(model)
     model.eval()
     draw = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from statistics import median
 
-from benchmarks.runner import RESULTS, measure, trained, write
+from benchmarks.runner import RESULTS, measure, run_train, write
 from lowmem.system.units import GIB
 
 STEPS = 3
@@ -86,7 +86,7 @@ def rows() -> dict[str, list[str]]:
 
 def row(arguments: list[str]) -> dict:
     """Runs train.py once and returns its predicted and measured bytes."""
-    summary = trained([*SHORT, *arguments, "logger=none"])
+    summary = run_train([*SHORT, *arguments, "logger=none"])
     predicted, measured = summary["predicted"], summary["peak_bytes_by_phase"]
     libraries, before = predicted["host_bytes_by_category"]["libraries"], summary["rss_before_model_bytes"]
     return {

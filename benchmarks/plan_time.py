@@ -11,7 +11,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 
-from benchmarks.runner import RESULTS, measure, medians, trained, write
+from benchmarks.runner import RESULTS, measure, medians, run_train, write
 
 SHORT = ["max_steps=7", "val_every=1000", "val_sequences=4", "sample_tokens=0", "save_every=1000", "scheduler=constant"]
 MODEL = [
@@ -41,7 +41,7 @@ def typed(name: str) -> list[str]:
 
 def row(name: str) -> dict:
     """Returns the measured seconds of a step."""
-    return {"seconds": trained([*SHORT, *typed(name), "logger=none", "plan=off"])["seconds_per_step"]}
+    return {"seconds": run_train([*SHORT, *typed(name), "logger=none", "plan=off"])["seconds_per_step"]}
 
 
 def counted() -> dict[str, float]:

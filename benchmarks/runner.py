@@ -58,7 +58,7 @@ def result(arguments: Sequence[str], code: int, stdout: str, stderr: str) -> dic
     return json.loads(stdout.strip().splitlines()[-1])
 
 
-def trained(arguments: Sequence[str]) -> dict:
+def run_train(arguments: Sequence[str]) -> dict:
     """Runs train.py with these arguments in this process and returns its summary.json."""
     import train
 

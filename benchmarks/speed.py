@@ -7,7 +7,7 @@ import argparse
 import json
 
 from benchmarks.loops import shape
-from benchmarks.runner import measure, medians, ratio, trained, write
+from benchmarks.runner import measure, medians, ratio, run_train, write
 
 CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload")
 # name -> (model of benchmarks.loops, overrides)
@@ -36,7 +36,7 @@ def row(name: str) -> dict:
     model, typed = ROWS[name]
     keys = {line.split("=")[0] for line in typed}
     shipped = [line for line in shape(model) if line.split("=")[0] not in keys]
-    summary = trained([*shipped, "logger=none", *typed])
+    summary = run_train([*shipped, "logger=none", *typed])
     return {"seconds_per_step": summary["seconds_per_step"]} | summary["peak_bytes_by_category"]
 
 

@@ -39,15 +39,15 @@ def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> di
     wanted = {name: one for name, one in matrix.features(folder).items() if only is None or name in only}
     try:
         for name, (case, bands) in wanted.items():
-            rows[name] = one(ranks, matrix.typed(case, strategy, WORST), bands, name)
+            rows[name] = measure_cell(ranks, matrix.typed(case, strategy, WORST), bands, name)
             print(f"{strategy:<22}{name:<40}{rows[name]}", flush=True)
         case = matrix.typed(matrix.features(folder)["clip"][0], strategy)
-        return {"devices": devices, "features": rows} | held(ranks, case)
+        return {"devices": devices, "features": rows} | shares_of_bytes(ranks, case)
     finally:
         ranks.close()
 
 
-def one(ranks, case, bands: dict[str, float], name: str) -> dict:
+def measure_cell(ranks, case, bands: dict[str, float], name: str) -> dict:
     import matrix
     import pair
     from lowmem.system.errors import Refused
@@ -66,7 +66,7 @@ def one(ranks, case, bands: dict[str, float], name: str) -> dict:
     return {"result": "exact" if exact else "differs", **found, "bands": bands}
 
 
-def held(ranks, case) -> dict:
+def shares_of_bytes(ranks, case) -> dict:
     """Returns the last window's bytes on each rank, as shares of a single process's, and its collectives by name."""
     import pair
 

@@ -64,7 +64,7 @@ RESIDENT_ASKED = 21 * GIB
 ENDED = 0.5 * GIB  # memory left on the machine: below it this run is ended, so that the kernel does not end another
 
 
-class Told:
+class Progress:
     """Prints the progress of a long run, with its time and its resident memory."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Told:
 def eight(more: Sequence[str] = ()) -> dict:
     from lowmem.training import training
 
-    tell, losses, moments = Told(), [], []
+    tell, losses, moments = Progress(), [], []
 
     class Telling(training.Stop):
         def on_fit_start(self, *_) -> None:

@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import median
 
 from benchmarks.loops import shape
-from benchmarks.runner import RESULTS, measure, medians, trained, write
+from benchmarks.runner import RESULTS, measure, medians, run_train, write
 from lowmem.config.declarations import SHARED, groups, techniques
 from lowmem.config.refusals import refused
 from lowmem.config.settle import run_of
@@ -45,7 +45,7 @@ ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOIC
 
 def row(arguments: list[str]) -> dict:
     """Runs train.py on `tiny` once and returns peaks in bytes and tokens/s."""
-    summary = trained([*shape("tiny"), "logger=none", *arguments])
+    summary = run_train([*shape("tiny"), "logger=none", *arguments])
     return {
         "peak_bytes": summary["peak_bytes"]["device"],  # None: a compiled run, which is not counted
         "rss_bytes": summary["peak_bytes"]["host_rss"],

@@ -87,7 +87,7 @@ def _all_or_none(failure: SystemExit) -> dict:
     raise failure
 
 
-def together(
+def take_turns(
     rows: Mapping[str, Sequence[str]], otherwise: Callable[[SystemExit], dict] = _all_or_none
 ) -> dict[str, dict]:
     """Runs loops that take turns, one round.
@@ -119,7 +119,7 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
     found: dict[str, list[dict]] = {name: [] for team in teams for name in team}
     for number in range(1, rounds + 1):
         for team in teams:
-            for name, one in together(team).items():
+            for name, one in take_turns(team).items():
                 found[name].append(one)
                 print(f"round {number}/{rounds}  {name:<32}{one['tokens_per_second']:,.0f} tokens/s", flush=True)
     return found

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from benchmarks import architectures
-from benchmarks.architectures import CELLS, configured, family, made, shrunk, table
+from benchmarks.architectures import CELLS, build_module, configured, family, shrunk, table
 
 from lowmem.data.loader import MicroBatch
 from lowmem.fit import fit
@@ -64,13 +64,13 @@ def test_the_factors_and_caps_of_the_walk_are_not_neutral():
 
 
 def test_a_block_that_adds_to_a_cache_is_refused():
-    module, ids = made(configured(shrunk("xlm"), "gradient_checkpointing=every_layer"))
+    module, ids = build_module(configured(shrunk("xlm"), "gradient_checkpointing=every_layer"))
     with pytest.raises(Refused, match="cache"):
         module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
 
 
 def test_the_blocks_are_those_of_the_text_decoder():
-    module, _ = made(configured(shrunk("got_ocr2")))
+    module, _ = build_module(configured(shrunk("got_ocr2")))
     blocks = policies.blocks(module.model)
     assert {id(b) for b in blocks} <= {id(m) for m in module.model.get_decoder().modules()}
 

@@ -34,7 +34,7 @@ print(json.dumps({"seconds": turns.seconds, "tokens_per_second": 1.0}))
 @pytest.mark.slow
 def test_loops_take_turns_and_none_steps_while_another_does(tmp_path):
     diary = tmp_path / "diary"
-    found = turns.together({name: ["-c", COUNTING, name, str(n), str(diary)] for name, n in (("a", 3), ("b", 2))})
+    found = turns.take_turns({name: ["-c", COUNTING, name, str(n), str(diary)] for name, n in (("a", 3), ("b", 2))})
     steps = [line.split() for line in diary.read_text().splitlines()]
     assert [what for _, what in steps] == ["begins", "ends"] * 5
     assert [name for name, what in steps if what == "begins"] == ["a", "b", "b", "a", "a"]
@@ -64,14 +64,14 @@ def test_a_loop_that_fails_says_why_and_the_others_do_not_wait_for_it(tmp_path):
     broken = "import sys; sys.exit('no such model')"
     rows = {"broken": ["-c", broken], "whole": ["-c", COUNTING, "whole", "2", str(tmp_path / "diary")]}
     with pytest.raises(SystemExit, match="no such model"):
-        turns.together(rows)
+        turns.take_turns(rows)
     assert (tmp_path / "diary").read_text().count("whole ends") == 2
 
 
 def test_what_stands_in_the_place_of_a_loop_that_fails_can_be_said(tmp_path):
     broken = "import sys; sys.exit('no such model')"
     rows = {"broken": ["-c", broken], "whole": ["-c", COUNTING, "whole", "2", str(tmp_path / "diary")]}
-    found = turns.together(rows, otherwise=lambda failure: {"why": str(failure).splitlines()[-1]})
+    found = turns.take_turns(rows, otherwise=lambda failure: {"why": str(failure).splitlines()[-1]})
     assert found["broken"] == {"why": "no such model"} and len(found["whole"]["seconds"]) == 1
 
 
@@ -104,7 +104,7 @@ def test_the_ratio_is_the_median_of_pairs_after_the_warm_up():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_loop_has_the_same_losses_to_the_last_bit(recipe):
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, "tiny"] for loop in LOOPS}
-    losses = {loop: one["losses"] for loop, one in turns.together(rows).items()}
+    losses = {loop: one["losses"] for loop, one in turns.take_turns(rows).items()}
     assert losses["plain"][-1] < losses["plain"][0] - 0.5  # there is training in them
     assert all(losses[loop] == losses["plain"] for loop in LOOPS), losses
 
@@ -120,7 +120,7 @@ torch.nn.utils.clip_grad_norm_ = lambda parameters, largest: right(list(paramete
 print(json.dumps(loops.plain("adafactor", "tiny")))
 """
     rows = {"wrong": ["-c", wrong], "plain": ["-m", "benchmarks.loops", "plain", "adafactor", "tiny"]}
-    found = turns.together(rows)
+    found = turns.take_turns(rows)
     assert found["wrong"]["losses"] != found["plain"]["losses"]
 
 

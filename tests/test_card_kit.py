@@ -723,7 +723,10 @@ def test_ranks_are_shown_beside_what_was_predicted_and_beside_one_card(tmp_path,
 )
 def test_ranks_are_right_where_they_train_what_is_divided_pinned_and_predicted(tmp_path, name, more, is_right):
     ranks_that_ran(tmp_path, 2, **{"pinned": False, "speed": 1.0} | more)
-    assert several.found(Here("cuda", SIZES["cuda"], tmp_path, tmp_path), tmp_path / "run", name)["right"] == is_right
+    assert (
+        several.read_results(Here("cuda", SIZES["cuda"], tmp_path, tmp_path), tmp_path / "run", name)["right"]
+        == is_right
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`make lint` finds a docstring that is no sentence."""
+"""`make lint` finds a docstring that is no sentence, and a name that says nothing."""
 
 import pytest
 
@@ -17,7 +17,16 @@ from prose import wrong
     ],
 )
 def test_a_docstring_is_a_sentence(tmp_path, text, says):
-    file = tmp_path / "one.py"
-    file.write_text(f'def one():\n    """{text}"""\n')
+    file = tmp_path / "code.py"
+    file.write_text(f'def opened():\n    """{text}"""\n')
     found = list(wrong(file))
-    assert [says in line and "one.py:1" in line for line in found] == ([True] if says else [])
+    assert [says in line and "code.py:1" in line for line in found] == ([True] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_found"), [("held", True), ("_whole", True), ("Part", True), ("held_bytes", False)]
+)
+def test_a_name_says_something(tmp_path, name, is_found):
+    file = tmp_path / "code.py"
+    file.write_text(f"class {name}:\n    pass\n")
+    assert ["could be anything" in line for line in wrong(file)] == [True] * is_found

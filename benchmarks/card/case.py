@@ -144,10 +144,10 @@ class Here:
 
     def train(self, *typed: str, folder: str = "run") -> dict:
         """Runs train.py with these overrides in this process and returns its summary."""
-        from benchmarks.runner import trained
+        from benchmarks.runner import run_train
 
         os.environ["ROW_FOLDER"] = str(self.folder / folder)
-        return trained([*self.typed(), *typed])
+        return run_train([*self.typed(), *typed])
 
     def config(self, *typed: str, base: tuple[str, ...] = ()):
         """Returns the config of a run. Args: base: overrides that come before the others, as in the tests' fixture.

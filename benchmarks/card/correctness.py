@@ -130,14 +130,14 @@ def boundaries(here: Here) -> dict:
 
     deterministic()
 
-    def trained(folder: str, checkpointing: str) -> dict:
+    def final_weights(folder: str, checkpointing: str) -> dict:
         here.train(*here.size.bits, *RUN, f"gradient_checkpointing={checkpointing}", folder=folder)
         return last(here.folder / folder)["state_dict"]
 
-    resident, overlapping = trained("resident", "every_layer"), trained("overlapping", "offload")
+    resident, overlapping = final_weights("resident", "every_layer"), final_weights("overlapping", "offload")
     if here.on_card:
         boundary._stream = torch.cuda.current_stream  # makes the copies in the computation's own stream
-    in_turn = trained("in turn", "offload")
+    in_turn = final_weights("in turn", "offload")
     found = {
         "as boundaries that stay": same(overlapping, resident),
         "as copies in the computation's own stream": same(overlapping, in_turn),

@@ -59,7 +59,7 @@ class Kit:
         print(f"\n{page.page(found, self.stages)}\nwrote {self.file}")
         for stage in wanted:  # repeated, because of a long page only the end is on the screen
             print(page.line(stage, found["stages"][str(stage.number)]))
-        return int(any(not _whole(found["stages"][str(stage.number)]) for stage in wanted))
+        return int(any(not _is_complete(found["stages"][str(stage.number)]) for stage in wanted))
 
     def table(self) -> int:
         """Prints the page of the file's results, and writes it into docs/ if they are a card's.
@@ -176,7 +176,7 @@ def _at_once(stage: Stage, memory: int | None) -> tuple[int, int | None]:
     return at_once, None if at_once == 1 and cores == os.cpu_count() else cores // at_once
 
 
-def _whole(record: Mapping) -> bool:
+def _is_complete(record: Mapping) -> bool:
     """Returns whether every case that can run here has its result, and none is wrong."""
     cases = record["cases"].values()
     ended = len(cases) == len(record["planned"]) and not any(case["status"] in ("failed", "ended") for case in cases)

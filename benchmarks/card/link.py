@@ -47,7 +47,7 @@ def card(here: Here) -> dict:
 
     if not torch.cuda.is_available():
         raise LeftOut(f"torch {torch.__version__} sees no CUDA device")
-    driver, taken = _asked()  # before this process has a context
+    driver, taken = _query_driver()  # before this process has a context
     properties = torch.cuda.get_device_properties(0)
     total = properties.total_memory
     context = total - torch.cuda.mem_get_info()[0]
@@ -68,7 +68,7 @@ def card(here: Here) -> dict:
     }
 
 
-def _asked() -> tuple[str | None, int | None]:
+def _query_driver() -> tuple[str | None, int | None]:
     """Returns (driver version, bytes of the card that others use, such as a screen), or None for what is unknown."""
     if shutil.which("nvidia-smi") is None:
         return None, None

@@ -243,11 +243,11 @@ def table(results: Mapping[str, dict]) -> str:
     lines += ["", "| case | right | what |", "|---|---|---|"]
     for name, one in results.items():
         if "right" in one:
-            lines.append(f"| {name} | {'yes' if one['right'] else 'NO'} | {_what(one)} |")
+            lines.append(f"| {name} | {'yes' if one['right'] else 'NO'} | {_findings(one)} |")
     return "\n".join(lines)
 
 
-def _what(one: Mapping) -> str:
+def _findings(one: Mapping) -> str:
     if "found" in one:
         return ", ".join(f"{what}: {'yes' if is_so else 'NO'}" for what, is_so in one["found"].items())
     if "state_spared" not in one:

@@ -45,10 +45,10 @@ def went(stage: Stage, found: Mapping) -> str:
     wrong = sum(map(is_wrong, found["cases"].values()))
     parts += [f"{wrong} NOT RIGHT"] if wrong else []
     parts += [f"{missing} not begun in its {stage.seconds:.0f} s"] if missing else []
-    return f"{', '.join(parts)}; {_of(stage, 'says', found)}"
+    return f"{', '.join(parts)}; {_text_or_error(stage, 'says', found)}"
 
 
-def _of(stage: Stage, what: str, found: Mapping) -> str:
+def _text_or_error(stage: Stage, what: str, found: Mapping) -> str:
     """Returns the text of a stage's `says` or `table`.
 
     Where a result is incomplete it returns the error instead, so that the rest of the page is still written.
@@ -68,7 +68,7 @@ def page(found: Mapping, stages: Sequence[Stage]) -> str:
             continue
         lines += [f"## {stage.number}. {stage.name}", "", f"{went(stage, record)}.", ""]
         if results(record):
-            lines += [_of(stage, "table", record), ""]
+            lines += [_text_or_error(stage, "table", record), ""]
         lines += [f"- **{name}** {case['status']}: {short(case['why'])}" for name, case in _gone_wrong(record)]
         lines += [""] if _gone_wrong(record) else []
     return "\n".join(lines).rstrip() + "\n"

@@ -107,10 +107,10 @@ def strategy(here: Here, name: str, cards: int) -> dict:
     code, said = train(here, *typed, *watched)
     if code:
         raise SystemExit(said[-2000:])
-    return found(here, here.folder / "run", name)
+    return read_results(here, here.folder / "run", name)
 
 
-def found(here: Here, run: Path, name: str) -> dict:
+def read_results(here: Here, run: Path, name: str) -> dict:
     """Reads the results that a run of several ranks has left in its folder."""
     summary, predicted = json.loads((run / "summary.json").read_text()), None
     seen = [json.loads((here.folder / SEEN.format(rank)).read_text()) for rank in range(len(summary["ranks"]))]

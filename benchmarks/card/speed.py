@@ -50,7 +50,7 @@ def loops(here: Here, of: tuple[str, str], gib: float) -> dict:
     Raises:
         LeftOut: the card has no room for all loops: one computes at a time, but each has its model on the card.
     """
-    from benchmarks.turns import together
+    from benchmarks.turns import take_turns
 
     if here.memory < gib * GIB:
         raise LeftOut(f"the four loops together need {gib:g} GiB and the card has {here.memory / GIB:.1f}")
@@ -58,7 +58,7 @@ def loops(here: Here, of: tuple[str, str], gib: float) -> dict:
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, model, *here.typed()] for loop in LOOPS}
     found: dict[str, list[dict]] = {loop: [] for loop in LOOPS}
     for _ in range(here.size.rounds):
-        for loop, one in together(rows, otherwise=lambda failure: {"why": str(failure)[-1500:]}).items():
+        for loop, one in take_turns(rows, otherwise=lambda failure: {"why": str(failure)[-1500:]}).items():
             found[loop].append(one)
         here.keep({"loops": found})
     return {"loops": found}

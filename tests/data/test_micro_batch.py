@@ -105,10 +105,10 @@ def test_a_plan_traces_the_pairs(config, tmp_path):
 
 def test_rows_of_a_pair_stay_on_one_device():
     batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(3))
-    first, second, third = (Share(1, rank, 3).of(batch) for rank in range(3))
+    first, second, third = (Share(1, rank, 3).rows_of(batch) for rank in range(3))
     assert [len(one.input_ids) for one in (first, second, third)] == [2, 2, 2]
     assert torch.equal(torch.cat([one.margin for one in (first, second, third)]), batch.margin)
-    empty = Share(1, 3, 4).of(batch)
+    empty = Share(1, 3, 4).rows_of(batch)
     assert empty.weight == empty.tokens == 0 and len(empty.margin) == 2 and type(empty) is Pairs
 
 

@@ -61,7 +61,7 @@ def test_every_row_is_there_and_none_much_oftener_than_another():
     found = Counter(mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist())
     large, small = ([found[first + i] for i in range(count)] for first, count in ((0, 40), (1000, 10)))
     assert set(large) == {1} and set(small) == {4} and len(mixed) == 80
-    assert "read 4.00 times an epoch" in list(mixed.told())[1]
+    assert "read 4.00 times an epoch" in list(mixed.describe())[1]
 
 
 def test_without_weights_it_is_every_row_once():

@@ -164,7 +164,7 @@ def test_a_weight_that_is_not_finite_is_not_saved(config, fit, monkeypatch):
 
     def poisoned(self, window, index):
         done = step(self, window, index)
-        next(self.parts.parameters()).data.view(-1)[0] = float("nan")
+        next(self.local_parameters.parameters()).data.view(-1)[0] = float("nan")
         return done
 
     monkeypatch.setattr(CausalLM, "training_step", poisoned)

@@ -352,7 +352,7 @@ def _overflowing(module, window: int, rank: int, where: str) -> None:
     def collected():
         gather()
         if is_there():
-            first = next(p for p in module.parts.parameters() if p.grad is not None)
+            first = next(p for p in module.local_parameters.parameters() if p.grad is not None)
             first.grad.view(-1)[0] = float("inf")
 
     ranks.gather_gradients = collected

@@ -161,7 +161,7 @@ class Share(NamedTuple):
     def rows_per_step(self) -> int:  # of one micro-batch of all devices
         return self.batch_size * self.world_size
 
-    def of(self, read: MicroBatch) -> MicroBatch:
+    def rows_of(self, read: MicroBatch) -> MicroBatch:
         """Returns this device's rows. All devices have as many micro-batches, and the last ones may be without a token
         that counts."""
         rows = self.batch_size * read.ROWS
@@ -214,7 +214,7 @@ class WindowLoader:
             rows = order[first : min(first + per_step, stop)]  # of all devices
             batch = self.sequences.micro_batch(rows)
             tokens, weight = tokens + batch.tokens, weight + batch.weight
-            micro_batches.append(self.share.of(batch))
+            micro_batches.append(self.share.rows_of(batch))
         return Window(micro_batches, tokens, weight, end)
 
     def _after(self, start: Position) -> Position:
@@ -254,4 +254,4 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[MicroBatch]:
         step = self.share.rows_per_step
         for first in range(0, self.count, step):
-            yield self.share.of(self.sequences.micro_batch(np.arange(first, min(first + step, self.count))))
+            yield self.share.rows_of(self.sequences.micro_batch(np.arange(first, min(first + step, self.count))))

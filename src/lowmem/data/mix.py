@@ -76,7 +76,7 @@ class Mix(Openable):
             self.chat.dress(tokenizer)  # before any part is read: documents of all end in one token
         each = {name: part.opened(wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}
         train = Mixed({name: one.train for name, one in each.items()}, self.shares)
-        log.info(f"data=mix: {'; '.join(train.told())}.")
+        log.info(f"data=mix: {'; '.join(train.describe())}.")
         val = {f"{name}_{below}".rstrip("_"): rows for name, one in each.items() for below, rows in one.val.items()}
         ofs = [one.tokens for one in each.values()]
         return Opened(next((of for of in ofs if of.template), ofs[0]), train, val)
@@ -117,7 +117,7 @@ class Mixed(Rows):
         orders = [part.order for part in self.parts]
         return {"mix": [list(one) for one in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
-    def told(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """Yields a sentence for each source: its share, and how often it is read."""
         tokens = np.array(self.counts) * self.per_row
         asked = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)

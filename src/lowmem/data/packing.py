@@ -138,11 +138,12 @@ class Documents(_Apart):
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
-        self.packed, self.ends = self._kept(split, name)  # pieces by row; how many there are up to the end of each
+        # pieces by row; how many there are up to the end of each
+        self.packed, self.ends = self._packed_once(split, name)
         tokens = int(self.pieces.lengths.sum())
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
-    def _kept(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Packs once and stores the result beside the tokens on disk: 5 million documents take seconds."""
         where = getattr(split.ids, "filename", None)
         if where is None:  # in memory alone
@@ -222,11 +223,11 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     if packing == "joined":
         return Joined(split, seq_len, {"val": "validation"}.get(name, name))
     made = PACKINGS[packing](split, seq_len, too_long, name)
-    log.info(told(made.report, name, packing))
+    log.info(describe_split(made.report, name, packing))
     return made
 
 
-def told(report: Mapping, name: str, packing: str) -> str:
+def describe_split(report: Mapping, name: str, packing: str) -> str:
     """Returns a sentence about the documents of a split: how many there are, and how many were left out."""
     left_out = {
         "longer than a row were cut": report["cut"],

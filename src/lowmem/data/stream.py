@@ -17,7 +17,7 @@ import numpy as np
 
 from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
 from lowmem.data.opening import Openable, Opened, Wanted
-from lowmem.data.packing import Documents, Joined, NothingToLearn, told
+from lowmem.data.packing import Documents, Joined, NothingToLearn, describe_split
 from lowmem.data.sources.reading import ahead
 from lowmem.data.sources.records import Record, Records
 from lowmem.data.sources.source import Encoded, SplitName
@@ -54,7 +54,7 @@ class Stream(Openable):
         val = _split(self.documents(list(islice(stream, self.val_rows)), 0, "val"))
         rows = self.rows(val, "val")
         self._tell("val", rows.report)
-        self.records.forget("val")  # it is told
+        self.records.forget("val")  # the log has it already
         return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": rows})
 
     def documents(self, fields: list[dict], first: int, name: SplitName) -> list[Encoded]:
@@ -105,7 +105,7 @@ class Stream(Openable):
 
     def _tell(self, name: str, report: Mapping) -> None:
         if report:
-            log.info(told(report, name, self.packing))
+            log.info(describe_split(report, name, self.packing))
         for note in self.records.notes():
             log.info(note)
 
@@ -196,9 +196,9 @@ class StreamLoader(WindowLoader):
             number += 1
             end = Position(start.epoch, at, number, block.state) if block else Position(start.epoch + 1, 0, number)
             read = [rows.micro_batch(indices) for rows, indices in parts]
-            yield self._of(type(read[0]).concatenated(read), rows_per_step, end)
+            yield self._window(type(read[0]).concatenated(read), rows_per_step, end)
 
-    def _of(self, whole: MicroBatch, rows_per_step: int, end: Position) -> Window:
+    def _window(self, whole: MicroBatch, rows_per_step: int, end: Position) -> Window:
         rows = rows_per_step * whole.ROWS
         read = (whole.each(lambda tensor, at=at: tensor[at : at + rows]) for at in range(0, len(whole.input_ids), rows))
-        return Window([self.share.of(one) for one in read], whole.tokens, whole.weight, end)
+        return Window([self.share.rows_of(one) for one in read], whole.tokens, whole.weight, end)

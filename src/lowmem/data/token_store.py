@@ -118,7 +118,7 @@ def tokenize(
     elif chat:
         special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
     folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
-    dtype = _made(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
+    dtype = _fill_folder(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
     train, val = (_split(folder, split, dtype) for split in ("train", "val"))
     tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
@@ -128,10 +128,10 @@ def tokenize(
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
     """Returns the validation split of a source that shares its training text with another."""
     folder = cache_dir / f"{_key(source, 0, tokenizer)}-val"
-    return _split(folder, "val", _made(folder, lambda: _write(folder, source, 0, tokenizer, (), ("val",))))
+    return _split(folder, "val", _fill_folder(folder, lambda: _write(folder, source, 0, tokenizer, (), ("val",))))
 
 
-def _made(folder: Path, write: Callable[[], None]) -> str:
+def _fill_folder(folder: Path, write: Callable[[], None]) -> str:
     """Fills the folder unless it is there, and returns the dtype of its ids."""
     if not (folder / "meta.json").exists():
         try:

@@ -62,7 +62,7 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
     if isinstance(rows, Mixed):
         for part, of in zip(rows.names, rows.parts, strict=True):
             yield from counts(of, part)
-        yield f"{name}: {'; '.join(rows.told())}."
+        yield f"{name}: {'; '.join(rows.describe())}."
     elif isinstance(rows, Drawn):
         yield f"{name}: {len(rows):,} sequences of {rows.seq_len:,}, drawn and of no text."
     else:

@@ -46,11 +46,11 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model is computed; by default on one device."""
+    """The place where a model computes: by default one device."""
 
-    weights: Resident = field(default_factory=Resident)  # where they are while no block needs them
-    tiles: Tiles | None = None  # the parts of the model that are computed in slices
-    ranks: OneDevice = ONE_DEVICE  # which part is this process's, and the words with the others
+    weights: Resident = field(default_factory=Resident)  # where weights are while no block needs them
+    tiles: Tiles | None = None  # the modules that are computed in slices
+    ranks: OneDevice = ONE_DEVICE  # the strategy
 
 
 class CausalLM(LightningModule):
@@ -107,7 +107,7 @@ class CausalLM(LightningModule):
         strategy.load_optimizer_state_dict = restore
 
     @property
-    def parts(self) -> nn.Module:
+    def local_parameters(self) -> nn.Module:
         """Returns the module whose parameters are this process's shard of the model's."""
         return self.ranks.local_parameters(self.model)
 
@@ -182,7 +182,7 @@ class CausalLM(LightningModule):
     def _may_step(self, optimizer: Optimizer, loss: Tensor, window: Window) -> bool:
         precision = self.trainer.precision_plugin
         usable = precision.unscale(optimizer)
-        self.gradient_norm = precision.norm(self.parts) if usable else None
+        self.gradient_norm = precision.norm(self.local_parameters) if usable else None
         finite = bool((loss if self.gradient_norm is None else loss + self.gradient_norm).isfinite())
         if self.ranks.data_size < self.ranks.size:  # some compute one loss, each for itself
             finite = not self.ranks.any(not finite)
@@ -196,7 +196,9 @@ class CausalLM(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clips, after every callback has seen the gradients at their true size."""
         precision = self.trainer.precision_plugin
-        self.gradient_norm = precision.clip(self.parts, self.update.clip_value, self.update.clip, self.gradient_norm)
+        self.gradient_norm = precision.clip(
+            self.local_parameters, self.update.clip_value, self.update.clip, self.gradient_norm
+        )
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin

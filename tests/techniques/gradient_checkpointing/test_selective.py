@@ -113,7 +113,7 @@ def equal(a, b):
 
 def watch_nothing(monkeypatch):
     """The deliberately wrong variant."""
-    monkeypatch.setattr(selective.Kept, "see", lambda *_: None)
+    monkeypatch.setattr(selective.KeptResult, "see", lambda *_: None)
     monkeypatch.setattr(selective, "_written", lambda *_: ())
 
 

@@ -12,7 +12,7 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.lora import LoRA
 from lowmem.techniques.gradient_checkpointing import policies as checkpointing
 from lowmem.techniques.gradient_checkpointing import slices as tiled_tokens
-from lowmem.techniques.gradient_checkpointing.slices import Part, Tiles
+from lowmem.techniques.gradient_checkpointing.slices import SlicedModule, Tiles
 from lowmem.techniques.loss import cross_entropy as losses
 from networks import (
     network,
@@ -49,7 +49,7 @@ def test_the_gradients_are_those_of_the_whole_with_every_policy(model_type, batc
 
 def test_a_last_short_slice_that_is_dropped_is_caught(batch, monkeypatch):  # noqa: F811
     """The deliberately wrong variant."""
-    back = Part.back
+    back = SlicedModule.back
 
     def short(self, x, d_out):
         whole = x.shape[1] // self.tokens * self.tokens
@@ -57,7 +57,7 @@ def test_a_last_short_slice_that_is_dropped_is_caught(batch, monkeypatch):  # no
         return torch.cat([d_x, torch.zeros_like(x[:, whole:])], dim=1), d_weights
 
     kept = gradients(shaped("llama"), batch)
-    monkeypatch.setattr(Part, "back", short)
+    monkeypatch.setattr(SlicedModule, "back", short)
     assert off(kept, gradients(tiled(shaped("llama")), batch)) > 100 * FP32_REORDERED
 
 
@@ -98,7 +98,7 @@ def error_of_bf16(tokens):
     exact = Squared().double()
     exact.linear.weight.data = module.linear.weight.double()
     exact(x.double()).backward(d.double())
-    Part(module, tokens)
+    SlicedModule(module, tokens)
     module(x).backward(d)
     wide = exact.linear.weight.grad
     return ((module.linear.weight.grad.double() - wide).norm() / wide.norm()).item()
@@ -129,7 +129,7 @@ def test_autocast_loses_no_gradient_and_a_part_may_be_called_whole_too(batch):  
     torch.manual_seed(0)
     plain, cut = Squared(), Squared()
     cut.load_state_dict(plain.state_dict())
-    Part(cut, TOKENS)
+    SlicedModule(cut, TOKENS)
     kept, found = both(plain), both(cut)
     assert (found - kept).norm() < 0.01 * kept.norm()
 

@@ -69,8 +69,8 @@ def of_rows(hidden, weight, labels):
 
 
 def a_tile_left_out(monkeypatch):
-    right = head_tiles.Whole.tiles
-    monkeypatch.setattr(head_tiles.Whole, "tiles", lambda *of: list(right(*of))[1:])
+    right = head_tiles.ResidentHead.tiles
+    monkeypatch.setattr(head_tiles.ResidentHead, "tiles", lambda *of: list(right(*of))[1:])
 
 
 def labels_of_other_tiles_counted(monkeypatch):

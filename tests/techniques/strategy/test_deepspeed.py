@@ -59,10 +59,10 @@ def test_what_is_loaded_into_the_parts_is_what_is_computed_with(differs, engine)
 def test_what_waits_on_the_host_is_pinned_where_a_card_reads_it(monkeypatch, kind, device):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    kept = kind(device, 2, offload=True).kept()
+    kept = kind(device, 2, offload=True).offload_settings()
     places = [kept[key] for key in ("offload_optimizer", "offload_param") if key in kept]
     assert places == [{"device": "cpu", "pin_memory": device == "cuda"}] * (kind.stage - 1)
-    assert not any(key.startswith("offload") for key in kind(device, 2).kept())
+    assert not any(key.startswith("offload") for key in kind(device, 2).offload_settings())
 
 
 def test_deepspeed_has_the_private_parts_that_are_leaned_on():

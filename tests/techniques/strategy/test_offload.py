@@ -30,7 +30,7 @@ def seen(fit, monkeypatch):
         found["buffers"] = {buffer.device.type for buffer in module.buffers()}
         found["batch"] = {t.device.type for one in window.micro_batches for t in one.tensors.values()}
         found["sums"] = module.device.type
-        for p in module.parts.parameters():
+        for p in module.local_parameters.parameters():
             p.grad = torch.zeros_like(p)
         module.optimizers().step()
         module.lr_schedulers().step()

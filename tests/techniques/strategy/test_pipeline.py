@@ -137,7 +137,7 @@ def test_stages_wait_while_the_pipeline_fills_and_drains(pair):
 )
 def test_what_stages_cannot_train_is_refused_while_the_model_is_whole(name, changes, lines, says):
     architectures._prepare()
-    module, _ = architectures.made(architectures.configured(architectures.shrunk(name) | changes, *lines))
+    module, _ = architectures.build_module(architectures.configured(architectures.shrunk(name) | changes, *lines))
     ranks = object.__new__(Pipeline)
     ranks.size = 2
     with pytest.raises(Refused, match=says) if says else nullcontext():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from benchmarks.architectures import configured, made, shrunk
+from benchmarks.architectures import build_module, configured, shrunk
 
 from lowmem.data.loader import MicroBatch
 from lowmem.system.errors import Refused
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("as_for_families")
 
 
 def a_model(name, **changes):
-    module, ids = made(configured(shrunk(name) | changes))
+    module, ids = build_module(configured(shrunk(name) | changes))
     return module.model.eval(), MicroBatch(ids[:, :-1], ids[:, 1:], torch.arange(ids.shape[1] - 1).expand(2, -1) % 7)
 
 

@@ -78,7 +78,7 @@ class Chat(Encoder):
             tokenizer.eos_token = CHATML_TOKENS[1]  # generation stops at this token
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
-        template = self._of(tokenizer)
+        template = self._template(tokenizer)
         rendered = [self._rendered(template, fields) for fields in batch]
         good = [one for one in rendered if not isinstance(one, BadRecord)]
         encodings = iter(template.encode([one.text for one in good]))
@@ -86,7 +86,7 @@ class Chat(Encoder):
             one if isinstance(one, BadRecord) else self._encoded(template, one, next(encodings)) for one in rendered
         ]
 
-    def _of(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    def _template(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
         if self.opened is None or self.opened[0] is not tokenizer:
             self.opened = tokenizer, ChatTemplate(tokenizer, self.source, self.named)
         return self.opened[1]

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from lowmem.config.values import checked_encoding
 from lowmem.data.sources.reading import readable
 from lowmem.data.sources.records import BadRecord, OfFiles, Records, records
-from lowmem.data.sources.text_files import Files, found
+from lowmem.data.sources.text_files import Files, find_files
 from lowmem.system.errors import Refused
 
 LONGEST = 1 << 24  # bytes of a line
@@ -29,7 +29,7 @@ def jsonl(
 ) -> Records:
     """Returns the source of the lines of a file, or of the files of a folder that match `pattern`. Of several files
     some are validation; of one, some of its lines. Args: how: those of `records`."""
-    lines = Lines(found(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
+    lines = Lines(find_files(path, pattern, val_fraction, val_path), val_fraction, _of_lines(encoding))
     return records(lines, "chat" if how.get("messages") else "jsonl", **how)
 
 

@@ -106,7 +106,7 @@ def _decoded(file: Path, encoding: str, errors: str) -> Iterator[str]:
                 text = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
             elif "\0" in text:
                 raise _NoText("it has zero bytes, as binary files have", head)
-            elif not _whole(text):
+            elif not _has_no_half_pair(text):
                 raise _NoText("it has half a character", head)
             start += len(raw)
             if text:
@@ -124,7 +124,7 @@ def _of_stream(encoding: str, head: bytes) -> str:
     return encoding if marked else f"{name}-{sys.byteorder[0]}e"
 
 
-def _whole(text: str) -> bool:
+def _has_no_half_pair(text: str) -> bool:
     """Returns True if the text has no half of a surrogate pair, which some encodings produce."""
     try:
         return text.isascii() or bool(text.encode())

@@ -13,7 +13,7 @@ from typing import Any
 from lowmem.config.values import checked_encoding, shown
 from lowmem.data.sources.reading import blocks, readable
 from lowmem.data.sources.records import FIELDS, BadRecord, OfFiles, Records, records
-from lowmem.data.sources.text_files import Files, found
+from lowmem.data.sources.text_files import Files, find_files
 from lowmem.system.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # spellings that can be typed
@@ -36,7 +36,7 @@ def table_csv(
     the fields. Args: how: those of `records`."""
     if len(DELIMITERS.get(delimiter, delimiter)) != 1 or delimiter in ('"', "\n", "\r"):
         raise Refused(f"data.delimiter={delimiter}: it is one character, such as ';', or the word tab.")
-    files, settings = found(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
+    files, settings = find_files(path, pattern, val_fraction, val_path), [checked_encoding(encoding), delimiter]
     rows = Table(files, val_fraction, settings, "line", lambda file: csv_rows(file, delimiter, encoding))
     return records(rows, "csv", **how)
 
@@ -51,7 +51,7 @@ def table_parquet(
     """Returns the source of the rows of a parquet file, or of the files of a folder that match `pattern`; only the
     columns in use are read. Args: how: those of `records`."""
     columns, also = used(*(how.get(name) for name in FIELDS)), [TOOLS] if how.get("messages") else []
-    files = found(path, pattern, val_fraction, val_path)
+    files = find_files(path, pattern, val_fraction, val_path)
     rows = Table(files, val_fraction, [columns + also], "row", lambda file: parquet_rows(file, columns, also))
     return records(rows, "parquet", **how)
 

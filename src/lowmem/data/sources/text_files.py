@@ -151,7 +151,7 @@ def text(
     else."""
     how = {"encoding": checked_encoding(encoding), "on_error": checked_on_error(on_error)}
     how |= {"packing": packing, "too_long": too_long}
-    root, train, val = files = found(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
+    root, train, val = files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
     return Corpus("text", root, train, val, tail=val_fraction if files.alone else None, **how)
 
 
@@ -168,7 +168,7 @@ class Files(NamedTuple):
         return self.train == self.val
 
 
-def found(
+def find_files(
     path: str,
     pattern: str,
     val_fraction: float,

@@ -46,7 +46,7 @@ def paused() -> Iterator[None]:
         _paused.reset(token)
 
 
-class Kept:
+class KeptResult:
     """An operator's result, and all tensors that were seen to share its memory."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
@@ -78,7 +78,7 @@ class Mode(TorchDispatchMode):
 
     supports_higher_order_operators = True  # flex attention is one
 
-    def __init__(self, kept: deque[Kept]) -> None:
+    def __init__(self, kept: deque[KeptResult]) -> None:
         super().__init__()
         self.kept = kept
 
@@ -90,9 +90,9 @@ class Mode(TorchDispatchMode):
 class Keep(Mode):
     """The mode of the forward pass: fills `kept`."""
 
-    def __init__(self, kept: deque[Kept]) -> None:
+    def __init__(self, kept: deque[KeptResult]) -> None:
         super().__init__(kept)
-        self._by_storage: dict[int, Kept] = {}
+        self._by_storage: dict[int, KeptResult] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -101,7 +101,7 @@ class Keep(Mode):
                 kept.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if func in EXPENSIVE and not _paused.get():
-            self.kept.append(Kept(func, args, kwargs or {}, out))
+            self.kept.append(KeptResult(func, args, kwargs or {}, out))
             self._by_storage |= dict.fromkeys(map(storage_key, tensors), self.kept[-1])
         for tensor in tensors:
             if (kept := self._by_storage.get(storage_key(tensor))) is not None:
@@ -135,7 +135,7 @@ class HandBack(Mode):
 
 def contexts() -> tuple[Keep, HandBack]:
     """Returns the modes of one forward pass of a block and of its recomputation."""
-    kept: deque[Kept] = deque()
+    kept: deque[KeptResult] = deque()
     return Keep(kept), HandBack(kept)
 
 

@@ -61,7 +61,9 @@ class Tiles:
             stack = blocks(model)
         except Refused:
             raise self._refused(f"{type(model).__name__} has no list of blocks") from None
-        self.parts = [Part(child, tokens) for block in stack for child in block.children() if _has_interior(child)]
+        self.parts = [
+            SlicedModule(child, tokens) for block in stack for child in block.children() if _has_interior(child)
+        ]
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         """Compares the modules with their slices. Args: batch: a few real tokens of two sequences.
@@ -96,11 +98,11 @@ def _has_interior(child: nn.Module) -> bool:
     return bool(weights) and not (alone or several or any(p.dim() > 2 for p in weights))
 
 
-def name(part: "Part") -> str:
+def name(part: "SlicedModule") -> str:
     return type(part.module).__name__
 
 
-class Part(nn.Module):
+class SlicedModule(nn.Module):
     """Wraps a module so that its forward pass is computed in slices if it gets more tokens than a slice has. The module
     itself does not change."""
 
@@ -125,13 +127,13 @@ class Part(nn.Module):
         trained = [p for p in self.parameters() if p.requires_grad]
         if not torch.is_grad_enabled() or not (x.requires_grad or trained):
             return self.in_slices(x)
-        entering = _Kept.apply(x if x.requires_grad else x.detach().requires_grad_())
+        entering = _EndRecomputation.apply(x if x.requires_grad else x.detach().requires_grad_())
         return _InSlices.apply(self, entering.grad_fn, entering, *trained)
 
     def _is_fit(self, x: Tensor) -> bool:
         if self.fits is None:
             with torch.no_grad(), RandomStates(x).again():
-                out = self._of(x[:, :1], self.stand_ins())
+                out = self._compute(x[:, :1], self.stand_ins())
             self.fits = isinstance(out, Tensor) and out.shape[:2] == (x.shape[0], 1)
         return self.fits
 
@@ -153,7 +155,7 @@ class Part(nn.Module):
         """Computes (B, T, H) -> (B, T, ...) without a gradient."""
         weights, whole, start = self.stand_ins(), None, 0
         for part in x.split(self.tokens, dim=1):
-            out = self._of(part, weights)  # (B, t, ...)
+            out = self._compute(part, weights)  # (B, t, ...)
             if whole is None:
                 whole = out.new_empty(*x.shape[:2], *out.shape[2:])
             whole[:, start : start + part.shape[1]] = out
@@ -168,7 +170,7 @@ class Part(nn.Module):
         for part, d_part in zip(x.split(self.tokens, 1), d_out.split(self.tokens, 1), strict=True):
             entering = part.detach().contiguous().requires_grad_()
             with torch.enable_grad():
-                out = self._of(entering, weights)
+                out = self._compute(entering, weights)
             torch.autograd.backward(out, d_part)
             d_x[:, start : start + part.shape[1]] = entering.grad
             start += part.shape[1]
@@ -180,11 +182,11 @@ class Part(nn.Module):
         a copy of the weight itself, made without a gradient, would cut off other code that computes with it."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
-    def _of(self, part: Tensor, weights: dict[str, Tensor]) -> object:
+    def _compute(self, part: Tensor, weights: dict[str, Tensor]) -> object:
         return functional_call(self, weights, (part.contiguous(),))
 
 
-class _Kept(torch.autograd.Function):
+class _EndRecomputation(torch.autograd.Function):
     """Keeps a module's input before it is computed: recomputation of the block ends here."""
 
     @staticmethod
@@ -200,7 +202,8 @@ class _Kept(torch.autograd.Function):
 class _InSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, kept, x, *weights):
-        """Computes in slices. Args: kept: the `_Kept` of x (B, T, H); weights: the trained ones, so that autograd asks
+        """Computes in slices. Args: kept: the `_EndRecomputation` of x (B, T, H); weights: the trained ones, so
+        that autograd asks
         for their gradients."""
         ctx.part, ctx.kept, ctx.random = part, kept, RandomStates(x)
         ctx.autocast = _autocast(x.device.type)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Source:
+class HeadSource:
     """The source of a head's matrix for a loss that reads it in tiles. This base class is for a device that reads all
     tiles."""
 
@@ -20,7 +20,7 @@ class Source:
         return d_rows
 
 
-class Whole(Source):
+class ResidentHead(HeadSource):
     """A matrix (V, H) on the device: its tiles are views, and its gradient is one tensor of its dtype."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -48,10 +48,10 @@ class Whole(Source):
         return gradient
 
 
-def tiles_of(linear: nn.Linear) -> Source:
+def tiles_of(linear: nn.Linear) -> HeadSource:
     """Returns the source of a layer's tiles: its own weight, unless that is elsewhere
     (`techniques/weights/edges.py`)."""
-    return getattr(linear, "source", None) or Whole(linear)
+    return getattr(linear, "source", None) or ResidentHead(linear)
 
 
 def matrix_of(linear: nn.Linear) -> Tensor:

@@ -57,7 +57,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, source, columns, finish):
         """Takes hidden (B x T, H); weight (V, H), which only autograd uses; bias (V) or None; labels (B x T); source:
-        of tiles, like `Whole`; finish: that of `Head`. Returns the sum in fp32."""
+        of tiles, like `ResidentHead`; finish: that of `Head`. Returns the sum in fp32."""
         part = counted(labels)  # the other positions never reach the head
         rows, labels = hidden.index_select(0, part), labels[part]  # (N, H), (N,)
         top = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)

@@ -53,7 +53,7 @@ class ZeRO2(Divided):
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, offload: bool = False) -> None:
         super().__init__(device, devices, timeout)
         # A card reads and writes pinned memory 3 to 5 times as fast as pageable memory.
-        self.there = {"device": "cpu", "pin_memory": device == "cuda"} if offload else None
+        self.offload = {"device": "cpu", "pin_memory": device == "cuda"} if offload else None
         self.side = "host" if offload else "device"
         self._runs: dict[nn.Parameter, Fragment] = {}
 
@@ -66,16 +66,16 @@ class ZeRO2(Divided):
             "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only multiplies it for what it prints
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.stage} | bucket | self.kept(),
+            "zero_optimization": {"stage": self.stage} | bucket | self.offload_settings(),
         }
         given = {"model": Loss(module), "optimizer": Unmoved(stepped), "config": settings}
         self.engine, *_ = imported(self.device).initialize(**given, dist_init_required=False)
         module.loss = InEngine(self.engine, module.loss)
         self._runs = {p: self.run_of(p) for p in module.parameters()}
 
-    def kept(self) -> dict:
+    def offload_settings(self) -> dict:
         """Returns DeepSpeed's settings for where tensors are kept."""
-        return {"offload_optimizer": self.there} if self.there else {}
+        return {"offload_optimizer": self.offload} if self.offload else {}
 
     def run_of(self, p: nn.Parameter) -> Fragment:
         """Returns this process's run of a parameter. DeepSpeed flattens all trained weights into one tensor and gives
@@ -83,7 +83,7 @@ class ZeRO2(Divided):
         if not p.requires_grad:
             return Fragment(p.data.view(-1), 0, p.shape)
         if (fragment := deepspeed_fragment(p)) is None:
-            return Fragment(torch.empty(0, device="cpu" if self.there else p.device), 0, p.shape)
+            return Fragment(torch.empty(0, device="cpu" if self.offload else p.device), 0, p.shape)
         held, start, gradient = fragment
         return Fragment(held, start, p.shape, gradient)
 
@@ -103,7 +103,7 @@ class ZeRO2(Divided):
         yield
 
     def gather_gradients(self) -> None:
-        if self.there and self.device == "cuda":
+        if self.offload and self.device == "cuda":
             torch.cuda.synchronize()  # gradients may still be on their way to the host
         for p, local in self._locals.items():
             if p.requires_grad:  # also if it has no element here: all processes must hold the same set of states
@@ -159,13 +159,13 @@ class ZeRO3(ZeRO2):
         super().__init__(device, devices, timeout, offload)
         self.whole_below = whole_below
 
-    def kept(self) -> dict:
+    def offload_settings(self) -> dict:
         weights = {
             "stage3_param_persistence_threshold": self.whole_below,
             "stage3_prefetch_bucket_size": BUCKET,
             "stage3_max_reuse_distance": 0,  # else up to 4 GB of weights would stay gathered between two uses
         }
-        return super().kept() | weights | ({"offload_param": self.there} if self.there else {})
+        return super().offload_settings() | weights | ({"offload_param": self.offload} if self.offload else {})
 
     def run_of(self, p: nn.Parameter) -> Fragment:
         """Returns this process's run of a parameter: all processes hold equal runs, with zeros behind the last
@@ -180,7 +180,7 @@ class ZeRO3(ZeRO2):
         flat, number = zero.fp32_partitioned_groups_flat[group], _index(zero.fp16_groups[group], p)
 
         def gradient() -> Tensor:
-            every = flat.grad[offset : offset + count] if self.there else zero.averaged_gradients[group][number]
+            every = flat.grad[offset : offset + count] if self.offload else zero.averaged_gradients[group][number]
             return every[own]
 
         return Fragment(flat.data[offset : offset + count][own], start, p.ds_shape, gradient)

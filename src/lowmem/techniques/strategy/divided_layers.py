@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.techniques.loss.head_tiles import Whole
+from lowmem.techniques.loss.head_tiles import ResidentHead
 
 
 class Layout(NamedTuple):
@@ -146,7 +146,7 @@ def divide_head(head: nn.Linear, group: Group) -> Layouts:
     return layouts
 
 
-class Share(Whole):
+class Share(ResidentHead):
     """This rank's shard of a head's matrix, as a source of tiles."""
 
     def __init__(self, linear: nn.Linear, group: Group) -> None:
@@ -158,17 +158,17 @@ class Share(Whole):
         return self.linear.weight.detach().to_local()
 
     @property
-    def first(self) -> int:
+    def first_token(self) -> int:
         return self.group.rank * len(self.weight)
 
     def matrix(self) -> Tensor:
         return self.linear.weight.full_tensor()
 
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        yield from ((self.first + start, tile) for start, tile in super().tiles(columns))
+        yield from ((self.first_token + start, tile) for start, tile in super().tiles(columns))
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
-        super().add_product(first - self.first, d_logits, rows)
+        super().add_product(first - self.first_token, d_logits, rows)
 
     def whole_gradient(self) -> DTensor:
         return self.group.placed(super().whole_gradient(), self.linear.weight, 0)

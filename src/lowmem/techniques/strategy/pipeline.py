@@ -34,7 +34,7 @@ from lowmem.system.units import GIB
 from lowmem.techniques.loss.cross_entropy import Function
 from lowmem.techniques.strategy import load_in_parts
 from lowmem.techniques.strategy.several import APART, Divided
-from lowmem.techniques.strategy.stages import Division, Stage, divided, heard, refused, same
+from lowmem.techniques.strategy.stages import Division, Stage, divided, from_names, refused, same
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ class Pipeline(Divided):
         """Keeps this rank's stage. Raises: Refused: the stages in a row do not compute what the model does, or a stage
         has nothing to train."""
         model, self.module = module.model, module
-        division = heard(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).told(model)))
+        division = from_names(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).to_names(model)))
         load_in_parts.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
         model.forward = self._answering(model.forward)
         self._tied = self._groups()
-        log.info(self._said(division))
+        log.info(self._describe_stages(division))
 
     def _cut(self, module: LightningModule, division: Division) -> set[nn.Module]:
         self.stage, self.loss = Stage(module.model, division, self.rank), module.loss
@@ -103,7 +103,7 @@ class Pipeline(Divided):
         finally:
             model.train(training)
 
-    def _said(self, division: Division) -> str:
+    def _describe_stages(self, division: Division) -> str:
         cuts = ", ".join(
             f"{first} to {end - 1} ({division.bytes(stage) / GIB:.2f} GiB)"
             for stage, (first, end) in enumerate(pairwise(division.cuts))

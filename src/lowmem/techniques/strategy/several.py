@@ -95,7 +95,7 @@ class Several(OneDevice):
                 local.data = p.detach()
 
     def local_parameters(self, model: nn.Module) -> nn.Module:
-        return Parts(self, model)
+        return LocalParameters(self, model)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
@@ -121,7 +121,7 @@ class Several(OneDevice):
         self.all_max(0)
 
 
-class Parts(nn.Module):
+class LocalParameters(nn.Module):
     """A module of the local parameters of a model, under their names."""
 
     def __init__(self, ranks: Several, model: nn.Module) -> None:

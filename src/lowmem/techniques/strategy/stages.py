@@ -36,7 +36,7 @@ class Output(NamedTuple):
     others: int | None  # the number of values beside them in a tuple; None: it returned no tuple
 
 
-class Parts(NamedTuple):
+class Anatomy(NamedTuple):
     """The modules that a forward pass calls; together they hold all weights."""
 
     before: list[nn.Module]  # also modules that no pass over tokens calls
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     outputs: dict[nn.Module, Output]  # of each module that was called
 
 
-def parts(model: PreTrainedModel) -> Parts:
+def anatomy(model: PreTrainedModel) -> Anatomy:
     """Finds the parts of a model. Args: model: complete, on the host.
 
     Raises:
@@ -63,7 +63,7 @@ def parts(model: PreTrainedModel) -> Parts:
     if called[first:last] != stack or set(called[:first]) & set(called[last:]):
         raise refused(model, "does not call its blocks one after the other")
     after = called[last:]
-    return Parts([edge for edge in edges if edge not in after], stack, after, outputs)
+    return Anatomy([edge for edge in edges if edge not in after], stack, after, outputs)
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
         )
     count = len(sizes)
 
-    def held(first: int, end: int) -> int:
+    def stage_bytes(first: int, end: int) -> int:
         return sum(sizes[first:end]) + before * (first == 0) + after * (end == count)
 
     @cache
@@ -111,9 +111,11 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
         """Returns (bytes of the largest stage, where each stage begins) for the blocks from `first` on in `left`
         stages."""
         if left == 1:
-            return held(first, count), [first, count]
+            return stage_bytes(first, count), [first, count]
         ends = range(first + 1, count - left + 2)
-        cuts = ((max(held(first, end), best(end, left - 1)[0]), [first, *best(end, left - 1)[1]]) for end in ends)
+        cuts = (
+            (max(stage_bytes(first, end), best(end, left - 1)[0]), [first, *best(end, left - 1)[1]]) for end in ends
+        )
         return min(cuts, key=lambda cut: cut[0])
 
     return best(0, stages)[1]
@@ -122,7 +124,7 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 class Division(NamedTuple):
     """Describes which stage holds which modules of a model."""
 
-    parts: Parts
+    anatomy: Anatomy
     cuts: list[int]  # the first block of each stage, and the number of blocks
     holders: dict[nn.Parameter, list[int]]  # the stages of each parameter; several if it is tied
 
@@ -132,23 +134,23 @@ class Division(NamedTuple):
 
     def own(self, stage: int) -> list[nn.Module]:
         """Returns a stage's modules, without those inside of blocks."""
-        before = self.parts.before if stage == 0 else []
-        after = self.parts.after if stage == self.stages - 1 else []
-        return [*before, *self.parts.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
+        before = self.anatomy.before if stage == 0 else []
+        after = self.anatomy.after if stage == self.stages - 1 else []
+        return [*before, *self.anatomy.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
         """Returns the modules whose own tensors a stage does not have. It has those of a tied weight."""
         mine = {part for module in self.own(stage) for part in module.modules()}
-        others = {part for block in self.parts.blocks for part in block.modules()}
-        edges = {edge for edge in (*self.parts.before, *self.parts.after) if not self._has(edge, stage)}
+        others = {part for block in self.anatomy.blocks for part in block.modules()}
+        edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
         return (others | edges) - mine
 
     def _has(self, edge: nn.Module, stage: int) -> bool:
         return any(stage in self.holders[p] for p in edge.parameters(recurse=False))
 
-    def told(self, model: nn.Module) -> tuple:
+    def to_names(self, model: nn.Module) -> tuple:
         """Returns the division in names, which mean the same in another process's model."""
-        names, of = {module: name for name, module in model.named_modules()}, self.parts
+        names, of = {module: name for name, module in model.named_modules()}, self.anatomy
         each = ([names[module] for module in modules] for modules in (of.before, of.blocks, of.after))
         return *each, {names[module]: output for module, output in of.outputs.items()}, self.cuts
 
@@ -159,19 +161,19 @@ class Division(NamedTuple):
 
 def divided(model: PreTrainedModel, stages: int) -> Division:
     """Divides a model into stages. Raises: Refused."""
-    of = parts(model)
+    of = anatomy(model)
     cuts = balanced([_bytes([block]) for block in of.blocks], _bytes(of.before), _bytes(of.after), stages)
-    return _held(model, of, cuts)
+    return _division(model, of, cuts)
 
 
-def heard(model: PreTrainedModel, told: tuple) -> Division:
+def from_names(model: PreTrainedModel, names: tuple) -> Division:
     """Returns another process's division, in terms of this process's model."""
-    *lists, outputs, cuts = told
-    each = ([model.get_submodule(name) for name in names] for names in lists)
-    return _held(model, Parts(*each, {model.get_submodule(name): one for name, one in outputs.items()}), cuts)
+    *lists, outputs, cuts = names
+    each = ([model.get_submodule(name) for name in some] for some in lists)
+    return _division(model, Anatomy(*each, {model.get_submodule(name): one for name, one in outputs.items()}), cuts)
 
 
-def _held(model: PreTrainedModel, of: Parts, cuts: list[int]) -> Division:
+def _division(model: PreTrainedModel, of: Anatomy, cuts: list[int]) -> Division:
     division = Division(of, cuts, {p: [] for p in model.parameters()})
     for stage in range(division.stages):
         for p in {p: None for module in division.own(stage) for p in module.parameters()}:
@@ -192,7 +194,7 @@ class Stage:
     def __init__(self, model: PreTrainedModel, division: Division, stage: int) -> None:
         self.model, self.division, self.number = model, division, stage
         self.first, self.last = stage == 0, stage == division.stages - 1
-        of = division.parts
+        of = division.anatomy
         self.width, self.dtype = of.outputs[of.blocks[0]].shape[-1], of.outputs[of.blocks[0]].dtype
         self.holders = division.holders
         self.works = False  # True during a forward pass, but not while blocks are recomputed
@@ -217,7 +219,7 @@ class Stage:
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
         }
-        others = {part for block in self.division.parts.blocks for part in block.modules()}
+        others = {part for block in self.division.anatomy.blocks for part in block.modules()}
         others -= {part for module in self.division.own(self.number) for part in module.modules()}
         for part in self.model.modules():
             for name, p in part.named_parameters(recurse=False):

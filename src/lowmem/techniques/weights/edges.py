@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.system.errors import Refused
-from lowmem.techniques.loss.head_tiles import Source
+from lowmem.techniques.loss.head_tiles import HeadSource
 from lowmem.techniques.weights.link import Lane, Link
 from lowmem.techniques.weights.resident import Home
 
@@ -48,7 +48,7 @@ class GradientSink(NamedTuple):
     complete: Callable[[nn.Parameter], None]  # called when a micro-batch's full gradient has left for the host
 
 
-class Edge(Source):
+class Edge(HeadSource):
     """One weight (V, H) on the host. Args: embedding: the module that looks up its rows; head: the module that
     multiplies by it; either may be None."""
 

@@ -59,11 +59,11 @@ class Registered:
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
         if storage_key(source) in self._not:
-            return self._staging.send(source, to, _asked(after))
-        return self.lane.copy(to, source, _asked(after))
+            return self._staging.send(source, to, _queued(after))
+        return self.lane.copy(to, source, _queued(after))
 
     def hold(self, until: Mark) -> None:
-        self.lane.hold(_asked(until))
+        self.lane.hold(_queued(until))
 
     def close(self) -> None:
         """Unregisters everything, once all copies are complete."""
@@ -79,12 +79,12 @@ class Registered:
 class Coming:
     """The mark of a copy that the thread has not yet given to the device."""
 
-    def __init__(self, asked: Future[Mark]) -> None:
-        self.asked = asked
+    def __init__(self, queued: Future[Mark]) -> None:
+        self.queued = queued
 
     def synchronize(self) -> None:
-        self.asked.result().synchronize()
+        self.queued.result().synchronize()
 
 
-def _asked(mark: Mark) -> Mark:
-    return mark.asked.result() if isinstance(mark, Coming) else mark
+def _queued(mark: Mark) -> Mark:
+    return mark.queued.result() if isinstance(mark, Coming) else mark

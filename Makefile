@@ -37,7 +37,7 @@ test-gpu: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/support/prose.py src/lowmem benchmarks docs
+	$(BIN)/python tests/support/prose.py src/lowmem benchmarks tests
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -208,7 +208,7 @@ def deterministic(monkeypatch):
 
 @pytest.fixture
 def as_for_families():
-    """What makes models of every family quiet, and small."""
+    """Makes models of every family quiet and small."""
     from benchmarks.architectures import _prepare
 
     threads = torch.get_num_threads()
@@ -243,7 +243,7 @@ def same_seed():
 
 @pytest.fixture(autouse=True)
 def no_rates_are_kept(tmp_path_factory, monkeypatch):
-    """What a busy machine that runs tests can do is not what the next plan should count with, nor a child's."""
+    """Stores no rates: those of a busy machine that runs tests must not be used by the next plan, nor by a child's."""
     monkeypatch.setattr("lowmem.plan.cost.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
     monkeypatch.setenv("LOWMEM_RATES", str(tmp_path_factory.getbasetemp() / "rates"))
 

@@ -1,4 +1,4 @@
-"""What the benchmarks stand on: loops that take turns, and the same mathematics in every one of them."""
+"""Tests the foundations of the benchmarks: loops that take turns, and the same mathematics in every one of them."""
 
 import dataclasses
 import json

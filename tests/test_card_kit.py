@@ -683,7 +683,7 @@ def test_a_run_that_takes_too_long_takes_its_ranks_along(here, monkeypatch):
 
 
 def ranks_that_ran(folder, size, pinned, speed, loss=3.0, weights=GIB, predicted=3 * GIB):
-    """What a run of stage 8 has left, its ranks one GiB apart."""
+    """Writes what a run of stage 8 leaves, with its ranks one GiB apart."""
     ranks = [{"device": (2 + number) * GIB, "host_rss": GIB, "weights": weights} for number in range(size)]
     summary = {"ranks": ranks, "weights_bytes": size * GIB, "tokens_per_second": speed, "train_loss": loss}
     summary |= {"predicted": {"device_peak_bytes": predicted, "reserved_peak_bytes": 5 * GIB}}

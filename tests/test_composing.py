@@ -1,4 +1,4 @@
-"""What tests compose is what Hydra composes."""
+"""Tests that configs which tests compose are those that Hydra composes."""
 
 import pytest
 from hydra._internal import config_loader_impl

@@ -176,7 +176,7 @@ def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("line", ["accumulation=none", "loss=full", "data=random", "model=tiny"])
 def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):
-    """What the preset sets of its own choice, such as accumulation.size, goes with that."""
+    """Keys that the preset sets for its own choice, such as accumulation.size, disappear with that choice."""
     group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
     cfg = typed_lines.composed([f"experiment={preset}", line, "seq_len=128"])
     plainly, hydras = typed_lines.composed([line]), typed_lines._composed([f"experiment={preset}", line])

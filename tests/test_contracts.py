@@ -1,4 +1,4 @@
-"""What a class of ours offers stands in its base class, with a default: nobody asks whether it is there."""
+"""Tests that what a class offers stands in its base class, with a default: nobody asks whether it is there."""
 
 import ast
 from functools import partial

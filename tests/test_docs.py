@@ -77,7 +77,7 @@ def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
 
 @pytest.mark.slow
 def test_their_proofs_hold(copy):
-    """What is generated for their names, and what the page tests of them."""
+    """They are those that are generated for their names, and what the page itself tests."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
     where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", *own)
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
@@ -148,7 +148,7 @@ def test_what_make_test_runs_of_techniques_is_green_after_the_page(copy, small):
 
 
 def make_test():
-    """What `make test` types, in the environment that runs."""
+    """Runs what `make test` types, in the environment that runs."""
     assert command("make") == "make test"
     makefile = (ROOT / "Makefile").read_text()
     typed = re.search(r"^test:.*\n\t\$\(BIN\)/(python .*)", makefile, re.MULTILINE)[1]

@@ -85,7 +85,7 @@ WORDS = ("we", "think", "that", "a", "day", "is", "too", "short", "for", "what",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a newcomer stands: their notes, and the runs that the pages name by their dates."""
+    """Returns a newcomer's folder: their notes, and the runs that the pages name by their dates."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "notes").mkdir()
     for name in ("examples", "docs"):  # as in the repository, where the pages stand
@@ -121,7 +121,7 @@ def says_only(command: str) -> bool:
 
 
 def beside(command: str) -> list[str]:
-    """What a test of two steps types besides."""
+    """Returns what a test of two steps types in addition."""
     if "train.py" not in command or "sweep.resume" in command or says_only(command):
         return []
     if "generate=" in command or "show=" in command:

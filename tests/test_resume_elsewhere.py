@@ -57,7 +57,7 @@ def written(lines, tmp_path_factory):
 
 
 def state_of(path):
-    """What a checkpoint holds, each tensor whole and by its name, whichever form it has."""
+    """Returns the content of a checkpoint, each tensor in full and by its name, whichever form it has."""
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(path)
     (optimizer,) = content["optimizer_states"]
     if path.is_dir():

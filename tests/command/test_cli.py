@@ -1,4 +1,4 @@
-"""What people type becomes what Hydra reads."""
+"""Tests how typed lines become what Hydra reads."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the command line tells about itself: --help, made from the comments of conf/, and tab completion."""
+"""Tests what the command line says about itself: --help, made from the comments of conf/, and tab completion."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ COMMENTS = {key: comment for key, comment in help.comments(CONF / "config.yaml")
 
 
 def said(*arguments: str, script: str = "train.py") -> str:
-    """What `python train.py` prints; torch must not be imported for it."""
+    """Returns what `python train.py` prints; torch must not be imported for it."""
     line = [sys.executable, "-X", "importtime", script, *arguments]
     done = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}, timeout=240

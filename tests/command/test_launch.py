@@ -1,6 +1,6 @@
-"""Several ranks of one run: what takes them all along, what is said of it, and that none is left.
+"""Tests several ranks of one run: which error ends all of them, how it is reported, and that no process is left.
 
-Most ranks here are scripts of a few lines in the place of train.py, without torch; the last tests start real ones.
+Most ranks here are scripts of a few lines in place of train.py, without torch; the last tests start real ones.
 """
 
 import json
@@ -163,8 +163,8 @@ def test_a_time_limit_that_all_but_the_one_that_hangs_run_into_names_the_collect
 
 
 def test_where_nccl_ends_a_rank_its_watchdogs_words_name_the_collective(ranks, capfd):
-    """Of the first rank they are on the terminal alone; those of another one stand before all that follows them. Of
-    several that were aborted the one whose words are understood is told."""
+    """The first rank prints them to the terminal only; another rank's stand before everything that follows. If several
+    ranks were aborted, the one whose words are understood is reported."""
     aborts = f"print({WATCHDOG!r}, *['a frame'] * 50, sep='\\n', file=sys.stderr, flush=True); os.abort()"
     for number in (0, 1):
         first = f"if rank != {number}: os.abort()\n" if number else f"if rank != {number}: time.sleep(60)\n"
@@ -322,7 +322,7 @@ def test_a_sweep_in_each_of_several_processes_is_refused(place):
 
 @pytest.mark.parametrize(("device", "ranks"), [("auto", 3), ("cuda", 3), ("cpu", 3), ("cuda", 2)])
 def test_more_ranks_than_cards_are_refused(place, monkeypatch, device, ranks):
-    """Of 8 in all, those that are on this machine."""
+    """Only the ranks of this machine count, out of 8."""
     place(RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

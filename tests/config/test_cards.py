@@ -69,7 +69,7 @@ def test_the_nearest_name_comes_first(word, first):
 
 
 def predicted(reserved, context_bytes):
-    """What README's recipe for 12 GiB needs: `reserved` of torch's."""
+    """Returns what README's recipe for 12 GiB needs. Args: reserved: by torch."""
     phases = {name: Need(reserved, GIB) for name in PHASES}
     return Prediction(phases, {}, {"libraries": 0}, reserved, reserved, 1, True, context_bytes=context_bytes)
 

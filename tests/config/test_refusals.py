@@ -227,7 +227,7 @@ def moved_in(config, *lines):
 
 
 def test_proof_each_process_would_hold_all_that_streams(config):
-    """What waits is the whole of each block, in memory that no other process has."""
+    """All of each block waits in memory that no other process shares."""
     typed = parity.overrides("precision=bf16-master", "weights=streamed")
     for strategy in ("strategy=auto", "strategy=ddp"):  # whatever the strategy is, it is not asked
         module = moved_in(config, *typed, strategy)
@@ -239,7 +239,7 @@ def test_proof_each_process_would_hold_all_that_streams(config):
 
 
 def test_proof_each_process_would_step_masters_of_its_own(config):
-    """What several devices would have to exchange is used up on its way to the host of one of them."""
+    """Gradients that several devices would have to exchange are used up on their way to the host of one of them."""
     seen = []
 
     class Exchange:
@@ -284,7 +284,7 @@ def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch
 
 
 def test_proof_paged_state_is_not_divided(config):
-    """What fills the host's memory: every rank would page the whole of it there."""
+    """Every rank would page all of the state to the host's memory."""
     large = torch.nn.Linear(400, 400, bias=False)
     with process_group(config("strategy=ddp")) as ranks:
         made = optimizer(config("optim=paged_adamw8bit"))(large, ranks.local)

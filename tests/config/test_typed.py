@@ -409,7 +409,7 @@ def misspelt(draw, words):
 
 @st.composite
 def lines(draw):
-    """Of a group or a key that there is or nearly is, with a value as in its yaml or any other."""
+    """Generates lines for a group or a key that exists or nearly does, with a value like its yaml's or any other."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
     choice = draw(st.sampled_from(CHOICES[group]))

@@ -79,7 +79,8 @@ def write(folder, files):
 
 
 def outcome(folder, files, typed):
-    """Of tokenising such files: `tokens`, or the words by which a refusal is known. Anything else is raised."""
+    """Tokenises such files and returns `tokens`, or the words by which a refusal is known. It raises any other
+    error."""
     typed, text, cache = dict(typed), folder / "text", folder / "cache"
     text.mkdir()
     paths = write(text, files)

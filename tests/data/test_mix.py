@@ -119,7 +119,7 @@ def test_a_weight_that_repeats_a_part_for_ever_is_refused():
 
 @pytest.fixture
 def typed(small, text_folder, tmp_path):
-    """What is typed for a mixture of two, and what stands beside it."""
+    """Returns the lines that are typed for a mixture of two, besides others."""
     for i in range(3):
         lines = [f'{{"text": "record {j}: {"x = self " * (j % 9 + 1)}"}}' for j in range(40)]
         (tmp_path / f"{i}.jsonl").write_text("\n".join(lines[i::3]))

@@ -53,7 +53,7 @@ def test_joined_rows_are_the_text_cut_anywhere():
 
 
 def layout(batch):
-    """Of each tensor its shape, dtype, strides and bytes, and how many pieces of memory there are."""
+    """Returns each tensor's shape, dtype, strides and bytes, and the number of storages."""
     tensors = list(batch.tensors.values())
     parts = [(part.shape, part.dtype, part.stride(), part.untyped_storage().nbytes()) for part in tensors]
     return parts, len({part.untyped_storage().data_ptr() for part in tensors})
@@ -62,7 +62,7 @@ def layout(batch):
 @pytest.mark.parametrize("other", [None, "joined", "documents", "padded"])
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
 def test_an_example_for_the_planner_is_laid_out_as_real_rows(kind, other):
-    """Where rows are full: each document has one. The example of another kind is not."""
+    """The example has full rows, each with one document. The example of another kind differs."""
     made = rows(split(*(np.arange(SEQ_LEN) for _ in range(8))), SEQ_LEN, kind, "cut", "train")
     found = layout(packing.example({"packing": other or kind}, 4, SEQ_LEN))
     assert (found == layout(made.micro_batch(np.arange(4)))) == (other in (None, kind))

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Of bytes."""
+    """Returns a tokenizer of bytes."""
     place = tmp_path_factory.mktemp("bpe")
     train_bpe([], 257, place / "tokenizer.json")
     load_bpe(place / "tokenizer.json").save_pretrained(place)

@@ -46,7 +46,7 @@ def test_of_plain_text_they_are_what_the_store_says(made):
 
 
 def test_of_tokens_that_are_no_bytes_a_run_is_what_it_adds(tmp_path):
-    """Of 23 bytes; the first word is never predicted, and neither is its space."""
+    """The text has 23 bytes; the first word is never predicted, and neither is its space."""
     tokenizer = pieces(tmp_path)
     ids = tokenizer("wörd other läst wördß")["input_ids"] + [tokenizer.eos_token_id]
     assert len(ids) == 7

@@ -209,7 +209,7 @@ def test_the_curve_names_its_units():
 
 @pytest.mark.gpu
 def test_on_a_card_the_allocator_holds_what_the_tracker_counts(fit):
-    """What it holds beside: rounding, and workspaces of cuBLAS, up to 32 MiB for each thread that calls it."""
+    """In addition it holds rounding, and workspaces of cuBLAS: up to 32 MiB for each thread that calls it."""
     wide = ("model.architecture.n_embd=512", "model.architecture.n_layer=4", "batch_size=64")
     summary, run = fit("device=cuda", *wide)
     rows = [row for row in read(run) if row["live_peak_bytes"] and row["phase"] in ("forward", "backward", "step")]

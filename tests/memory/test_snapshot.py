@@ -8,7 +8,7 @@ from lowmem.memory import snapshot
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What was asked of torch, in order."""
+    """Returns the calls of torch, in order."""
     asked = []
 
     def dump(file):

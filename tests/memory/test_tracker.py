@@ -164,7 +164,7 @@ def test_what_the_device_makes_while_another_thread_works_on_the_host_is_the_dev
 
 
 def test_memory_that_comes_and_goes_inside_a_storage_counts_while_it_is_there():
-    """What fully_shard does with the gathered weights of a block, of one that is there when tracking begins too."""
+    """fully_shard does this with the gathered weights of a block, also of one that is gathered when tracking begins."""
     early = floats(8).untyped_storage()
     early.resize_(0)
     with StorageTracker({}) as tracker:

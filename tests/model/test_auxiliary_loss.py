@@ -38,7 +38,7 @@ def window(*ignored):
 
 
 def gradients(config, model, loss, window):
-    """Of one window, as the module makes them."""
+    """Returns the gradients of one window, as the module makes them."""
     kept = {}
 
     class Looks(CausalLM):

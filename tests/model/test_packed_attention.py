@@ -69,7 +69,8 @@ def off(model, packed, loss=losses.full):
 
 
 def logits_off(model, packed, **more):
-    """Of every token, relative to the largest; more: what the model is called with besides."""
+    """Returns the error of every token's logits, relative to the largest. Args: more: further arguments of the
+    model."""
     with torch.no_grad():
         together = model(**packed.inputs, **({"use_cache": False} | more)).logits
         apart = []

@@ -1,4 +1,5 @@
-"""What is frozen has no gradient, state, master or decay, and is in no checkpoint; a resume has the same bits."""
+"""Tests that a frozen weight has no gradient, state, master or decay and is in no checkpoint, and that a resume has the
+same bits."""
 
 import logging
 

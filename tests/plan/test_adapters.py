@@ -144,7 +144,7 @@ def test_blocks_of_which_only_some_are_frozen_are_no_stack_of_equals(composer):
 
 @pytest.mark.parametrize(("line", "precision"), product(("adapter=dora", FREEZE), ("bf16-true", "bf16-master")))
 def test_an_outline_counts_what_is_trained(config, line, precision):
-    """Of a model that cannot be traced: weights, gradients and state all the same."""
+    """A model that cannot be traced still has weights, gradients and state."""
     cfg = config(line, f"precision={precision}").resolved()
     outlined, itself = outline(cfg, on_card=True), trace(cfg, on_card=True)
     for field in ("parameters", "trained_parameters", "largest", "largest_trained", "gradients"):

@@ -120,7 +120,7 @@ def test_nothing_that_fits_is_said(command):
 
 @pytest.mark.slow
 def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
-    """Where what AdamW holds is too much."""
+    """AdamW's state is too large here."""
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")
     assert code == 1 and "plan=900KiB: nothing fits that computes what was typed. The smallest recipe" in said
     assert "Type may_change=precision,optim, and it may take others" in said

@@ -126,7 +126,7 @@ def llama_norm_keeps(s):
 
 
 def llama_whole_pass(s):
-    """What is there from the first block to the last. Masters, state and gradients are the host's."""
+    """Returns what is in memory from the first block to the last. Masters, state and gradients are on the host."""
     boundaries = s.L * 2 * s.N * s.H
     rope = 2 * 2 * s.T * s.D + 8 * s.T  # cosines and sines; the positions
     return llama_weights(s) + boundaries + rope
@@ -177,9 +177,9 @@ FEW = SimpleNamespace(B=1, T=4, N=4, H=64, F=128, n=4, g=2, D=16, L=3, V=300)
 
 
 def rounding(n):
-    """Of n elements, on top of weight and state: the stepped weight in fp32, noise, their sum; then isfinite, in torch
-    (x == x) * (abs(x) != inf), whose parts live until the product is there. The step before it needs 16 bytes: weight
-    and gradient in fp32, and the new update beside the gradient's square."""
+    """Returns the bytes for n elements, on top of weight and state: the stepped weight in fp32, noise, their sum; then
+    isfinite, in torch (x == x) * (abs(x) != inf), whose parts live until the product exists. The step before needs
+    16 bytes: weight and gradient in fp32, and the new update beside the gradient's square."""
     return (4 + 4 + 4) * n + (1 + 4 + 1 + 1) * n
 
 

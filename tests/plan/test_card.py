@@ -1,4 +1,4 @@
-"""What CUDA does otherwise than a CPU, each difference by itself; the sources are named in card.py."""
+"""Tests each difference between CUDA and a CPU by itself; the sources are named in as_card.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The rates of a machine: what measuring them leaves behind."""
+"""Tests the rates of a machine, and what measuring them leaves behind."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_a_measured_card_has_a_rate_of_tf32_products(monkeypatch):
 
 @pytest.fixture
 def measurements(monkeypatch, tmp_path):
-    """What is measured of a made-up machine, each time it is."""
+    """Replaces the measurement by a made-up machine, and counts how often it is measured."""
     made = []
 
     def measured(name, device):

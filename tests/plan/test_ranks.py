@@ -1,8 +1,9 @@
-"""What one of several devices needs and exchanges, traced over a group that is not there, beside the same by hand.
+"""Compares what one of several devices needs and exchanges, traced over a simulated group, with the same computed by
+hand.
 
-A Llama of three blocks in fp32. What is divided by two is half of every matrix and norm: none has an odd first
-dimension. Behind the last block fully_shard has gathered what is outside of the blocks, and no block: so that much more
-is there than on one device. A whole of S bytes that n devices gather brings each of them S (n - 1) / n.
+A Llama of three blocks in fp32. Two devices each have half of every matrix and norm: none has an odd first dimension.
+After the last block fully_shard has gathered the weights outside of the blocks, and no block: so much more is in memory
+than on one device. If n devices gather S bytes, S (n - 1) / n arrive at each of them.
 """
 
 from types import SimpleNamespace
@@ -80,8 +81,8 @@ def test_fsdp_holds_half_and_gathers_the_rest_for_its_turn(traced, monkeypatch):
 
 
 def test_the_first_of_512_devices_has_one_row_where_there_are_fewer(traced):
-    """Of 64 and of 128 rows one, of the vocabulary's four: in each block four matrices of attention, three of the MLP,
-    two norms."""
+    """It has one of 64 and of 128 rows, and four of the vocabulary's: in each block four matrices of attention, three
+    of the MLP, two norms."""
     first = traced("strategy=fsdp", "devices=512")
     elements = S.L * (4 * S.H + 2 * S.H + S.F + 2) + 2 * S.V // 512 * S.H + 1
     assert first.gradients == 4 * elements

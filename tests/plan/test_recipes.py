@@ -400,7 +400,7 @@ def test_every_config_of_a_search_is_what_would_be_composed():
     ],
 )
 def test_a_window_of_several_devices_has_as_many_sequences_as_typed(named, strategy, sequences):
-    """Of each that reads data of its own."""
+    """Each device that reads data of its own counts."""
     asked = typed("devices=8", "device=cpu", "batch_size=8", named)
     asked = replace(asked, lines=())
     tried = micro_batches(asked, asked.config({"strategy": strategy}))
@@ -637,7 +637,7 @@ def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
 
 @pytest.mark.slow
 def test_what_fits_on_the_device_stays_there():
-    """Where it does not, as many blocks as fit stay. Wrong: a recipe that streams beside one that fits."""
+    """If not all blocks fit, as many as fit stay. Wrong: a recipe that streams beside one that fits."""
     lines = ("model.architecture.n_embd=1024", *SHAPE[1:3], "model.architecture.vocab_size=300", "seq_len=16")
     lines += ("batch_size=1", "device=cpu", "precision=bf16-master", "optim=adamw", "loss=full")
     asked = typed(*lines, "gradient_checkpointing=offload", may_change=[])

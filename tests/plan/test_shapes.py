@@ -1,4 +1,4 @@
-"""What an operator yields is made again from what was noted of it: the same as torch works out each time."""
+"""Tests that an operator's outputs are made again from the notes about it: the same as torch works out each time."""
 
 import pytest
 import torch

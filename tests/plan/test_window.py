@@ -1,4 +1,4 @@
-"""How long an optimizer step takes: what overlaps in a run, by hand; and what a run teaches."""
+"""Computes the duration of an optimizer step by hand, with everything that overlaps in a run."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def card(link, bandwidth=1.0, updates=1.0):
 
 
 def shapes(**said):
-    """Of 10 parameters, 4 of them in the largest."""
+    """Returns a trace of 10 parameters, 4 of them in the largest."""
     sizes = {"parameters": 10, "largest": 4, "trained_parameters": 10, "largest_trained": 4}
     return Trace(**(sizes | {"weights": 20, "gradients": 20, "steps_on_host": True} | said))
 
@@ -108,7 +108,8 @@ FROZEN = {"trained_parameters": 2, "largest_trained": 1}  # most weights are: ha
 
 
 def streamed(link, *typed, micro_batches=1, **said):
-    """Of 10 parameters 8 wait on the host, in 4 blocks: 16 bytes come in forward, and 12 in backward."""
+    """Returns a trace of 10 parameters, 8 of which wait on the host, in 4 blocks: 16 bytes come in forward, and 12 in
+    backward."""
     asked = cfg("precision=bf16-master", *typed)
     found = shapes(**({"streamed": 16, "blocks": (4, 4)} | said))
     return step_time.window(card(link, 1e9), asked, found, TAKEN, micro_batches)
@@ -135,8 +136,8 @@ def test_boundaries_come_back_beside_the_weights_and_leave_against_them():
 
 
 def test_weights_are_stepped_where_they_wait():
-    """Of the updated ones only the other 2 come to the device: after 8 seconds of the next forward pass 1 second each
-    for 2 bytes, or after 10 of backward, in which 12 of the link's 20 bytes were weights. Wrong: all of them."""
+    """Only the other 2 updated ones come to the device: after 8 seconds of the next forward pass 1 second each for 2
+    bytes, or after 10 of backward, in which 12 of the link's 20 bytes were weights. Wrong: all of them."""
     assert streamed(2.0, "clip=1.0").step == pytest.approx(0.5 + 2)
     assert streamed(2.0, "clip=1.0", trained_parameters=18).step == pytest.approx(0.5 + 10)
     early = streamed(2.0, "clip=null", **(FROZEN | {"trained_parameters": 9}))
@@ -160,7 +161,7 @@ def test_streaming_is_free_from_as_many_tokens_as_a_card_computes_per_byte_of_it
 
 
 def test_that_is_where_a_forward_pass_takes_as_long_as_its_weights():
-    """Of 1000 weights and as many operations and bytes a second as make it 50 tokens."""
+    """There are 1000 weights, and as many operations and bytes a second as make it 50 tokens."""
     there = card(4.0)
     there.flops = {"bfloat16": 50 * 4.0 / step_time.REACHED}
     for tokens, waits in ((50, 0.0), (25, 250.0)):

@@ -16,7 +16,7 @@ N = 1 << 12
 
 
 def work(make, field="moved"):
-    """Of the call that `make` returns, bytes per parameter."""
+    """Returns the bytes per parameter of the call that `make` returns."""
     with ShapeMode() as shapes:
         call = make()
         shapes.phase = "update"
@@ -31,7 +31,7 @@ def parameter(dtype=torch.float32):
 
 
 def test_fused_adamw_moves_28_bytes_per_parameter():
-    """Of fp32: the weight and two moments are read and written, the gradient is read: 7 x 4."""
+    """In fp32 the weight and two moments are read and written, and the gradient is read: 7 x 4."""
 
     def make():
         optimizer = torch.optim.AdamW([parameter()], fused=True)

@@ -1,4 +1,4 @@
-"""What ran, as it was typed."""
+"""Tests the title of a run, as it was typed."""
 
 from lowmem.report import ran
 

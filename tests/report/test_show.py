@@ -1,4 +1,4 @@
-"""What `show=3` prints: token by token the learnt ones, whole characters, documents apart."""
+"""Tests what `show=3` prints: token by token the learnt ones, complete characters, documents apart."""
 
 import numpy as np
 import pytest

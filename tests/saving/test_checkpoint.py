@@ -202,7 +202,7 @@ def test_a_flipped_bit_is_found_wherever_it_is_or_changes_nothing(tmp_path, comp
 
 
 def test_a_page_of_zeros_is_found_and_looking_for_it_takes_less_than_two_seconds_per_gb(tmp_path):
-    """Of a processor: by the clock a busy machine tells of others."""
+    """The seconds are a processor's: a busy machine's clock would include other programs."""
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
     start = time.process_time()
@@ -215,7 +215,7 @@ def test_a_page_of_zeros_is_found_and_looking_for_it_takes_less_than_two_seconds
 
 
 class Bomb:
-    """What runs a command when it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, file):
         self.file = file

@@ -1,4 +1,4 @@
-"""What an adapter leaves behind is opened by peft and by transformers, and computes what was trained."""
+"""Tests that peft and transformers open what an adapter leaves behind, and compute what was trained."""
 
 import json
 import logging
@@ -115,7 +115,7 @@ def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokeniz
 
 
 class Divided(OneDevice):
-    """Of which this process has all parts."""
+    """A strategy of which this process has all shards."""
 
     divides = True
 

@@ -81,7 +81,7 @@ def dies_and_goes_on(folder, live, deaths, steps):
 
 
 def everything(run):
-    """Of the last checkpoint, and the exported weights."""
+    """Returns the last checkpoint's tensors, and the exported weights."""
     return saved(complete(run / "checkpoints")[-1]) | load_file(run / "model" / "model.safetensors")
 
 

@@ -28,7 +28,7 @@ class Other(Several):
 
 
 def saved(kind, data_ranks):
-    """What these processes have drawn, each with a state of its own."""
+    """Returns the random states of these processes, each with one of its own."""
     every = []
     for rank in range(len(data_ranks)):
         torch.manual_seed(100 + rank)

@@ -98,7 +98,7 @@ def test_names_under_a_prefix(tmp_path):
 
 
 class FullDisk:
-    """Of which the first bytes can be written."""
+    """A file of which only the first bytes can be written."""
 
     def __init__(self, stream):
         self.stream = stream

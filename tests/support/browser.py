@@ -45,7 +45,7 @@ class Browser:
         self.settle()
 
     def run(self, script: str) -> object:
-        """What an expression is, or what it promises."""
+        """Returns the value of an expression, or of its promise."""
         options = {"awaitPromise": True, "returnByValue": True}
         found = self._ask("Runtime.evaluate", expression=script, **options)
         if "exceptionDetails" in found:
@@ -81,7 +81,7 @@ class Browser:
         return json.loads(whole)
 
     def _hear(self, said: dict) -> None:
-        """What goes wrong in the page."""
+        """Collects the errors of the page."""
         method, told = said.get("method"), said.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.errors.append(told["exceptionDetails"].get("exception", {}).get("description", str(told)))

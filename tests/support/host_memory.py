@@ -29,8 +29,8 @@ def mapped_from(size):
 
 
 class Highest:
-    """Of `RssAnon`, while it is entered, above what it was at first. Tensors come from the system and go back to it:
-    what others of this process have freed is not resident, nor is it freed meanwhile."""
+    """Measures the highest `RssAnon` while it is entered, above that at its start. Tensors come from the system and go
+    back to it: memory that others in this process have freed is not resident, nor is it freed meanwhile."""
 
     def __enter__(self):
         gc.collect()

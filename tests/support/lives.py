@@ -26,7 +26,8 @@ class Job(NamedTuple):
 
 
 def several(size: int, *jobs: Job) -> list[list[str]]:
-    """Of each rank, of each job: an empty text, or why it did not end well. A rank that is gone says nothing more."""
+    """Returns for each rank and job an empty text, or why it did not end well. A rank that is gone says
+    nothing more."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "lives"])
     ports, calls, processes = [free_port() for _ in jobs], [], []
@@ -92,7 +93,7 @@ def _loss(model, micro_batch):
 
 
 def _saves_at_once(stack):
-    """What a run goes on with is what it has read: it is written before the first step."""
+    """Writes the state that a run has read before its first step."""
     from lowmem.saving.checkpoint import Checkpoints
 
     start = Checkpoints.on_train_start

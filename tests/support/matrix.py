@@ -1,7 +1,7 @@
-"""What several devices must train as one does: each feature as a case, and how far it may be from one process.
+"""Lists what several devices must train like one: each feature as a case, and how far it may be from one process.
 
-In fp64 no rounding hides an error. In fp32 with plain SGD nothing but the order of sums differs. Where products or
-weights have 16 bits, those of half of the rows are summed and rounded by themselves.
+In fp64 no rounding hides an error. In fp32 with plain SGD nothing but the order of sums differs. If products or weights
+have 16 bits, those of half of the rows are summed and rounded by themselves.
 """
 
 import json

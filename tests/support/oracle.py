@@ -43,7 +43,7 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
 @torch.no_grad()
 def losses(model, read, windows, sequences, weights):
-    """Of every window, at the weights by name that are given for it; of as many as are given."""
+    """Returns the loss of every window for which weights, by name, are given."""
     model, found = copy.deepcopy(model).train(), []
     for indices, given in zip(order(windows, sequences), weights, strict=False):
         for name, p in model.named_parameters():

@@ -60,7 +60,8 @@ def inline(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Of train.py, plan.py and compare.py, as one would type them; not those with a <placeholder>."""
+    """Returns the commands of train.py, plan.py and compare.py, as one would type them; not those with a
+    <placeholder>."""
     lines = (line for line in code(text) if re.match(r"python (train|plan|compare)\.py ", line) and "<" not in line)
     return list(dict.fromkeys(re.sub(r"\s+# .*", "", line) for line in lines))
 
@@ -113,7 +114,7 @@ def keys_of(node: object, path: str = "") -> set[str]:
 
 
 def known_keys() -> set[str]:
-    """Of conf/ with every choice of every group, and Hydra's."""
+    """Returns the keys of conf/ with every choice of every group, and Hydra's."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("plan", return_hydra_config=True)
     known = keys_of(OmegaConf.to_container(cfg, resolve=False)) | {"sweep.resume"}
@@ -130,7 +131,7 @@ SOURCES = "\n".join(f"{file.stem}\n{file.read_text()}" for kind in KINDS for fil
 
 
 def own_files(text: str) -> set[str]:
-    """What a page lets its reader create: docs/add-a-technique.md."""
+    """Returns the files that a page lets its reader create: docs/add-a-technique.md."""
     return {name for _, where, _ in FENCED.findall(text) for name in re.findall(r"file=(\S+)", where)}
 
 

@@ -171,7 +171,7 @@ def live(calls, rank: int, size: int) -> None:
 
 
 def _lines(case: Case, *more: str) -> tuple[str, ...]:
-    """What is typed last wins, and a group comes before its keys."""
+    """Returns the lines of a case: the last typed one wins, and a group comes before its keys."""
     typed = (*(BASE if case.network is None else parity.BASE), *case.lines, *more)
     last = {line.split("=")[0]: line for line in typed}
     return tuple(last.values())
@@ -303,7 +303,7 @@ def _whole(module, of):
 
 
 def _bytes(module, optimizer):
-    """What this process holds before a step, of tensors of more than one element."""
+    """Returns the bytes that this process holds before a step, of tensors with more than one element."""
     local = [module.ranks.local(p) for p in module.model.parameters()]
     local = [p for p in local if not p.is_meta]
     state = (
@@ -417,7 +417,8 @@ WRONG = {
 
 
 def apart(ranks: list[dict], one: dict) -> dict[str, float]:
-    """How far rank 0's whole is from one process, relative to the largest element; and the losses of all ranks."""
+    """Returns the distance of rank 0's gathered tensors from one process, relative to the largest element; and all
+    ranks' losses."""
     ours = ranks[0]
     for name, weight in ours["weights"].items():  # who has the whole has the same
         for other in (rank["weights"][name] for rank in ranks):

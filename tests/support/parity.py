@@ -1,4 +1,4 @@
-"""How the parity tests run lowmem: any configuration, the real module under the real trainer, beside the oracle."""
+"""Runs lowmem for the parity tests: any configuration, the real module under the real trainer, beside the oracle."""
 
 import json
 from fnmatch import fnmatchcase
@@ -132,7 +132,7 @@ def trainer(cfg, plugins, callbacks, strategy="auto"):
 
 
 class Losses(Callback):
-    """Of every window, and the weights by name that its forward pass read."""
+    """Records the loss of every window, and the weights by name that its forward pass read."""
 
     def __init__(self):
         self.seen, self.read = [], []
@@ -243,7 +243,7 @@ def deviations(cfg, *techniques):
 
 
 def missing(technique, found):
-    """What to add where a technique is farther from the oracle than it may be."""
+    """Returns what to add if a technique is farther from the oracle than it may be."""
     rule = (
         "its update rule in RULES of tests/support/oracle.py, where it is not AdamW's; "
         if "optim=" in technique
@@ -271,7 +271,7 @@ def off_on_one_matrix(cfg, wrong=False):
 
 
 def errors(start, ours, theirs):
-    """Of the total update, relative: (of all matrices together, of all vectors together)."""
+    """Returns relative errors of the total update: (of all matrices together, of all vectors together)."""
 
     def relative(names):
         wrong = torch.cat([(ours[n] - theirs[n]).flatten() for n in names]).norm()

@@ -1,4 +1,4 @@
-"""Whether two runs ended in the same: every tensor to the bit, whatever it is nested in."""
+"""Compares the ends of two runs: every tensor to the bit, whatever it is nested in."""
 
 import torch
 
@@ -8,7 +8,7 @@ from lowmem.techniques.arithmetic.fp32_halves import joined
 
 
 def last(run):
-    """What the newest checkpoint of a run folder holds of the training itself, each weight whole."""
+    """Returns the training state in the newest checkpoint of a run folder, each weight in full."""
     saved = torch.load(complete(run / "checkpoints")[-1], weights_only=True)
     state, rests = saved["state_dict"], saved.pop("rests", {})
     whole = {state[name].data_ptr(): joined(state[name], rest) for name, rest in rests.items()}  # a tied one too

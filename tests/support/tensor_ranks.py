@@ -1,4 +1,4 @@
-"""What the ranks of a group do for `strategy/test_tensor_parallel.py`: they train beside one process alone."""
+"""Runs the ranks of a group for `strategy/test_tensor_parallel.py`: they train beside one process alone."""
 
 import re
 from contextlib import ExitStack
@@ -43,7 +43,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Held(nn.Module):
-    """What a strategy sees of a run's module."""
+    """A run's module, as a strategy sees it."""
 
     def __init__(self, model):
         super().__init__()
@@ -94,7 +94,7 @@ def live(rank, size, store, cases, results):
 
 
 def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="AdamW", wrong=None, groups=1, **how):
-    """How far a group is from one process that reads all rows, after one window and after some steps."""
+    """Returns the distance of a group from one process that reads all rows, after one window and after some steps."""
     how_made = {"dtype": dtype, **how.pop("changes", {})}
     one, ours = network(kind, **how_made), network(kind, **how_made)
     for model in (one, ours):
@@ -180,7 +180,7 @@ def distance(ranks, model, expected, of):
 
 
 def same(tensor):
-    """Whether all ranks have the same bits."""
+    """Returns True if all ranks have the same bits."""
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor.contiguous())
     return all(torch.equal(every[0], one) for one in every)

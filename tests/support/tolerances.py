@@ -73,7 +73,7 @@ SGD_FP32 = 1e-6
 
 
 def allowed(*techniques, on_card=False):
-    """What these may be off by together: (update of matrices, of vectors, loss of a window)."""
+    """Returns how far these may be off together: (update of matrices, of vectors, loss of a window)."""
     known = UPDATE | (ON_CARD if on_card else {})
     if "weights=streamed" in techniques and not any(one.startswith("precision=") for one in techniques):
         techniques += ("precision=bf16-master",)  # with which it is run: it changes no bit itself

@@ -1,7 +1,7 @@
-"""What one of two processes does that train a small model by DeepSpeed: run once, by `results`, for all tests of it.
+"""Runs one of two processes that train a small model with DeepSpeed: once, by `results`, for all of its tests.
 
-Each case is trained three windows twice: by one process on the rows of both, and by both, where the last micro-batch of
-a window has rows for one of them only. What differs in the end goes into a file of JSON.
+Each case is trained for three windows twice: by one process on the rows of both, and by both, where the last
+micro-batch of a window has rows for one of them only. The differences at the end go into a file of JSON.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def frozen(model: nn.Module) -> None:
 
 
 def windows() -> list[list[MicroBatch]]:
-    """Of 3, 1 and 2 micro-batches of 4 rows; of the last one's the second process has none."""
+    """Returns windows of 3, 1 and 2 micro-batches of 4 rows; of the last one's the second process has none."""
     draw = torch.Generator().manual_seed(1)
 
     def drawn(last: bool) -> MicroBatch:
@@ -131,7 +131,7 @@ CASES = {
 
 
 class Module(nn.Module):
-    """What a strategy asks of `CausalLM`."""
+    """The part of `CausalLM` that a strategy uses."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def largest(some: list[Tensor], others: list[Tensor]) -> float:
 
 
 def gathered(module: Module, stage: int) -> list[Tensor]:
-    """What DeepSpeed computes with."""
+    """Returns the weights that DeepSpeed computes with."""
     import deepspeed as theirs
 
     every = list(module.model.parameters())
@@ -224,7 +224,8 @@ def compared(case: Case, stage: int, offload: bool) -> dict:
 
 
 def facts(ranks: deepspeed.ZeRO2, module: Module) -> dict:
-    """What else the tests want to know: bytes, and whether what is written into the parts is what is computed with."""
+    """Returns other facts for the tests: bytes, and whether values written into the shards are those it
+    computes with."""
     stepped = [p for p in module.model.parameters() if p.requires_grad]
     elements = sum(ranks.local(p).numel() for p in stepped)
     numbers = [torch.randn(p.whole_shape if ranks.stage == 3 else p.shape) for p in stepped]
@@ -243,7 +244,7 @@ def facts(ranks: deepspeed.ZeRO2, module: Module) -> dict:
 
 
 def graphs(ranks: deepspeed.ZeRO3 | None) -> int:
-    """That torch.compile makes of the two blocks of a model, which are alike, in two passes."""
+    """Returns the graphs that torch.compile makes of the two equal blocks of a model, in two passes."""
     module, made = Module(Case()), []
 
     def counting(graph: torch.fx.GraphModule, _: list) -> Callable:
@@ -261,7 +262,7 @@ def graphs(ranks: deepspeed.ZeRO3 | None) -> int:
 
 
 def slices() -> str:
-    """What is said where MLPs are computed in slices of 4 tokens."""
+    """Returns the refusal for MLPs that are computed in slices of 4 tokens."""
     module, ranks = Module(Case()), deepspeed.ZeRO3("cpu", 2, 60, whole_below=1)
     Tiles(module.model, 4)
     ranks.shard(module)
@@ -274,7 +275,7 @@ def slices() -> str:
 
 
 def sixteen() -> str:
-    """What is stepped of weights of 16 bits."""
+    """Returns what is stepped if weights have 16 bits."""
     module, ranks = Module(Case(change=lambda model: model.bfloat16())), deepspeed.ZeRO2("cpu", 2, 60)
     ranks.shard(module)
     (dtype,) = {ranks.local(p).dtype for p in module.model.parameters()}

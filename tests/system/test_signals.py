@@ -194,7 +194,7 @@ def test_one_signal_that_arrives_twice_is_one(start, tmp_path):
 
 
 def test_what_was_ignored_stays_ignored():
-    """nohup"""
+    """`nohup` ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals.handled(signals.at_once):

@@ -1,4 +1,5 @@
-"""What lowmem leans on that its packages do not promise: each test names what breaks when a new version changes it."""
+"""Tests what lowmem uses although its packages do not promise it: each test names what breaks when a new version
+changes it."""
 
 import ast
 import re
@@ -340,7 +341,7 @@ PUBLIC_ALL_THE_SAME = {
 
 
 def is_private(name):
-    """Of a dotted name: whether any part of it is."""
+    """Returns True if any part of a dotted name is private."""
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 

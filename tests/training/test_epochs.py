@@ -23,7 +23,7 @@ def per_epoch(config):
 
 
 def curve(folder):
-    """What does not depend on the clock, by step."""
+    """Returns what does not depend on the clock, by step."""
     names, *values = (line.split(",") for line in (folder / "metrics.csv").read_text().splitlines())
     kept = [i for i, name in enumerate(names) if "second" not in name and "gib" not in name]
     return [[line[i] for i in kept] for line in values]

@@ -41,7 +41,7 @@ def contents(folder):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_folder_is_what_transformers_writes_to_the_byte(tmp_path, monkeypatch, name, dtype, shard):
-    """Of a model whose parameters are held in 16 bits, and whose full precision lies elsewhere."""
+    """The model's parameters have 16 bits, and their full precision is elsewhere."""
     monkeypatch.setattr(exporting, "SHARD", shard)
     wide = made(name)
     held = made(name, torch.bfloat16)

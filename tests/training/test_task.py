@@ -1,4 +1,4 @@
-"""What a run has left is gone on from, evaluated and exported, and done to the end where it was cut short."""
+"""Tests that what a run has left is resumed, evaluated and exported, and completed if it was cut short."""
 
 import csv
 import errno

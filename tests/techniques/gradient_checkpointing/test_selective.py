@@ -1,4 +1,4 @@
-"""What selective checkpointing keeps: gradients are those of no checkpointing, whatever a model changes in place."""
+"""Tests selective checkpointing: gradients are those without checkpointing, whatever a model changes in place."""
 
 import weakref
 from functools import partial
@@ -197,7 +197,7 @@ def test_a_result_is_held_until_backward_unless_it_was_changed(change, held):
 
 @pytest.mark.parametrize("change", [untouched, scaled])
 def test_tensors_without_memory_take_the_same_bytes(change):
-    """What the planner predicts."""
+    """The planner predicts with them."""
 
     def bytes_at_peak():
         model = stack(change)

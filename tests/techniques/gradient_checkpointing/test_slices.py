@@ -91,7 +91,7 @@ class Squared(nn.Module):
 
 
 def error_of_bf16(tokens):
-    """Of the weight's gradient in 16 bits, beside fp64's."""
+    """Returns the error of the weight's gradient in 16 bits, compared with fp64."""
     torch.manual_seed(0)
     x, d = torch.randn(1, 512, 64).bfloat16(), torch.randn(1, 512, 96).bfloat16()
     module = Squared().bfloat16()

@@ -197,8 +197,8 @@ def test_it_takes_two_pieces_of_scratch_whatever_the_size(elements, monkeypatch)
 @pytest.mark.slow
 @in_a_new_process
 def test_the_process_grows_by_no_more(monkeypatch):
-    """What the tracker does not see: pieces of 4 MiB, allocated anew with something small kept between them, left holes
-    in the heap of together a whole parameter in fp32."""
+    """The tracker does not see this: pieces of 4 MiB, allocated anew with small tensors kept between them, left holes
+    in the heap that added up to a full parameter in fp32."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 20)
     shape = (16384, 2048)
     p = nn.Parameter(torch.zeros(1).expand(shape))

@@ -249,7 +249,7 @@ def test_what_the_native_step_cannot_read_is_refused():
 
 
 def in_halves(n, dtype, reading=AS_STORED, bits=8, scale=1.0, between=lambda rest: None):
-    """What `stepped` returns, of weights that are never whole: the parameter is one number expanded."""
+    """Returns the result of `stepped` for weights that never exist in full: the parameter is one expanded number."""
     torch.manual_seed(0)
     upper, rest = fp32_halves.halves(torch.randn(n))
     p = nn.Parameter(torch.full((1,), torch.nan, dtype=torch.bfloat16).expand(n))
@@ -284,7 +284,7 @@ def test_a_lower_half_that_is_lost_between_two_steps_is_seen(way):
 
 
 def unmoved(wide):
-    """Whether a step of no length leaves the bits of all these weights, in halves, as they are."""
+    """Returns True if a step of length zero leaves the bits of all these weights, in halves, as they are."""
     upper, rest = fp32_halves.halves(wide)
     p = nn.Parameter(wide)
     optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)

@@ -84,7 +84,7 @@ def _encode(x, state, i, floor):
 
 
 def deviating(make, optim, dtype, decay, floor=1):
-    """What differs between the pass and the operators after some steps: weights, codes, tops."""
+    """Returns the differences between the pass and the operators after some steps: weights, codes, tops."""
     p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype), f"optim.weight_decay={decay}")
     (group,) = ours.param_groups
     plain, state = p.detach().clone(), None

@@ -13,7 +13,7 @@ from same import last, same
 
 
 class Kahan(SixteenBitWeights):
-    """What rounding takes from a weight is held beside it in 16 bits, and given back before the next update."""
+    """Keeps what rounding takes from a weight in 16 bits, and adds it before the next update."""
 
     dtype = torch.bfloat16
 

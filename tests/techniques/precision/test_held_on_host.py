@@ -1,4 +1,5 @@
-"""How the host holds one weight between two steps: its random numbers, its memory, what a checkpoint gets of it."""
+"""Tests how the host stores one weight between two steps: its random numbers, its memory, what a checkpoint
+gets of it."""
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_a_checkpoint_is_as_large_as_what_is_trained(fit, monkeypatch, precision
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("precision", ["bf16-master", "bf16-sr"])
 def test_a_second_fit_goes_on_from_the_16_bits_of_the_first(config, precision, weights):
-    """Of one module in one process, with a new trainer."""
+    """The same module is fitted twice in one process, with a new trainer."""
     optim = "adafactor" if precision == "bf16-sr" else "adamw8bit"
     cfg = configured(config, *lines("llama", f"weights={weights}", "max_steps=1", precision=precision, optim=optim))
     module = built(cfg, "llama")
@@ -108,7 +109,8 @@ def test_a_frozen_weight_that_streams_is_whole_while_the_run_goes_on(config):
 
 
 def test_a_gradient_that_somebody_else_made_is_not_kept_beside_the_next():
-    """That of an embedding, (V, H): kept, it would be a third one of that size where the next is added up."""
+    """An embedding's gradient is (V, H): if it stayed, it would be a third tensor of that size while the next one is
+    added."""
     master = HostWeight("w", nn.Parameter(torch.zeros(4)), torch.bfloat16)
     piece = torch.ones(4, dtype=torch.bfloat16)
     master.use(0, piece)

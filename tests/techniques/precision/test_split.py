@@ -16,7 +16,7 @@ def floats(start, count):
 
 
 def special():
-    """Around each bf16 number, all 65,536 of them, NaNs included: it, its neighbours in fp32, the ties and theirs."""
+    """Returns each of the 65,536 bf16 numbers, NaNs included, with its neighbours in fp32, the ties and theirs."""
     uppers = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
     near = torch.tensor([-2, -1, 0, 1, 2])
     lowers = torch.cat([near, (1 << 15) + near, -(1 << 15) + near])
@@ -29,7 +29,7 @@ def half_up(wide):
 
 
 def exact(wide):
-    """Whether what is split is rounded half up, and is the same when it is joined."""
+    """Returns True if a split number is rounded half up, and is the same when it is joined."""
     upper, rest = fp32_halves.halves(wide)
     again = fp32_halves.joined(upper, rest)
     return np.array_equal(upper.view(torch.int16).numpy(), half_up(wide)) and torch.equal(

@@ -94,7 +94,7 @@ def test_rounding_twice_is_outside_the_tolerance(name, dtype):
 
 
 def gradient(model, batch, dtype):
-    """Of all weights together, (n,), under autocast; dtype None: in fp32."""
+    """Returns the gradients of all weights together, (n,), under autocast; dtype None: in fp32."""
     torch.manual_seed(1)
     model.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False):
@@ -231,7 +231,7 @@ def test_what_is_held_is_what_a_cpu_with_units_holds(fit, monkeypatch, precision
 
 
 def replaced(below):
-    """Whether a product does not go to torch's own kernel at once."""
+    """Returns True if a product does not go to torch's own kernel directly."""
     below.clear()
     torch.mm(torch.eye(2), torch.eye(2))
     return bool(below)

@@ -44,7 +44,8 @@ class Seen(Callback):
 
 
 def trained(lines, dtype=None, ranks=ONE_DEVICE):
-    """What a process saw, and its weights by name. Args: dtype: of the weights; ranks: that it is one of."""
+    """Returns what a process saw, and its weights by name. Args: dtype: of the weights; ranks: the group that
+    it is in."""
     cfg = run_of(parity.overrides(*LINES, *lines))
     torch.manual_seed(0)
     module = causal_lm(cfg, loading.describe(cfg), ranks=ranks)

@@ -44,7 +44,7 @@ SHORT = ("gpt2, bf16", "llama", "adapter with magnitudes")  # the others differ 
 
 @dataclass
 class Tape:
-    """What rank 0 sends, in order: it runs first, and the others hear it afterwards."""
+    """Records what rank 0 sends, in order: it runs first, and the others receive it afterwards."""
 
     said: list = field(default_factory=list)
     largest: int = 0  # bytes of a tensor
@@ -88,7 +88,7 @@ def parts_of(ranks, network):
 
 
 def expected(ranks, whole):
-    """What dividing the whole leaves it: the parts of a parameter are those of equal length, the last is shorter."""
+    """Returns what sharding the full tensor leaves it: shards are of equal length, the last is shorter."""
     named = dict(whole.named_parameters(remove_duplicate=False))
     parts = {name: [*p.chunk(RANKS), p[:0]][ranks.rank] for name, p in named.items()}
     return parts | dict(whole.named_buffers(remove_duplicate=False))
@@ -143,7 +143,7 @@ def test_published_weights_with_more_tokens_are_read_by_one_rank(config, monkeyp
 
 @pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.slow)])
 def test_each_rank_of_a_group_has_its_parts_of_the_layers(config, monkeypatch, case):
-    """What the engine makes of numbers that every rank has."""
+    """They are what the engine makes if every rank has the values."""
     even = "model.architecture.vocab_size=302"  # embedding and head are divided, too
     cfg = config(*CASES[case], *([even] if case == "llama" else []))
     data, tape = build.data(cfg), Tape()

@@ -1,4 +1,4 @@
-"""What several processes must do alike, seen in one: each would do it alone, or wait for the others."""
+"""Tests in one process what several must do alike: each would do it alone, or wait for the others."""
 
 import math
 from contextlib import nullcontext
@@ -119,7 +119,7 @@ def test_the_state_of_all_ranks_is_not_brought_to_one_host(fit, monkeypatch, sta
 def test_ranks_that_compute_on_the_processor_have_their_own_limit_where_there_is_a_card(
     strategy, monkeypatch, group_of_one
 ):
-    """Where torch makes them a group of its own, with a limit of its own."""
+    """torch gives them a group of its own, with a limit of its own."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     *_, group = strategy(timeout=7).mesh.get_all_groups()
     assert group is not group_of_one
@@ -148,7 +148,7 @@ def test_ranks_decide_by_the_validation_loss_of_the_first(fit, monkeypatch):
 
 @pytest.mark.parametrize(("data_size", "asked"), [(1, True), (2, False)])
 def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked):
-    """Where each reads rows of its own, the loss is their sum already, and nobody is asked."""
+    """If each reads rows of its own, the loss is their sum already, and no rank is asked."""
     met = []
     precision = SimpleNamespace(
         unscale=lambda _: True, norm=lambda _: torch.ones(()), scales_loss=False, forget=lambda: None
@@ -157,7 +157,7 @@ def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked)
         ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another one met a fault
         trainer=SimpleNamespace(precision_plugin=precision),
         faults=SimpleNamespace(none=lambda: None, meet=lambda *_: met.append("fault")),
-        parts=None,
+        local_parameters=None,
     )
     assert CausalLM._may_step(module, None, torch.ones(()), None) == (not asked)
     assert met == ["fault"] * asked

@@ -42,7 +42,8 @@ def alone(case):
 
 
 def largest_error(ranks, one):
-    """Of gradients by window and of weights at the end, relative to the largest of each tensor."""
+    """Returns the largest error of gradients by window and of the final weights, relative to the largest of each
+    tensor."""
     assert {name for rank in ranks for name in rank["weights"]} == one["weights"].keys()
     pairs = [(p, one["weights"][name]) for rank in ranks for name, p in rank["weights"].items()]
     for rank in ranks:

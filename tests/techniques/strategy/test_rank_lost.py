@@ -1,4 +1,5 @@
-"""What torch.distributed raises, as a sentence: which collective, whether the other is gone or silent, what to type."""
+"""Tests the sentences for torch.distributed's errors: which collective, whether the other is gone or silent, what to
+type."""
 
 from datetime import timedelta
 

@@ -46,7 +46,7 @@ RIGHT = [
 
 
 class Figures(dict):
-    """What `size` processes find, by the name of the case, which they compute when it is first asked for."""
+    """Returns what `size` processes find, by the name of the case, which they compute when it is first asked for."""
 
     def __init__(self, processes, folder, size, cases):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What rank 0 does alone: the others wait for as long as it lives, and no longer. Ranks are threads here."""
+"""Tests what rank 0 does alone: the others wait for as long as it lives, and no longer. Ranks are threads here."""
 
 import signal
 import threading
@@ -19,7 +19,7 @@ TIMEOUT = 0.4
 
 
 class Rank:
-    """What is Several's of it, without a process group."""
+    """The part of `Several` that it needs, without a process group."""
 
     rank_0_first, leave_after_rank_0 = Several.rank_0_first, Several.leave_after_rank_0
 
@@ -119,7 +119,7 @@ def test_a_signal_comes_in_while_one_waits(ranks):
 
 
 def test_before_they_agree_the_others_wait_for_rank_0_by_the_store(ranks):
-    """What they agree by has a time limit: nobody stands in it while rank 0 works."""
+    """The collective by which they agree has a time limit: nobody waits in it while rank 0 works."""
     left = []
     for rank in ranks:
         rank.all_gather = lambda said, number=rank.rank: left.append((number, time.monotonic())) or [said]

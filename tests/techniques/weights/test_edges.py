@@ -35,7 +35,7 @@ def setting(config, clip, accumulation, *more, precision="bf16-master"):
 
 
 def weights_after(cfg, kind, lane=None):
-    """Of a run, by name, in fp32. Args: lane: what makes one; None: that of a CPU."""
+    """Returns the weights of a run by name, in fp32. Args: lane: makes a lane; None: that of a CPU."""
     model = network(kind, **SHAPES[kind])
     instantiate(cfg.gradient_checkpointing)(model)
     held = instantiate(cfg.weights)(model, head_in_tiles=True)

@@ -146,7 +146,7 @@ def test_a_long_run_with_evaluations_samples_and_resumes_either_way_has_those_bi
 
 
 def held(run):
-    """What the last checkpoint of a run holds, its halves put together."""
+    """Returns the last checkpoint of a run, with its halves joined."""
     found = last(run)
     for name, rest in found.pop("rests", {}).items():
         found["state_dict"][name] = joined(found["state_dict"][name], rest)

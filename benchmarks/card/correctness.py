@@ -80,9 +80,9 @@ def masters(here: Here, way: str) -> dict:
     def lane():
         import torch
 
-        from lowmem.techniques.weights.link import CudaLane
+        from lowmem.techniques.weights.link import CardLane
 
-        return CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
+        return CardLane(torch.device("cuda")) if here.on_card else SlowLane()
 
     overlapping = two_models.ours(cfg, lane())
     found = {

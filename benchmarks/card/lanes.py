@@ -1,6 +1,6 @@
 """Lanes that measure how long copies to the device take, and how long the device waits for them.
 
-A lane makes the copies between host and device. `OnCard` measures with CUDA events; `Rehearsed` stands in for it
+A lane makes the copies between host and device. `OnCard` measures with the card's events; `Rehearsed` stands in for it
 without a card.
 """
 
@@ -9,34 +9,33 @@ from collections.abc import Callable
 
 import torch
 
-from lowmem.techniques.weights.link import CudaLane
+from lowmem.techniques.weights.link import CardLane
 from made_up import SlowLane
 
 Timed = list[Callable[[], float]]  # each returns seconds, and is called when all copies are done
 FIRST = 3  # the first third of the copies is left out: the device is still warming up
 
 
-class OnCard(CudaLane):
-    """Measures with CUDA events, on the stream that copies and on the stream that computes."""
+class OnCard(CardLane):
+    """Measures with the card's events, on the stream that copies and on the stream that computes."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.copied: Timed = []
         self.waited: Timed = []
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        if not to.is_cuda:
+    def copy(self, to: torch.Tensor, source: torch.Tensor, after: torch.Event) -> torch.Event:
+        if self.is_host(to):
             return super().copy(to, source, after)
         self._up.wait_event(after)  # before the clock starts, so that waiting does not count as copying
         return _on(self._up, self.copied, lambda: super(OnCard, self).copy(to, source, after))
 
-    def hold(self, until: torch.cuda.Event) -> None:
-        now = torch.cuda.current_stream(self.device)
-        _on(now, self.waited, lambda: super(OnCard, self).hold(until))
+    def hold(self, until: torch.Event) -> None:
+        _on(self.computing(), self.waited, lambda: super(OnCard, self).hold(until))
 
 
-def _on(stream: torch.cuda.Stream, into: Timed, call: Callable):
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _on(stream: torch.Stream, into: Timed, call: Callable):
+    start, end = (torch.Event(stream.device, enable_timing=True) for _ in range(2))
     start.record(stream)
     found = call()
     end.record(stream)

@@ -166,10 +166,10 @@ def staged(here: Here) -> dict:
     """
     import torch
 
-    from lowmem.techniques.weights.link import CudaLane, StagedLink
+    from lowmem.techniques.weights.link import CardLane, StagedLink
     from made_up import SlowLane
 
-    lane = CudaLane(torch.device("cuda")) if here.on_card else SlowLane()
+    lane = CardLane(torch.device("cuda")) if here.on_card else SlowLane()
     moving = StagedLink(lane)
     tensors = [torch.ones(here.size.moved // 16, dtype=torch.bfloat16, device=here.device) for _ in range(8)]
     size = sum(t.nbytes for t in tensors)
@@ -198,11 +198,11 @@ def weights(here: Here) -> dict:
     """
     import torch
 
-    from lowmem.techniques.weights.link import CudaLane
+    from lowmem.techniques.weights.link import CardLane
     from lowmem.techniques.weights.registered import Registered
     from made_up import SlowLane
 
-    class Refusing(CudaLane if here.on_card else SlowLane):
+    class Refusing(CardLane if here.on_card else SlowLane):
         def register(self, memory):
             return "to see what staging costs"
 

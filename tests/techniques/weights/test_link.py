@@ -11,7 +11,7 @@ from lowmem.techniques.precision import host_weight
 from lowmem.techniques.precision.fp32_weights import FullPrecision
 from lowmem.techniques.precision.host_masters import BFloat16Master
 from lowmem.techniques.precision.host_masters_callback import MasterWeights
-from lowmem.techniques.weights.link import CudaLane, StagedLink
+from lowmem.techniques.weights.link import CardLane, StagedLink
 from lowmem.training.module import CausalLM
 from made_up import SlowLane
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
@@ -180,7 +180,7 @@ LONG = 200_000_000  # cycles that a stream is kept busy: a tenth of a second
 @pytest.fixture
 def lane():
     torch.cuda.empty_cache()
-    return CudaLane(torch.device("cuda"))
+    return CardLane(torch.device("cuda"))
 
 
 @pytest.mark.gpu
@@ -213,7 +213,7 @@ def test_on_a_card_the_memory_of_what_is_being_copied_is_not_used_again(lane, mo
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     slot, gradient = lane.staging(4 * ELEMENTS).view(torch.float32), torch.ones(ELEMENTS, device="cuda")
     torch.cuda.synchronize()
-    with torch.cuda.stream(lane._down):
+    with lane._down:
         torch.cuda._sleep(LONG)
     landed, place = lane.copy(slot, gradient, lane.mark()), gradient.data_ptr()
     del gradient
@@ -227,7 +227,7 @@ def test_on_a_card_the_memory_of_what_is_being_copied_is_not_used_again(lane, mo
 @pytest.mark.parametrize("wrong", [False, True])
 def test_on_a_card_the_device_waits_for_the_weight_that_it_reads(lane, wrong):
     rounded, weight = lane.staging(4 * ELEMENTS).view(torch.float32).fill_(1.0), torch.zeros(ELEMENTS, device="cuda")
-    with torch.cuda.stream(lane._up):
+    with lane._up:
         torch.cuda._sleep(LONG)
     landed = lane.copy(weight, rounded, lane.mark())
     if not wrong:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem.techniques.weights import streamed
-from lowmem.techniques.weights.link import AtOnce, CudaLane
+from lowmem.techniques.weights.link import AtOnce, CardLane
 from lowmem.techniques.weights.registered import Registered
 from made_up import Reached, SlowLane
 from networks import VOCABULARY, network
@@ -186,7 +186,7 @@ def test_whatever_went_wrong_meanwhile_all_is_put_back(failed):
 
 @pytest.fixture
 def lane():
-    return CudaLane(torch.device("cuda"))
+    return CardLane(torch.device("cuda"))
 
 
 @pytest.mark.gpu

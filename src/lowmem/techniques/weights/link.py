@@ -23,6 +23,7 @@ from torch import Tensor
 
 # in each direction; a power of two, to which torch's allocator of pinned memory rounds up
 SLOT_BYTES, SLOTS = 1 << 25, 4
+CARDS = ("cuda", "xpu")  # kinds of devices with streams and memory of their own; no xpu has run this
 
 Take = Callable[[int, Tensor], None]  # (first element, the elements from there on), in host memory
 Compute = Callable[[Tensor], None]  # writes the new weight into its argument
@@ -249,35 +250,52 @@ class StagedLink(Link):
         self._coming.clear()
 
 
-class CudaLane:
-    """Two copy streams of a CUDA device, one for each direction."""
+class CardLane:
+    """Two copy streams of a card, one for each direction. torch's streams and events are the same for every kind of
+    card; what is not has a method of its own."""
 
     registers = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._registered: dict[int, weakref.finalize] = {}  # by address
-        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._down, self._up = self.new_stream(), self.new_stream()
+
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(self.device)
+
+    def computing(self) -> torch.Stream:
+        """Returns the stream on which the device computes."""
+        return torch.accelerator.current_stream(self.device)
+
+    def is_host(self, memory: Tensor) -> bool:
+        return memory.device.type == "cpu"
+
+    def keep(self, memory: Tensor, stream: torch.Stream) -> None:
+        """Makes the device's allocator wait for the stream before it uses the memory again."""
+        memory.record_stream(stream)
 
     def staging(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self) -> torch.cuda.Event:
-        return _recorded(torch.cuda.current_stream(self.device))
+    def mark(self) -> torch.Event:
+        return self.computing().record_event()
 
-    def copy(self, to: Tensor, source: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        stream = self._up if to.is_cuda else self._down
+    def copy(self, to: Tensor, source: Tensor, after: torch.Event) -> torch.Event:
+        stream = self._up if self.is_host(source) else self._down
         stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        with stream:
             to.copy_(source, non_blocking=True)
-        if source.is_cuda:  # the allocator may reuse its memory only when the copy is complete
-            source.record_stream(stream)
-        return _recorded(stream)
+        if not self.is_host(source):  # it may be freed before the copy has run
+            self.keep(source, stream)
+        return stream.record_event()
 
-    def hold(self, until: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(until)
+    def hold(self, until: torch.Event) -> None:
+        self.computing().wait_event(until)
 
     def register(self, memory: Tensor) -> str | None:
+        if self.device.type != "cuda":  # NVIDIA's and AMD's
+            return f"torch has no way to register memory for {self.device.type}"
         cudart, place = torch.cuda.cudart(), memory.data_ptr()
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(place, memory.nbytes, 0)
@@ -317,14 +335,8 @@ class AtOnce:
 
 
 def lane_of(device: torch.device) -> Lane:
-    return CudaLane(device) if device.type == "cuda" else AtOnceLane()
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+    return CardLane(device) if device.type in CARDS else AtOnceLane()
 
 
 def link_to(device: torch.device) -> Link:
-    return StagedLink(CudaLane(device)) if device.type == "cuda" else Link()
+    return StagedLink(CardLane(device)) if device.type in CARDS else Link()

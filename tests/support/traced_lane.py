@@ -1,0 +1,346 @@
+"""Tells every access to shared memory to torch's own happens-before checker, so that a race needs no luck to be seen.
+
+`torch.cuda._sanitizer.EventHandler` keeps vector clocks of streams. Here it gets a stream for the device's computation,
+one for each direction of copies, and one for each thread of the host. A thread that gives work to a stream orders the
+stream after itself; the other way round takes an event that somebody waits for, a queue or a future. Copies really run
+at once, so nothing depends on time: two accesses of which nothing orders one after the other are an error, whenever
+they ran.
+
+Watched are the tensors that go through a lane: staging slots, slots of weights, homes, gradients and weights. Operators
+of the training loop's thread run on the device's stream, unless they touch host memory; those of other threads run
+on the host.
+"""
+
+import threading
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from queue import SimpleQueue
+from traceback import StackSummary
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch.cuda._sanitizer import Access, AccessType, EventHandler
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
+from lowmem.techniques.weights import link, registered
+from lowmem.techniques.weights.link import CardLane, StagedLink
+
+DEVICE, DOWN, UP = "device", "copies to the host", "copies to the device"
+NO_ACCESS = ("aten.empty", "aten.new_empty", "aten.sym_", "aten.is_", "aten.detach")
+
+
+class Races:
+    """Collects the errors of one training. The checker is not made for several threads: `lock` lets in one at a time."""
+
+    def __init__(self):
+        self.handler, self.lock, self.numbers = EventHandler(), threading.RLock(), count(1)
+        self.errors, self.checked, self.events = [], 0, count(1)
+        self.watched, self.on_host, self.kept = {}, set(), set()
+        self.written = {}  # storage -> when the device last wrote it
+
+    # --- order ----------------------------------------------------------------------------------------------------
+
+    def host(self):
+        """Returns the name of the present thread's stream."""
+        return f"host thread {threading.current_thread().name}"
+
+    def record(self, stream):
+        """Returns an event that has everything which the stream has done so far."""
+        with self.lock:
+            event = next(self.events)
+            self.handler._handle_event_record(event, stream)
+            return event
+
+    def wait(self, stream, event):
+        with self.lock:
+            self.handler._handle_event_wait(event, stream)
+
+    def order(self, stream, after):
+        """Orders all further work of a stream after everything that another one has done so far."""
+        with self.lock:
+            states = self.handler.syncs.current_sync_states
+            for name in (stream, after):
+                self.handler.syncs._ensure_stream_exists(name)
+            self.handler.syncs._state_wait_for_other(states[stream], states[after])
+
+    # --- accesses -------------------------------------------------------------------------------------------------
+
+    def key(self, tensor, watch=False, on_host=False):
+        """Returns the number of a tensor's storage; None: it is not watched."""
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place not in self.watched and watch:
+            self.watched[place] = number = next(self.numbers)
+            if on_host:
+                self.on_host.add(number)
+            elif (seq := self.written.get(place)) is not None:
+                self.handler.tensors_accessed.ensure_tensor_exists(number)
+                wrote = Access(AccessType.WRITE, seq, DEVICE, "computes it", [""], False, StackSummary())
+                self.handler.tensors_accessed.set_write(number, wrote)
+            weakref.finalize(storage, self.freed, place, number)
+        return self.watched.get(place)
+
+    def freed(self, place, number):
+        """Is called when a storage is freed: the device's allocator gives its memory to whoever computes next."""
+        with self.lock:
+            self.watched.pop(place, None)
+            if number not in self.on_host and number not in self.kept:
+                self.order(DEVICE, self.host())
+                self.access(DEVICE, (), (number,), "is given other memory's place")
+
+    def access(self, stream, reads, writes, name):
+        with self.lock:
+            reads, writes = set(reads) - set(writes), set(writes)
+            self.checked += len(reads) + len(writes)
+            names = {number: [name] for number in reads | writes}
+            self.errors += self.handler._handle_kernel_launch(stream, reads, writes, set(), name, names)
+
+    def operator(self, func, args, kwargs, out):
+        """Is told of each operator that a thread runs."""
+        name = str(func)
+        if func.is_view or name.startswith(NO_ACCESS):
+            return
+        reads, writes = [], []
+        for number, argument in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            changes = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if changes else reads).extend(tensors)
+        with self.lock:
+            numbers = [[n for n in map(self.key, tensors) if n is not None] for tensors in (reads, writes)]
+            host = threading.current_thread() is not threading.main_thread()
+            host |= not self.on_host.isdisjoint(numbers[0] + numbers[1])
+            if not host:
+                self.order(DEVICE, self.host())
+            if numbers[0] or numbers[1]:
+                self.access(self.host() if host else DEVICE, *numbers, name)
+            if not host:
+                self.handler.seq_num += 1
+                self.handler.syncs.update_seq_num(DEVICE, self.handler.seq_num)
+                for tensor in (*writes, *(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))):
+                    self.written[tensor.untyped_storage()._cdata] = self.handler.seq_num
+
+
+class Watching(TorchDispatchMode):
+    """Tells the checker of every operator of this thread."""
+
+    def __init__(self, races):
+        super().__init__()
+        self.races = races
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.races.operator(func, args, kwargs or {}, out)
+        return out
+
+
+class Stream:
+    """A stream that runs nothing: whoever gives it work has the work done at once."""
+
+    def __init__(self, races, name):
+        self.races, self.name = races, name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def record_event(self):
+        self.races.order(self.name, self.races.host())  # it is recorded when the host says so
+        return Event(self.races, self.races.record(self.name))
+
+    def wait_event(self, event):
+        self.races.order(self.name, self.races.host())
+        self.races.wait(self.name, event.number)
+
+
+class Event:
+    def __init__(self, races, number):
+        self.races, self.number = races, number
+
+    def synchronize(self):
+        self.races.wait(self.races.host(), self.number)
+
+
+class TracedLane(CardLane):
+    """The lane of a card, with streams that the checker knows, on a CPU."""
+
+    def __init__(self, races, registers=True):
+        self.races, self.can_register = races, registers
+        self._streams = iter((DOWN, UP))
+        super().__init__(torch.device("cpu"))
+
+    def new_stream(self):
+        return Stream(self.races, next(self._streams))
+
+    def computing(self):
+        return Stream(self.races, DEVICE)
+
+    def is_host(self, memory):
+        with self.races.lock:
+            return self.races.key(memory) in self.races.on_host
+
+    def keep(self, memory, stream):
+        with self.races.lock:
+            self.races.kept.add(self.races.key(memory))
+
+    def staging(self, size):
+        memory = torch.empty(max(size, 1), dtype=torch.uint8)[:size]
+        with self.races.lock:
+            self.races.key(memory, watch=True, on_host=True)
+        return memory
+
+    def copy(self, to, source, after):
+        with self.races.lock:
+            pair = [self.races.key(tensor, watch=True) for tensor in (to, source)]
+            stream = UP if pair[1] in self.races.on_host else DOWN
+        with NotWatched():
+            reached = super().copy(to, source, after)
+        # between the wait and the event that `copy` has just made for it
+        self.races.access(stream, pair[1:], pair[:1], "copy")
+        reached.number = self.races.record(stream)
+        return reached
+
+    def register(self, memory):
+        with self.races.lock:
+            self.races.key(memory, watch=True, on_host=True)
+        return None if self.can_register else "this lane registers nothing"
+
+    def unregister(self, memory):
+        pass
+
+
+class NotWatched:
+    """Runs a copy that the checker is told of by itself."""
+
+    def __enter__(self):
+        self._off = torch.utils._python_dispatch._disable_current_modes()
+        self._off.__enter__()
+
+    def __exit__(self, *error):
+        self._off.__exit__(*error)
+
+
+# --- order between threads of the host --------------------------------------------------------------------------------
+
+
+def traced_queue(races):
+    class Queue:
+        def __init__(self):
+            self.items = SimpleQueue()
+
+        def put(self, item):
+            self.items.put((races.record(races.host()), item))
+
+        def get(self):
+            event, item = self.items.get()
+            races.wait(races.host(), event)
+            return item
+
+    return Queue
+
+
+def traced_future(races):
+    class TracedFuture(Future):
+        event = None
+
+        def set_result(self, result):
+            self.event = races.record(races.host())
+            super().set_result(result)
+
+        def set_exception(self, error):
+            self.event = races.record(races.host())
+            super().set_exception(error)
+
+        def result(self, timeout=None):
+            try:
+                return super().result(timeout)
+            finally:
+                if self.event is not None:
+                    races.wait(races.host(), self.event)
+
+        def exception(self, timeout=None):
+            error = super().exception(timeout)
+            races.wait(races.host(), self.event)
+            return error
+
+    return TracedFuture
+
+
+def traced_flag(races):
+    class Flag(threading.Event):
+        event = None
+
+        def set(self):
+            self.event = races.record(races.host())
+            super().set()
+
+        def wait(self, timeout=None):
+            found = super().wait(timeout)
+            if self.event is not None:
+                races.wait(races.host(), self.event)
+            return found
+
+    return Flag
+
+
+def traced_pool(races):
+    future = traced_future(races)
+
+    class Pool:
+        def __init__(self, size, name):
+            self.pool = ThreadPoolExecutor(size, name)
+
+        def submit(self, call, *args):
+            given, answer = races.record(races.host()), future()
+
+            def work():
+                races.wait(races.host(), given)
+                with Watching(races):
+                    try:
+                        answer.set_result(call(*args))
+                    except BaseException as error:
+                        answer.set_exception(error)
+
+            self.pool.submit(work)
+            return answer
+
+        def shutdown(self):
+            self.pool.shutdown()
+
+    return Pool
+
+
+@contextmanager
+def watched():
+    """Yields the races of what is trained inside."""
+    races = Races()
+    work, address = StagedLink._work, compiled.address
+
+    def working(self):
+        with Watching(races):
+            work(self)
+
+    def pointer(tensor):  # a C++ function reads it, or writes it
+        if tensor is not None and (number := races.key(tensor)) is not None:
+            races.access(races.host(), (), (number,), "a C++ function")
+        return address(tensor)
+
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (StagedLink, "_work", working),
+            (link, "queue", SimpleNamespace(SimpleQueue=traced_queue(races))),
+            (link, "Future", traced_future(races)),
+            (link, "threading", SimpleNamespace(Event=traced_flag(races), Thread=threading.Thread)),
+            (registered, "ThreadPoolExecutor", traced_pool(races)),
+            *((module, "address", pointer) for module in (adamw8bit, bitsandbytes_cpu)),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
+        patches.enter_context(Watching(races))
+        yield races

@@ -35,7 +35,8 @@ NO_ACCESS = ("aten.empty", "aten.new_empty", "aten.sym_", "aten.is_", "aten.deta
 
 
 class Races:
-    """Collects the errors of one training. The checker is not made for several threads: `lock` lets in one at a time."""
+    """Collects the errors of one training. The checker is not made for several threads: `lock` lets in one at a
+    time."""
 
     def __init__(self):
         self.handler, self.lock, self.numbers = EventHandler(), threading.RLock(), count(1)

@@ -312,7 +312,8 @@ WINDOWS = (1, 4)  # micro-batches per accumulation window
 
 def counted(micro_batches: int) -> dict:
     """Returns the bytes that are copied each way in the last of three accumulation windows."""
-    from lowmem.techniques.weights.link import AtOnceLane, StagedLink
+    from lowmem.system.copy_lanes import AtOnceLane
+    from lowmem.techniques.weights.link import StagedLink
     from lowmem.training import training
 
     class Counting(AtOnceLane):

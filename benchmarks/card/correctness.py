@@ -80,7 +80,7 @@ def masters(here: Here, way: str) -> dict:
     def lane():
         import torch
 
-        from lowmem.techniques.weights.link import CardLane
+        from lowmem.system.copy_lanes import CardLane
 
         return CardLane(torch.device("cuda")) if here.on_card else SlowLane()
 

@@ -166,7 +166,8 @@ def staged(here: Here) -> dict:
     """
     import torch
 
-    from lowmem.techniques.weights.link import CardLane, StagedLink
+    from lowmem.system.copy_lanes import CardLane
+    from lowmem.techniques.weights.link import StagedLink
     from made_up import SlowLane
 
     lane = CardLane(torch.device("cuda")) if here.on_card else SlowLane()
@@ -198,7 +199,7 @@ def weights(here: Here) -> dict:
     """
     import torch
 
-    from lowmem.techniques.weights.link import CardLane
+    from lowmem.system.copy_lanes import CardLane
     from lowmem.techniques.weights.registered import Registered
     from made_up import SlowLane
 

@@ -26,9 +26,10 @@ from torch.cuda._sanitizer import Access, AccessType, EventHandler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
 from lowmem.techniques.weights import link, registered
-from lowmem.techniques.weights.link import CardLane, StagedLink
+from lowmem.techniques.weights.link import StagedLink
 
 DEVICE, DOWN, UP = "device", "copies to the host", "copies to the device"
 NO_ACCESS = ("aten.empty", "aten.new_empty", "aten.sym_", "aten.is_", "aten.detach")

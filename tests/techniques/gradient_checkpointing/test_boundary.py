@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.gradient_checkpointing import boundary
 from lowmem.techniques.gradient_checkpointing.boundary import OnHost
 
@@ -13,23 +14,24 @@ LONG = 200_000_000  # cycles that the stream of the copies is kept busy: a tenth
 
 @pytest.fixture
 def busy():
-    """The stream of the copies has something else to do first."""
+    """The streams of the copies have something else to do first."""
     torch.cuda.empty_cache()
-    stream = boundary._stream(torch.device("cuda", torch.cuda.current_device()))
+    lane = boundary._lane(torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LONG)
-    return stream
+    for stream in (lane._down, lane._up):
+        with stream:
+            torch.cuda._sleep(LONG)
+    return lane
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_it_is_back_before_it_is_read(busy, monkeypatch, wrong):
-    """Wrong: nobody waits for the stream of the copies."""
+    """Wrong: the device waits for no copy."""
     tensor = torch.randn(ELEMENTS, device="cuda", requires_grad=True)
     kept = tensor.detach().clone()
     torch.cuda.current_stream().synchronize()
     if wrong:
-        monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+        monkeypatch.setattr(CardLane, "hold", lambda *_: None)
     back = OnHost.chain()(tensor).fetch()
     assert torch.equal(back, kept) != wrong
     assert back.requires_grad and back.is_cuda

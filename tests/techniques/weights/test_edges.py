@@ -8,11 +8,12 @@ from torch import nn
 
 import parity
 from lowmem.config.instantiate import instantiate
+from lowmem.system.copy_lanes import AtOnceLane
 from lowmem.system.errors import Refused
 from lowmem.techniques.precision.host_weight import SplitHostWeight
 from lowmem.techniques.weights import edges
 from lowmem.techniques.weights.edges import Edge, GradientSink
-from lowmem.techniques.weights.link import AtOnceLane, Link, StagedLink
+from lowmem.techniques.weights.link import Link, StagedLink
 from lowmem.techniques.weights.resident import Home
 from lowmem.training.build import optimizer
 from lowmem.training.module import CausalLM, Placement, Update

@@ -6,12 +6,13 @@ import pytest
 import torch
 from lightning.pytorch.strategies import strategy
 
+from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.precision import host_masters as masters
 from lowmem.techniques.precision import host_weight
 from lowmem.techniques.precision.fp32_weights import FullPrecision
 from lowmem.techniques.precision.host_masters import BFloat16Master
 from lowmem.techniques.precision.host_masters_callback import MasterWeights
-from lowmem.techniques.weights.link import CardLane, StagedLink
+from lowmem.techniques.weights.link import StagedLink
 from lowmem.training.module import CausalLM
 from made_up import SlowLane
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours

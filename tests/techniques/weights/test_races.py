@@ -2,23 +2,30 @@
 luck: `traced_lane.py` orders all accesses. Each wrong variant leaves out one wait.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
+from lowmem.system.copy_lanes import AtOnce, CardLane
+from lowmem.techniques.gradient_checkpointing import boundary
+from lowmem.techniques.gradient_checkpointing.boundary import OnHost
 from lowmem.techniques.weights import link, resident
-from lowmem.techniques.weights.link import AtOnce, CardLane, StagedLink
+from lowmem.techniques.weights.link import StagedLink
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.streamed import Streamed
 from streams import lines, trained
-from traced_lane import TracedLane, watched
+from traced_lane import Event, TracedLane, watched
 
 FEW = 500  # accesses that a run has at least: with none seen, no race could be
 
 
 def races_of(config, model, arguments, weights=("weights=streamed",), registers=True):
     with watched() as races:
-        trained(config, list(weights), model, arguments, lane=TracedLane(races, registers))
+        lane = TracedLane(races, registers)
+        with patch.object(boundary, "_lane", lambda device: lane):
+            trained(config, list(weights), model, arguments, lane=lane)
     return races
 
 
@@ -32,11 +39,12 @@ RIGHT = {
     "tiled": ("gpt2", lines("gpt2", "loss=tiled", "max_steps=2")),
     "early steps": ("llama", lines("llama", "loss=chunked", "max_steps=2", clip="off")),
     "skipped steps": ("qwen3", lines("qwen3", "max_steps=2", precision="16-master", policy="sqrt")),
+    "offload": ("llama", lines("llama", "max_steps=2", policy="offload")),
     "adafactor": ("gpt2", lines("gpt2", "loss=tiled", "max_steps=2", optim="adafactor")),
 }
 
 
-@pytest.mark.rows("tiled-True", "early steps-False", "skipped steps-True")
+@pytest.mark.rows("tiled-True", "early steps-False", "skipped steps-True", "offload-True")
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
 def test_weights_that_stream_have_no_race(config, case, registers):
@@ -114,6 +122,29 @@ def copy_before_the_gradient_is_complete(patch):
     patch.setattr(CardLane, "copy", early)
 
 
+def boundary_read_before_it_is_back(patch):
+    fetch = OnHost.fetch
+
+    def early(self):
+        self.start()
+        self.arrived = self.lane.begin
+        return fetch(self)
+
+    patch.setattr(OnHost, "fetch", early)
+    patch.setattr(TracedLane, "begin", property(lambda self: Event(self.races, 0)), raising=False)
+
+
+def boundary_fetched_before_it_has_left(patch):
+    start = OnHost.start
+
+    def early(self):
+        self.left = Event(self.lane.races, 0)
+        start(self)
+
+    patch.setattr(OnHost, "start", early)
+
+
+OFFLOAD = {"weights": STAY, "policy": "offload"}
 WRONG = {
     without_hold: {},
     slot_given_back_too_early: {},
@@ -122,13 +153,17 @@ WRONG = {
     copy_down_read_without_an_event: {},
     gradient_freed_before_its_copy_has_run: {},
     copy_before_the_gradient_is_complete: {},
+    boundary_read_before_it_is_back: OFFLOAD,
+    boundary_fetched_before_it_has_left: OFFLOAD,
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__.replace("_", " "))
 def test_a_wait_that_is_left_out_is_found(config, monkeypatch, wrong):
     wrong(monkeypatch)
-    races = races_of(config, "gpt2", lines("gpt2", "loss=chunked", "max_steps=2", clip="off"), **WRONG[wrong])
+    how = {**WRONG[wrong]}
+    line = lines("gpt2", "loss=chunked", "max_steps=2", clip="off", policy=how.pop("policy", "every_layer"))
+    races = races_of(config, "gpt2", line, **how)
     assert races.errors, "nobody saw it"
     assert "stack trace" in said(races)
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from lowmem.system.copy_lanes import AtOnce, CardLane
 from lowmem.techniques.weights import streamed
-from lowmem.techniques.weights.link import AtOnce, CardLane
 from lowmem.techniques.weights.registered import Registered
 from made_up import Reached, SlowLane
 from networks import VOCABULARY, network

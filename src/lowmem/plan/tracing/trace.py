@@ -49,11 +49,11 @@ from lowmem.plan.tracing.recorder import Place, Recorder, highest_of_phases, pla
 from lowmem.plan.tracing.shapes import ShapeMode, TooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.tracing.traffic import EARLIER, Sent
+from lowmem.system.copy_lanes import AtOnceLane
 from lowmem.system.torch_private import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.techniques.precision.contract import BasePrecision, step_one
 from lowmem.techniques.strategy.contract import OneDevice
-from lowmem.techniques.weights.link import AtOnceLane
 from lowmem.training import build
 from lowmem.training.module import CausalLM
 

@@ -1,18 +1,20 @@
 """Keeps a boundary activation until the backward pass: on the device, or in host memory.
 
-On CUDA the copies to the host and back overlap with computation: both run on a stream of their own, and fetching one
-boundary starts the copy of the one before it, which backward needs next. On a CPU the same steps are plain copies, and
+The copies to the host and back overlap with a card's computation: fetching one boundary starts the copy of the one
+before it, which backward needs next. On a CPU the same steps are plain copies, and
 the meter counts the copy as host memory, as it would be with a card.
 """
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lowmem.memory.tracker import belongs
+from lowmem.system.copy_lanes import Lane, lane_of
 
 
 class Boundary(Protocol):
@@ -34,21 +36,19 @@ class OnDevice:
 
 
 class OnHost:
-    """Keeps a copy in host memory, which is pinned on CUDA so that copies overlap with computation."""
+    """Keeps a copy in host memory, which is pinned beside a card so that copies overlap with computation."""
 
     def __init__(self, tensor: Tensor, before: "weakref.ref[OnHost] | None") -> None:
         self.device, self.requires_grad, self.before = tensor.device, tensor.requires_grad, before
-        self.stream = _stream(tensor.device)
+        self.lane = _lane(tensor.device)
         self.back: Tensor | None = None  # the copy that is on its way to the device
-        if self.stream is None:
-            self.host = tensor.detach().clone()
-        else:
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(self.stream):
-                self.host.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self.stream)
+        self.host = self.lane.staging(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        self.left = self.lane.copy(self.host, tensor.detach(), self.lane.mark())
         belongs(self.host, "activations", "host")
+
+    def __del__(self) -> None:
+        if self.back is not None:  # nobody has fetched it: its memory is free only when the copy has arrived
+            self.lane.hold(self.arrived)
 
     @classmethod
     def chain(cls) -> Callable[[Tensor], "OnHost"]:
@@ -65,9 +65,7 @@ class OnHost:
 
     def fetch(self) -> Tensor:
         self.start()
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-            self.back.record_stream(torch.cuda.current_stream(self.device))
+        self.lane.hold(self.arrived)
         tensor, self.back, self.host = self.back, None, None
         before = self.before() if self.before is not None else None
         if before is not None:
@@ -78,20 +76,12 @@ class OnHost:
         """Starts the copy to the device."""
         if self.back is not None or self.host is None:  # under way, or used by an earlier backward pass
             return
-        if self.stream is None:
-            self.back = self.host.clone()
-        else:
-            with torch.cuda.stream(self.stream):
-                self.back = self.host.to(self.device, non_blocking=True)
+        self.lane.hold(self.left)
+        self.back = torch.empty_like(self.host, device=self.device)
+        self.arrived = self.lane.copy(self.back, self.host, self.lane.mark())
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device) -> "torch.cuda.Stream | None":
-    """Returns a device's stream for copies in both directions, which keep their order."""
-    if device.type != "cuda":
-        return None
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+@cache
+def _lane(device: torch.device) -> Lane:
+    """Returns a device's lane, which all boundaries share: copies in one direction keep their order."""
+    return lane_of(device)

@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs, host_side
+from lowmem.system.copy_lanes import Lane
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head_tiles import HeadSource
-from lowmem.techniques.weights.link import Lane, Link
+from lowmem.techniques.weights.link import Link
 from lowmem.techniques.weights.resident import Home
 
 COLUMNS = 4096  # tokens of the vocabulary per tile, if no loss sets it

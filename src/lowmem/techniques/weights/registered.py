@@ -15,9 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from lowmem.system.copy_lanes import Lane, Mark
 from lowmem.system.torch_private import storage_key
 from lowmem.system.units import GIB, MIB
-from lowmem.techniques.weights.link import SLOT_BYTES, Lane, Mark, Staging
+from lowmem.techniques.weights.link import SLOT_BYTES, Staging
 
 log = logging.getLogger(__name__)
 SLOTS = 2  # one is filled while the device empties the other

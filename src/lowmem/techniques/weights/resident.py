@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs, host_side
-from lowmem.techniques.weights.link import Mark
+from lowmem.system.copy_lanes import Mark
 
 ALIGNED = 256  # bytes; weights start at multiples of it in a buffer, as in CUDA's own allocator
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs
+from lowmem.system.copy_lanes import Lane, Mark, lane_of
 from lowmem.system.errors import Refused
 from lowmem.system.process import trim
 from lowmem.system.torch_private import in_backward, tree_leaves
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.edges import GradientSink, edges
-from lowmem.techniques.weights.link import Lane, Mark, lane_of
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Resident, nowhere
 

@@ -2,39 +2,47 @@
 luck: `traced_lane.py` orders all accesses. Each wrong variant leaves out one wait.
 """
 
-from unittest.mock import patch
+import signal
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
-from lowmem.system.copy_lanes import AtOnce, CardLane
-from lowmem.techniques.gradient_checkpointing import boundary
-from lowmem.techniques.gradient_checkpointing.boundary import OnHost
-from lowmem.techniques.weights import link, resident
+import closed_lane
+import races
+from lowmem.system.errors import NotFinite
+from lowmem.techniques.weights import resident
 from lowmem.techniques.weights.link import StagedLink
 from lowmem.techniques.weights.registered import Registered
-from lowmem.techniques.weights.streamed import Streamed
-from streams import lines, trained
-from traced_lane import Event, TracedLane, watched
+from streams import lines
+from traced_lane import TracedLane, watched
 
 FEW = 500  # accesses that a run has at least: with none seen, no race could be
+STREAM, STAY = ("weights=streamed",), ("weights=resident",)
 
 
-def races_of(config, model, arguments, weights=("weights=streamed",), registers=True):
-    with watched() as races:
-        lane = TracedLane(races, registers)
-        with patch.object(boundary, "_lane", lambda device: lane):
-            trained(config, list(weights), model, arguments, lane=lane)
-    return races
+def traced(model, arguments, weights=STREAM, registers=True, may_fail=()):
+    """Returns the races of a training. Args: may_fail: errors with which a wrong variant ends."""
+    with watched() as found, suppress(*may_fail):
+        races.run(TracedLane(found, registers), model, arguments, weights)
+    return found
 
 
-def said(races):
+def closed(processes, tmp_path, *arguments, wrong=None, registers=True, weights=STREAM):
+    """Trains on memory that is closed while it is copied. Returns: the exit code, and the stack of a fault."""
+    log = tmp_path / "stacks"
+    process = processes.Process(target=closed_lane.live, args=(log, wrong, registers, *arguments, weights))
+    process.start()
+    process.join()
+    return process.exitcode, log.read_text()
+
+
+def said(found):
     """Returns the first error with both of its stacks."""
-    return str(races.errors[0]) if races.errors else ""
+    return str(found.errors[0]) if found.errors else ""
 
 
-STAY = ("weights=resident",)
 RIGHT = {
     "tiled": ("gpt2", lines("gpt2", "loss=tiled", "max_steps=2")),
     "early steps": ("llama", lines("llama", "loss=chunked", "max_steps=2", clip="off")),
@@ -47,133 +55,78 @@ RIGHT = {
 @pytest.mark.rows("tiled-True", "early steps-False", "skipped steps-True", "offload-True")
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
-def test_weights_that_stream_have_no_race(config, case, registers):
+def test_weights_that_stream_have_no_race(case, registers):
     """With memory that is registered, and through staging where it is not."""
-    races = races_of(config, *RIGHT[case], registers=registers)
-    assert races.errors == [], said(races)
-    assert races.checked > FEW
+    found = traced(*RIGHT[case], registers=registers)
+    assert found.errors == [], said(found)
+    assert found.checked > FEW
+
+
+@pytest.mark.rows("tiled-True", "early steps-False")
+@pytest.mark.parametrize("registers", [True, False])
+@pytest.mark.parametrize("case", RIGHT)
+def test_nor_do_they_touch_memory_that_is_closed(processes, tmp_path, case, registers):
+    assert closed(processes, tmp_path, *RIGHT[case], registers=registers)[0] == 0
 
 
 @pytest.mark.parametrize("clip", ["norm", "off"])
-def test_weights_that_stay_have_none(config, clip):
-    races = races_of(config, "llama", lines("llama", "loss=chunked", "max_steps=2", clip=clip), STAY)
-    assert races.errors == [], said(races)
-    assert races.checked > FEW
+def test_weights_that_stay_have_none(clip):
+    found = traced("llama", lines("llama", "loss=chunked", "max_steps=2", clip=clip), STAY)
+    assert found.errors == [], said(found)
+    assert found.checked > FEW
 
 
 # --- wrong variants ---------------------------------------------------------------------------------------------------
 
 
-def without_hold(patch):
-    patch.setattr(TracedLane, "hold", lambda *_: None)
-
-
-def slot_given_back_too_early(patch):
-    """The mark is that of the copy into the slot, not of the computation that reads it."""
-    free = Streamed._free
-
-    def too_early(self, slot):
-        landed = slot.landed
-        free(self, slot)
-        slot.free = landed
-
-    patch.setattr(Streamed, "_free", too_early)
-
-
-def staging_recycled_under_its_copy(patch):
-    patch.setattr(link.Staging, "send", send_without_waiting)
-
-
-def send_without_waiting(self, source, to, after):
-    there = to.detach().view(-1)
-    for start, piece in link.pieces(source, self.slot_bytes):
-        slot, _ = self._slots.popleft()
-        here = slot.view(piece.dtype)[: piece.numel()].copy_(piece)
-        after = self.lane.copy(there[start : start + piece.numel()], here, after)
-        self._slots.append((slot, after))
-    return after
-
-
-def weight_read_before_it_is_back(patch):
-    patch.setattr(StagedLink, "wait", lambda *_: None)
-
-
-def copy_down_read_without_an_event(patch):
-    """As `.to("cpu", non_blocking=True)` that is read at once; so is a step that begins before the copy is complete."""
-    take = StagedLink._take
-    patch.setattr(
-        StagedLink, "_take", lambda self, to, start, here, _, slot: take(self, to, start, here, AtOnce(), slot)
-    )
-
-
-def gradient_freed_before_its_copy_has_run(patch):
-    patch.setattr(TracedLane, "keep", lambda *_: None)
-
-
-def copy_before_the_gradient_is_complete(patch):
-    """The mark is one of the start of the run."""
-    copy = CardLane.copy
-
-    def early(self, to, source, after):
-        if not hasattr(self, "first"):
-            self.first = after
-        return copy(self, to, source, self.first if not self.is_host(source) else after)
-
-    patch.setattr(CardLane, "copy", early)
-
-
-def boundary_read_before_it_is_back(patch):
-    fetch = OnHost.fetch
-
-    def early(self):
-        self.start()
-        self.arrived = self.lane.begin
-        return fetch(self)
-
-    patch.setattr(OnHost, "fetch", early)
-    patch.setattr(TracedLane, "begin", property(lambda self: Event(self.races, 0)), raising=False)
-
-
-def boundary_fetched_before_it_has_left(patch):
-    start = OnHost.start
-
-    def early(self):
-        self.left = Event(self.lane.races, 0)
-        start(self)
-
-    patch.setattr(OnHost, "start", early)
-
-
 OFFLOAD = {"weights": STAY, "policy": "offload"}
 WRONG = {
-    without_hold: {},
-    slot_given_back_too_early: {},
-    staging_recycled_under_its_copy: {"registers": False},
-    weight_read_before_it_is_back: {"weights": STAY},
-    copy_down_read_without_an_event: {},
-    gradient_freed_before_its_copy_has_run: {},
-    copy_before_the_gradient_is_complete: {},
-    boundary_read_before_it_is_back: OFFLOAD,
-    boundary_fetched_before_it_has_left: OFFLOAD,
+    races.without_hold: {},
+    races.slot_given_back_too_early: {},
+    races.slot_taken_from_a_block_that_backward_reads: {"policy": "sqrt"},
+    races.staging_recycled_under_its_copy: {"registers": False},
+    races.weight_read_before_it_is_back: {"weights": STAY},
+    races.copy_down_read_without_an_event: {},
+    races.gradient_freed_before_its_copy_has_run: {},
+    races.copy_before_the_gradient_is_complete: {},
+    races.boundary_read_before_it_is_back: OFFLOAD,
+    races.boundary_fetched_before_it_has_left: OFFLOAD,
 }
+# What a closed memory shows: accesses of the program to slots, homes and staging, not the order of the device's own.
+SHOWN = (
+    races.without_hold,
+    races.slot_taken_from_a_block_that_backward_reads,
+    races.staging_recycled_under_its_copy,
+    races.copy_down_read_without_an_event,
+)
+
+
+def line(policy="every_layer", **how):
+    return ("gpt2", lines("gpt2", "loss=chunked", "max_steps=2", clip="off", policy=policy)), how
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__.replace("_", " "))
-def test_a_wait_that_is_left_out_is_found(config, monkeypatch, wrong):
+def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
+    arguments, how = line(**WRONG[wrong])
     wrong(monkeypatch)
-    how = {**WRONG[wrong]}
-    line = lines("gpt2", "loss=chunked", "max_steps=2", clip="off", policy=how.pop("policy", "every_layer"))
-    races = races_of(config, "gpt2", line, **how)
-    assert races.errors, "nobody saw it"
-    assert "stack trace" in said(races)
+    found = traced(*arguments, **how, may_fail=[NotFinite])
+    assert found.errors, "nobody saw it"
+    assert "stack trace" in said(found)
+
+
+@pytest.mark.parametrize("wrong", SHOWN, ids=lambda wrong: wrong.__name__.replace("_", " "))
+def test_and_dies_where_the_memory_is_closed(processes, tmp_path, wrong):
+    arguments, how = line(**WRONG[wrong])
+    code, stack = closed(processes, tmp_path, *arguments, wrong=wrong.__name__, **how)
+    assert code == -signal.SIGSEGV and "lowmem" in stack, (code, stack)
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_home_is_updated_after_its_last_read(waits):
     """In a training the gradient that updates a home was computed from what was read there, which orders the two as
     well. A copy that nobody computes with is waited for by `at_home` alone."""
-    with watched() as races:
-        lane, home = TracedLane(races), resident.Home([nn.Parameter(torch.ones(64))])
+    with watched() as found:
+        lane, home = TracedLane(found), resident.Home([nn.Parameter(torch.ones(64))])
         staged, up = StagedLink(lane, 4096, 2), Registered(lane, [home.flat])
         slot = torch.empty_like(home.flat)
         read = up.copy(slot, home.flat, up.mark())
@@ -182,4 +135,4 @@ def test_a_home_is_updated_after_its_last_read(waits):
         staged.finish()
         staged.close()
         up.close()
-    assert bool(races.errors) != waits
+    assert bool(found.errors) != waits

@@ -1,0 +1,138 @@
+"""A lane whose memory is closed to the program while a copy is under way, so that whoever is too early dies there.
+
+Slots, homes and staging memory are mapped twice. A copy runs over the second mapping, as late as it may: when its mark
+is waited for. From its start until then the program's own mapping of what it writes is closed, and of what it reads is
+read-only (`mprotect`). An access that comes too early is a segmentation fault, and `faulthandler` names its line. So
+each case is a process of its own.
+"""
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import threading
+from typing import ClassVar
+
+import torch
+
+from lowmem.system.copy_lanes import AtOnceLane
+
+CLOSED, READ, OPEN = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
+FEW = 4  # buffers that a run has at least: slots, homes and staging
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Memory:
+    """One buffer with two mappings. Args: size: in bytes."""
+
+    known: ClassVar[dict[int, "Memory"]] = {}  # by the address of the program's mapping
+
+    def __init__(self, size):
+        self.bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        handle = os.memfd_create("lane")
+        os.ftruncate(handle, self.bytes)
+        self.tensor, self.other = (
+            torch.frombuffer(mmap.mmap(handle, self.bytes), dtype=torch.uint8)[:size] for _ in range(2)
+        )
+        self.writers = self.readers = 0
+        self.known[self.tensor.untyped_storage().data_ptr()] = self
+
+    @classmethod
+    def of(cls, tensor):
+        return cls.known.get(tensor.untyped_storage().data_ptr())
+
+    def hidden(self, tensor):
+        """Returns the same part of the second mapping."""
+        start = tensor.storage_offset() * tensor.element_size()
+        return self.other[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def count(self, writers, readers):
+        self.writers += writers
+        self.readers += readers
+        access = CLOSED if self.writers else READ if self.readers else OPEN
+        place = ctypes.c_void_p(self.tensor.untyped_storage().data_ptr())
+        assert LIBC.mprotect(place, ctypes.c_size_t(self.bytes), access) == 0, os.strerror(ctypes.get_errno())
+
+
+class Copy:
+    """A copy that runs when somebody waits for it, and after those before it in its direction."""
+
+    def __init__(self, lane, to, source, before, after):
+        self.lane, self.ends, self.before, self.after, self.done = lane, (to, source), before, after, False
+        for tensor, counts in zip(self.ends, ((1, 0), (0, 1)), strict=True):
+            if (memory := Memory.of(tensor)) is not None:
+                memory.count(*counts)
+
+    def synchronize(self):
+        with self.lane.lock:
+            if self.done:
+                return
+            for earlier in (self.before, self.after):
+                if earlier is not None:
+                    earlier.synchronize()
+            self.done = True
+            memories = [Memory.of(tensor) for tensor in self.ends]
+            to, source = (
+                tensor if memory is None else memory.hidden(tensor)
+                for tensor, memory in zip(self.ends, memories, strict=True)
+            )
+            with torch.no_grad():
+                to.copy_(source)
+            for memory, counts in zip(memories, ((-1, 0), (0, -1)), strict=True):
+                if memory is not None:
+                    memory.count(*counts)
+            self.ends = self.before = self.after = None
+
+
+class ClosedLane(AtOnceLane):
+    registers = True
+
+    def __init__(self, registers=True):
+        self.lock, self.last, self.can_register = threading.RLock(), {True: None, False: None}, registers
+
+    def staging(self, size):
+        return Memory(size).tensor
+
+    def copy(self, to, source, after):
+        with self.lock:
+            down = Memory.of(source) is None  # a gradient, which the program has made
+            self.last[down] = Copy(self, to.detach(), source.detach(), self.last[down], after)
+            return self.last[down]
+
+    def hold(self, until):
+        until.synchronize()
+
+    def register(self, memory):
+        return None if self.can_register else "this lane registers nothing"
+
+    def unregister(self, memory):
+        pass
+
+
+class Torch:
+    """torch, whose bytes are two mappings of one memory: homes and slots are made of them."""
+
+    def __getattr__(self, name):
+        return self.empty if name == "empty" else getattr(torch, name)
+
+    @staticmethod
+    def empty(*size, dtype=torch.float32, **_):
+        return Memory(*size).tensor if dtype is torch.uint8 else torch.empty(*size, dtype=dtype)
+
+
+def live(log, wrong, registers, model, arguments, weights):
+    """Trains in a process of its own. Args: log: a file for the stack of a segmentation fault; wrong: the name of a
+    variant in `races.py`, or None."""
+    import pytest
+
+    import races
+    from lowmem.techniques.weights import resident, streamed
+
+    with open(log, "w") as stacks, pytest.MonkeyPatch.context() as patch:
+        faulthandler.enable(stacks)
+        for module in (resident, streamed):
+            patch.setattr(module, "torch", Torch())
+        if wrong is not None:
+            getattr(races, wrong)(patch)
+        races.run(ClosedLane(registers), model, arguments, weights)
+        assert len(Memory.known) > FEW, "nothing was closed"

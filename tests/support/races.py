@@ -1,0 +1,125 @@
+"""One training over a lane, as it is and with one wait left out: each wrong variant is a race on a card."""
+
+from unittest.mock import patch
+
+from closed_lane import ClosedLane
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import composed
+from lowmem.system.copy_lanes import AtOnce, CardLane
+from lowmem.techniques.gradient_checkpointing import boundary
+from lowmem.techniques.gradient_checkpointing.boundary import OnHost
+from lowmem.techniques.weights import link
+from lowmem.techniques.weights.link import StagedLink
+from lowmem.techniques.weights.streamed import Streamed
+from streams import trained
+from traced_lane import Event, TracedLane
+
+
+def config(*lines, base=()):
+    return Run.from_draft(composed([*base, *lines]))
+
+
+def run(lane, model, arguments, weights=("weights=streamed",)):
+    """Trains with all copies over a lane. Args: arguments: those of `streams.lines`."""
+    with patch.object(boundary, "_lane", lambda device: lane):
+        return trained(config, list(weights), model, arguments, lane=lane)
+
+
+# --- wrong variants: each takes a `pytest.MonkeyPatch` ----------------------------------------------------------------
+
+
+def without_hold(patch):
+    for lane in (TracedLane, ClosedLane):
+        patch.setattr(lane, "hold", lambda *_: None)
+
+
+def slot_given_back_too_early(patch):
+    """The next copy into the slot waits for the one before, not for the computation that reads it."""
+    free = Streamed._free
+
+    def too_early(self, slot):
+        landed = slot.landed
+        free(self, slot)
+        slot.free = landed
+
+    patch.setattr(Streamed, "_free", too_early)
+
+
+def staging_recycled_under_its_copy(patch):
+    patch.setattr(link.Staging, "send", send_without_waiting)
+
+
+def send_without_waiting(self, source, to, after):
+    there = to.detach().view(-1)
+    for start, piece in link.pieces(source, self.slot_bytes):
+        slot, _ = self._slots.popleft()
+        here = slot.view(piece.dtype)[: piece.numel()].copy_(piece)
+        after = self.lane.copy(there[start : start + piece.numel()], here, after)
+        self._slots.append((slot, after))
+    return after
+
+
+def weight_read_before_it_is_back(patch):
+    patch.setattr(StagedLink, "wait", lambda *_: None)
+
+
+def copy_down_read_without_an_event(patch):
+    """As `.to("cpu", non_blocking=True)` that is read at once; so is a step that begins before the copy is complete."""
+    take = StagedLink._take
+    patch.setattr(
+        StagedLink, "_take", lambda self, to, start, here, _, slot: take(self, to, start, here, AtOnce(), slot)
+    )
+
+
+def gradient_freed_before_its_copy_has_run(patch):
+    patch.setattr(TracedLane, "keep", lambda *_: None)
+
+
+def copy_before_the_gradient_is_complete(patch):
+    """The mark is one of the start of the run."""
+    copy = CardLane.copy
+
+    def early(self, to, source, after):
+        if not hasattr(self, "first"):
+            self.first = after
+        return copy(self, to, source, self.first if not self.is_host(source) else after)
+
+    patch.setattr(CardLane, "copy", early)
+
+
+def boundary_read_before_it_is_back(patch):
+    fetch = OnHost.fetch
+
+    def early(self):
+        self.start()
+        self.arrived = self.lane.begin
+        return fetch(self)
+
+    patch.setattr(OnHost, "fetch", early)
+    patch.setattr(TracedLane, "begin", property(lambda self: Event(self.races, 0)), raising=False)
+
+
+def boundary_fetched_before_it_has_left(patch):
+    start = OnHost.start
+
+    def early(self):
+        self.left = Event(self.lane.races, 0)
+        start(self)
+
+    patch.setattr(OnHost, "start", early)
+
+
+def slot_taken_from_a_block_that_backward_reads(patch):
+    """If no slot is free, the copy goes into the one that computes."""
+    fetch = Streamed._fetch
+
+    def taking(self, number):
+        if fetch(self, number):
+            return True
+        slot, home = self._slots[0], self.homes[number]
+        home.arrived()
+        slot.home, slot.steps = home, home.steps
+        slot.landed = home.read = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.landed)
+        return True
+
+    patch.setattr(Streamed, "_fetch", taking)

@@ -231,6 +231,7 @@ class Keys(Section):
     clip: Clip
     clip_value: Clip
     seed: Seed
+    deterministic: Switch
     freeze: _words("a list of patterns of names, such as [transformer.wte.*], or null", list[Text] | None)
     on_nonfinite: _words("stop or skip", Literal["stop", "skip"])
     resume: _words("a run folder or a checkpoint, auto, or null", Place | None)

@@ -27,6 +27,7 @@ from lowmem.memory.cap import capped
 from lowmem.memory.snapshot import recorded
 from lowmem.saving import checkpoint
 from lowmem.system import process
+from lowmem.system.deterministic import deterministic
 from lowmem.system.errors import NotFinite, Refused
 from lowmem.techniques.loss.cross_entropy import Verified
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
@@ -118,6 +119,7 @@ def training_session(
         training.rss_before_model = before
         with training.watchers.stop.listening():
             with (
+                deterministic(run.deterministic),
                 capped(run.limit, run.device),
                 recorded(ranks.folder(output_dir), run.memory.snapshot, run.device),
             ):

@@ -1,0 +1,52 @@
+"""Tests that deterministic=true holds for a run, ends with it, and refuses what it cannot do in a sentence."""
+
+import pytest
+import torch
+
+from lowmem.system.deterministic import REFUSED, deterministic
+from lowmem.system.errors import Refused
+from lowmem.training.module import CausalLM
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_run_computes_with_deterministic_algorithms_if_it_is_typed(fit, monkeypatch, wanted):
+    seen, step = [], CausalLM.training_step
+
+    def looking(self, *arguments):
+        seen.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+        return step(self, *arguments)
+
+    monkeypatch.setattr(CausalLM, "training_step", looking)
+    fit(f"deterministic={str(wanted).lower()}", "max_steps=1")
+    assert seen == [(wanted, False)] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operator_without_such_an_algorithm_is_refused(fit, monkeypatch):
+    def breaks(*_):
+        raise RuntimeError(f"scatter_cuda {REFUSED}, but you set 'torch.use_deterministic_algorithms(True)'.")
+
+    monkeypatch.setattr(CausalLM, "training_step", breaks)
+    with pytest.raises(Refused, match=r"deterministic=true: torch has no deterministic algorithm for scatter_cuda"):
+        fit("deterministic=true", "max_steps=1")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_other_errors_are_what_they_were():
+    with pytest.raises(RuntimeError, match="out of luck"), deterministic(True):
+        raise RuntimeError("out of luck")
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.gpu
+def test_on_a_card_attention_then_gives_the_same_bits_each_time():
+    q, k, v = (torch.randn(4, 8, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def gradients():
+        with deterministic(True):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    first = gradients()
+    assert all(torch.equal(one, other) for _ in range(5) for one, other in zip(first, gradients(), strict=True))

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 PAGE = (ROOT / "docs" / "add-a-technique.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: ([^\n]+))?\n(.*?)```", PAGE, re.DOTALL)
-PARTS = ("src", "conf", "tests", "docs", "benchmarks", "README.md", "pyproject.toml", "Makefile", "LICENSE")
+PARTS = ("src", "conf", "tests", "docs", "benchmarks", "README.md", "pyproject.toml", "Makefile", "LICENSE", "AGENTS.md")
 PARTS += ("train.py", "plan.py", "compare.py", "requirements.txt", "environment.yml", "examples")
 
 

@@ -20,7 +20,7 @@ class Seen(Callback):
         self.folder = Path(folder)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        seen = {"pinned": all(p.is_pinned() for p in module.parts.parameters()), "beside": 0}
+        seen = {"pinned": all(p.is_pinned() for p in module.local_parameters.parameters()), "beside": 0}
         if module.ranks.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             seen["beside"] = total - free - torch.cuda.memory_reserved()

@@ -89,19 +89,20 @@ import sys, torch, threading, time
 from pathlib import Path
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from lowmem import model, schema
+from lowmem.config import schema
+from lowmem.model import loading
 how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
 spec = schema.Model.model_construct(**how, stable_embedding=False)
 def anonymous():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
-described = model.Described(spec, model.architecture(spec))
+described = loading.Described(spec, loading.architecture(spec))
 before, peak, done = anonymous(), 0, False
 def watch():
     global peak
     while not done:
         peak = max(peak, anonymous()); time.sleep(0.0005)
 thread = threading.Thread(target=watch); thread.start()
-network = model.load(described, torch.float32)
+network = loading.load(described, torch.float32)
 done = True; thread.join()
 weights = sum(p.nbytes for p in network.parameters())
 print((max(peak, anonymous()) - before) / weights)

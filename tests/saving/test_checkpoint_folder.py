@@ -176,7 +176,7 @@ def test_a_weight_that_is_not_finite_is_not_saved(config, fit, monkeypatch):
 def test_an_adapter_of_a_divided_model_is_merged_as_that_of_one_process(fit):
     """It started at random, so it has no base elsewhere."""
     _, divided = fit(*RUN, "adapter=lora", folder="divided")
-    (content, stored) = checkpoint.sharded.load(at(divided, 3))
+    (content, stored) = checkpoint_folder.load(at(divided, 3))
     assert all("lora_" in name for name in stored) and content["lowmem"]["base"]
     _, alone = fit(f"export={divided}", "adapter=lora", folder="alone")
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (divided, alone))

@@ -83,7 +83,8 @@ def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path
 LOADS = """
 import sys, threading, time, torch
 from pathlib import Path
-from lowmem import model, schema
+from lowmem.config import schema
+from lowmem.model import loading
 from lowmem.techniques.precision.host_masters import BFloat16Master
 from lowmem.techniques.precision.bf16_on_host import BFloat16Stochastic
 from lowmem.techniques.weights.streamed import Streamed
@@ -92,7 +93,7 @@ spec = schema.Model.model_construct(**how, stable_embedding=False)
 kind, dtype = (BFloat16Master, torch.float32) if sys.argv[2] == "halves" else (BFloat16Stochastic, torch.bfloat16)
 def anonymous():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
-described = model.Described(spec, model.architecture(spec))
+described = loading.Described(spec, loading.architecture(spec))
 plugin, peak, done = kind(), 0, False
 before = anonymous()
 def watch():
@@ -100,7 +101,7 @@ def watch():
     while not done:
         peak = max(peak, anonymous()); time.sleep(0.0005)
 thread = threading.Thread(target=watch); thread.start()
-network = model.load(described, dtype)
+network = loading.load(described, dtype)
 held = [p.data.clone() for p in network.parameters()] if sys.argv[3] == "wrong" else []
 plugin.weights = Streamed(network)
 plugin.convert_module(network)

@@ -14,8 +14,8 @@ from conftest import ROOT
 
 PAGE = (ROOT / "docs" / "add-a-technique.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: ([^\n]+))?\n(.*?)```", PAGE, re.DOTALL)
-PARTS = ("src", "conf", "tests", "docs", "benchmarks", "README.md", "pyproject.toml", "Makefile", "LICENSE", "AGENTS.md")
-PARTS += ("train.py", "plan.py", "compare.py", "requirements.txt", "environment.yml", "examples")
+PARTS = ("src", "conf", "tests", "docs", "benchmarks", "README.md", "pyproject.toml", "Makefile", "LICENSE")
+PARTS += ("AGENTS.md", "train.py", "plan.py", "compare.py", "requirements.txt", "environment.yml", "examples")
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,7 @@ def _restore_paged(optimizer: Optimizer) -> None:
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
-    """Returns a copy on the parameter's device, with a fused step's count; other counts stay on the host."""
+    """Returns a copy on the parameter's device. A count of steps stays on the host unless a fused step reads it."""
     if not isinstance(value, Tensor):
         return value
     counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))

@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from lowmem.config.check import check
-from lowmem.config.settle import Command, Run, settled
+from lowmem.config.settle import Command, Config, settled
 from lowmem.config.typed_lines import replaced
 from lowmem.model import loading
 from lowmem.plan import at_start, batch_size
@@ -40,7 +38,7 @@ class OutOfMemory(Refused):
 
 
 def fit(
-    cfg: DictConfig | Run,
+    cfg: Config,
     output_dir: Path,
     choices: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),

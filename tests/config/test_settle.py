@@ -1,6 +1,7 @@
 """A config is settled once: a `Run` is frozen, follows what becomes known later, and is what everything else reads."""
 
 import ast
+import re
 
 import pytest
 from pydantic import ValidationError
@@ -11,9 +12,11 @@ from lowmem.config.typed_lines import composed
 from lowmem.model.loading import architecture
 from lowmem.system.errors import Refused
 
-# The command line, help and Hydra's callbacks, which Hydra hands a config, and those who settle it.
-OF_HYDRA = {"cli", "help", "typed_lines", "spelling", "folder_lock", "sweep"}
-SETTLES = {"settle", "schema", "fit", "job"}  # `fit` and `plan` are also called with a composed config, by notebooks
+# Hydra hands its config to the command line, to help and to callbacks. `typed_lines` composes one, and `settle` is the
+# last to have it.
+FILES_WITH_CONFIG = {"cli", "help", "folder_lock", "sweep", "typed_lines", "settle"}
+ENTRANCES = {"fit", "job"}  # notebooks call `fit` and `plan` with a composed config, which is settled first
+WITH_CONFIG = re.compile(r"\b(DictConfig|Config)\b")
 
 PARAMETERS = 6  # of a function at most, `self` included
 # Functions that have more, each group for one reason.
@@ -72,20 +75,20 @@ def test_all_that_is_wrong_is_said_at_once_and_a_run_is_taken_as_it_is():
 
 
 def knowing(source) -> dict[str, list[str]]:
-    """File -> its functions that take a DictConfig, for every file that names DictConfig or OmegaConf."""
+    """File -> its functions that take a DictConfig, for every file that names one, or an alias of it."""
     found = {}
     for file in source.rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        if {"DictConfig", "OmegaConf"} & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
+        if {"DictConfig", "OmegaConf", "Config"} & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
             functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-            found[file.stem] = [one.name for one in functions if "DictConfig" in ast.unparse(one.args)]
+            found[file.stem] = [one.name for one in functions if WITH_CONFIG.search(ast.unparse(one.args))]
     return found
 
 
 def test_few_files_know_what_a_config_is():
     found = knowing(ROOT / "src")
-    assert found.keys() == OF_HYDRA | SETTLES
-    assert sum(len(functions) for file, functions in found.items() if file in SETTLES) <= 7
+    assert found.keys() == FILES_WITH_CONFIG | ENTRANCES
+    assert sum(map(len, found.values())) <= 15, found
 
 
 def test_one_that_does_is_seen(tmp_path):

@@ -172,7 +172,7 @@ def test_every_error_is_told_at_once():
 
 
 def test_without_the_schema_all_of_them_would_be_taken(monkeypatch):
-    monkeypatch.setattr(cli, "settled", lambda cfg: SimpleNamespace(devices=1))
+    monkeypatch.setattr(cli, "settled", lambda cfg: SimpleNamespace(devices=1, generate=None, show=None, export=None))
     monkeypatch.setattr(cli, "check_values", lambda run: None)
     for line in ("max_steps=abc", "+precison=16", "weights_dtype=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
         assert cli.prepare([line]) == [line]

@@ -144,12 +144,12 @@ def _check(lines: list[str], config: str) -> None:
         raise Refused(spelling.explained(error, lines, config)) from None
     run = settled(cfg)
     check_values(run)
-    if config == "config" and not _alone(cfg):
+    if config == "config" and not _works_alone(run):
         rank_environment.check(run.devices)
 
 
-def _alone(cfg: DictConfig) -> bool:
-    return any(cfg[name] is not None for name in ALONE)
+def _works_alone(run: Run) -> bool:
+    return any(getattr(run, name) is not None for name in ALONE)
 
 
 def _resumed_sweep(arguments: list[str]) -> list[str]:
@@ -205,25 +205,7 @@ def run(cfg: DictConfig) -> float:
         loss = folders.figure(job_of_sweep, "validation loss")
         return float("nan") if loss is None else loss
 
-    def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict:
-        run = _settled(cfg)
-        if run.devices > 1 and not rank_environment.is_rank() and not run.technique("strategy").one_process:
-            return _ranks(output_dir, run.devices)
-        with undisturbed():
-            from lowmem.fit import fit  # which imports torch
-
-        return fit(run, output_dir, choices, typed)
-
-    def prints(*_) -> None:
-        run = _settled(cfg)
-        with undisturbed():
-            from lowmem.command.generate import generate
-        _log_beside_stdout()
-        print(generate(run))
-
-    if rank_environment.number() and _alone(cfg):
-        return float("nan")
-    summary = _guarded(job if cfg.generate is None else prints, cfg)
+    summary = _guarded(_fit_or_generate, cfg)
     if not summary:
         return float("nan")
     if summary["interrupted"]:
@@ -233,12 +215,27 @@ def run(cfg: DictConfig) -> float:
     return summary["val_loss"]
 
 
-def _settled(cfg: DictConfig) -> Run:
-    """Returns the run. Raises: Refused: an error that the config and the names of files in it show."""
-    run = settled(cfg)
+def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
+    """Returns the summary; None where there is none to be written, or where rank 0 does the work of all ranks."""
+    if rank_environment.number() and _works_alone(run):
+        return None
     check_values(run)
     check_places(run)
-    return run
+    if run.generate is not None:
+        return _generate(run)
+    if run.devices > 1 and not rank_environment.is_rank() and not run.technique("strategy").one_process:
+        return _ranks(output_dir, run.devices)
+    with undisturbed():
+        from lowmem.fit import fit  # which imports torch
+
+    return fit(run, output_dir, choices, typed)
+
+
+def _generate(run: Run) -> None:
+    with undisturbed():
+        from lowmem.command.generate import generate
+    _log_beside_stdout()
+    print(generate(run))
 
 
 def _ranks(output_dir: Path, size: int) -> dict:
@@ -260,28 +257,28 @@ def _log_beside_stdout() -> None:
 
 def plan(cfg: DictConfig) -> None:
     """Predicts a run instead of running it."""
-
-    def job(output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
-        with (helper() if cfg.search is True else None) or nullcontext() as beside:
-            with undisturbed(LOADING):
-                from lowmem.plan.job import plan
-
-            written = plan(cfg, output_dir, choices, typed, beside)
-        if not any(recipe["fits"] for recipe in written["recipes"]):
-            _unfit.append(output_dir)
-
-    _guarded(job, cfg)
+    _guarded(_plan, cfg)
 
 
-def _guarded(job: Callable[[Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
-    """Returns the job's result; None after a failure, which `start` reports at the end."""
+def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
+    with (helper() if run.search else None) or nullcontext() as tracing_helper:
+        with undisturbed(LOADING):
+            from lowmem.plan.job import plan
+
+        written = plan(run, output_dir, choices, typed, tracing_helper)
+    if not any(recipe["fits"] for recipe in written["recipes"]):
+        _unfit.append(output_dir)
+
+
+def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
+    """Settles the config and returns the job's result; None after a failure, which `start` reports at the end."""
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
     overrides = OmegaConf.to_container(hydra.overrides.task)  # as they are: ${key} is the config's to resolve
     debug = False
     try:
         debug = cfg.debug
-        return job(output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
+        return job(settled(cfg), output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except BrokenPipeError:
         _nobody_reads()
         return None

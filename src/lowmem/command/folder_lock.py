@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -19,7 +19,7 @@ import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from lowmem.config.typed_lines import as_mapping, in_shell, quoted
+from lowmem.config.typed_lines import as_mapping, in_shell, key, quoted
 from lowmem.report import folders
 from lowmem.report.folders import FAILED
 from lowmem.system import rank_environment
@@ -76,11 +76,24 @@ class Claim(Callback):
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         if rank_environment.of_run() or rank_environment.number():
-            _take_part(config)
+            run = rank_environment.of_run() or _agreed(None)
+            with read_write(config):  # only the first rank writes Hydra's files
+                config.hydra.run.dir = str(run)
+                config.hydra.output_subdir = None
+                log_file = OmegaConf.select(config, "hydra.job_logging.handlers.file")
+                if rank_environment.number() and log_file is not None:
+                    log_file.filename = os.devnull  # what it logs is in what it prints
+            _redirect(run)
             return
         folder = Path(config.hydra.run.dir)
         of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
-        claimed = _claimed(config, "hydra.run.dir", folder, lambda: of_sweep or _goes_on(config, folder))
+
+        def goes_on() -> bool:
+            works_on = {name: config.get(name) for name in ("evaluate", "export", "resume")}
+            return of_sweep or _goes_on(folder, config.hydra.job.name == "plan", works_on)
+
+        typed = _sets("hydra.run.dir", config.hydra.overrides.hydra)
+        claimed = _claimed("hydra.run.dir", folder, typed, goes_on)
         Claim.now = replace(claimed, rest=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
@@ -90,7 +103,8 @@ class Claim(Callback):
     def on_multirun_start(self, config: DictConfig, **_) -> None:
         folder = Path(config.hydra.sweep.dir)
         typed = OmegaConf.to_container(config.hydra.overrides.task)
-        Claim.now = _claimed(config, "hydra.sweep.dir", folder, lambda: _typed_before(folder) == typed)
+        names_folder = _sets("hydra.sweep.dir", config.hydra.overrides.hydra)
+        Claim.now = _claimed("hydra.sweep.dir", folder, names_folder, lambda: _typed_before(folder) == typed)
         if Claim.now.folder != folder:
             with read_write(config):
                 config.hydra.sweep.dir = str(Claim.now.folder)
@@ -98,14 +112,8 @@ class Claim(Callback):
                 config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
 
 
-def _take_part(config: DictConfig) -> None:
-    """Joins, as a rank, the folder that another process has claimed. Only the first rank writes Hydra's files."""
-    run = rank_environment.of_run() or _agreed(None)
-    with read_write(config):
-        config.hydra.run.dir = str(run)
-        config.hydra.output_subdir = None
-        if rank_environment.number() and OmegaConf.select(config, "hydra.job_logging.handlers.file") is not None:
-            config.hydra.job_logging.handlers.file.filename = os.devnull  # what it logs is in what it prints
+def _redirect(run: Path) -> None:
+    """Sends what a rank prints to a file in the run's folder, unless the process that started it does so."""
     if rank_environment.of_run() is None:
         try:
             rank_environment.redirected(run)
@@ -136,8 +144,12 @@ def untouched() -> bool:
     return Claim.now is not None and Claim.now.untouched()
 
 
-def _claimed(config: DictConfig, key: str, folder: Path, goes_on: Callable[[], bool]) -> Claimed:
-    typed = any(line.lstrip("+").startswith(f"{key}=") for line in config.hydra.overrides.hydra)
+def _sets(name: str, lines: Iterable[str]) -> bool:
+    return name in map(key, lines)
+
+
+def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -> Claimed:
+    """Claims a folder. Args: key: of Hydra, which names the folder; typed: somebody typed that key."""
     try:
         return _this(folder, key, goes_on) if typed else _new(folder)
     except Refused as error:
@@ -213,13 +225,16 @@ def _locked(folder: Path, made: list[Path]) -> Claimed | None:
     return Claimed(folder, handle, made, before, _rest(folder))
 
 
-def _goes_on(config: DictConfig, folder: Path) -> bool:
-    """Returns whether `resume=` names this folder, or a checkpoint in it."""
+def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> bool:
+    """Returns whether a command may write to a folder that is in use: `resume=` names it, or a checkpoint in it.
+
+    Args: plans: the command is plan.py; works_on: the values of evaluate, export and resume.
+    """
     if (folder / "plan.json").exists():  # no run: to make it once more loses nothing
-        return config.hydra.job.name == "plan"
+        return plans
     if _uses_a_run(folder):  # what that says is said again
-        return config.get("evaluate") is not None or config.get("export") is not None
-    resume = config.get("resume")
+        return works_on["evaluate"] is not None or works_on["export"] is not None
+    resume = works_on["resume"]
     if resume is None:
         return False
     named = Path(str(resume)).expanduser().resolve()

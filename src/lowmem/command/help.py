@@ -6,7 +6,8 @@ one place. This module imports nothing heavy, so that it answers in well under a
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +22,7 @@ def text(cfg: DictConfig, conf: Path) -> str:
     keys = comments(conf / f"{cfg.hydra.job.config_name}.yaml") | comments(conf / "config.yaml")
     choices = {key.removeprefix("defaults."): None for key in keys if key.startswith("defaults.")}
     choices |= {group: choice for group, choice in cfg.hydra.runtime.choices.items() if group in choices}
-    shown = set(keys)
+    shown, typed = set(keys), partial(_typed, cfg)
     lines = [f"python {cfg.hydra.job.name}.py <group>=<choice> ... <key>=<value> ...", ""]
     lines += ["Groups: one word swaps a technique, a model, the data.", ""]
     for group, choice in choices.items():
@@ -29,11 +30,11 @@ def text(cfg: DictConfig, conf: Path) -> str:
     lines += ["", "Keys, with what they hold now:", ""]
     for key, comment in keys.items():
         if comment and not key.startswith("defaults."):
-            lines += _entry(_typed(cfg, key), comment)
+            lines += _entry(typed(key), comment)
     lines += ["", "Keys of the choices above. Others have others: type your choice before --help.", ""]
     for group, choice in choices.items():
         file = conf / group / f"{choice}.yaml"
-        lines += _keys_of(cfg, shown, group, file) if file.is_file() else []
+        lines += _keys_of(typed, shown, group, file) if file.is_file() else []
     return "\n".join(lines).replace("$", "$$")
 
 
@@ -66,26 +67,22 @@ def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
     yield from _entry("", f"or {', '.join(others)}")
 
 
-def _keys_of(cfg: DictConfig, shown: set[str], group: str, file: Path) -> Iterator[str]:
+def _keys_of(typed: Callable[[str], str], shown: set[str], group: str, file: Path) -> Iterator[str]:
     """Yields the keys that a choice adds to those already `shown`: one entry for each key with a comment, and one line
     for all others."""
     prefix, others = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}.", []
     new = {prefix + key: comment for key, comment in comments(file).items() if prefix + key not in shown}
     for key, comment in new.items():
         if comment:
-            yield from _entry(_typed(cfg, key), comment)
-        elif not re.search(r"(^|\.)_", key) and not _is_section(cfg, key):
-            others.append(_typed(cfg, key))
+            yield from _entry(typed(key), comment)
+        elif not re.search(r"(^|\.)_", key) and key != "defaults" and not typed(key).endswith("."):
+            others.append(typed(key))
     shown |= new.keys()
     yield from textwrap.wrap(", ".join(others), WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-def _is_section(cfg: DictConfig, key: str) -> bool:
-    return key == "defaults" or isinstance(OmegaConf.select(cfg, key), DictConfig)
-
-
 def _typed(cfg: DictConfig, key: str) -> str:
-    """Returns a key as one would type it: `clip=null`; a section has no value, and a removed key is `~clip`."""
+    """Returns a key as one would type it: `clip=null`. A section is `trainer.`, and a removed key is `~clip`."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else cfg
     if not isinstance(node, DictConfig):

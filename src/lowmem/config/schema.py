@@ -6,17 +6,16 @@
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from lowmem.config import cards
 from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.spelling import keys_of, no_such_key
-from lowmem.config.typed_lines import CONF
+from lowmem.config.typed_lines import CONF, parsed
 from lowmem.memory import cap
 from lowmem.system.errors import Refused
 from lowmem.system.units import steps_or_seconds
@@ -346,14 +345,16 @@ ARGUMENTS: dict[str, Any] = {
 OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 
 
-def errors(cfg: DictConfig) -> list[str]:
-    """Returns a sentence for every wrong value and for every key that nothing reads."""
-    values = OmegaConf.to_container(cfg, resolve=True)
-    told = [*_sentences(PlanKeys if "gpu" in cfg else Keys, values)]
+def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], bool]) -> list[str]:
+    """Returns a sentence for every wrong value and for every key that nothing reads.
+
+    Args: is_taken_over: True for a path of keys whose value an interpolation takes from another key.
+    """
+    told = [*_sentences(PlanKeys if "gpu" in values else Keys, values)]
     for path, node in _nodes(values):
         told += _sentences(arguments(_identity(node)), node, path)
     # a value that was only taken over is told of where it was typed
-    typed = [sentence for path, sentence in told if not _is_taken_over(cfg, path)]
+    typed = [sentence for path, sentence in told if not is_taken_over(path)]
     return list(dict.fromkeys(typed or [sentence for _, sentence in told]))
 
 
@@ -361,7 +362,7 @@ def errors(cfg: DictConfig) -> list[str]:
 def arguments(identity: str) -> type[BaseModel]:
     """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. It is empty if
     no yaml names it."""
-    wholes = (_parsed(text) for text in _texts() if identity in text)
+    wholes = (parsed(text) for text in _texts() if identity in text)
     named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
     values = {key: value for node in reversed(named) for key, value in node.items()}
     needed = set.intersection(*map(set, named)) if named else set()
@@ -372,11 +373,6 @@ def arguments(identity: str) -> type[BaseModel]:
 def _texts() -> tuple[str, ...]:
     """Reads every yaml of conf/ once: each `_target_` is looked up in all of them."""
     return tuple(file.read_text(encoding="utf-8") for file in sorted(CONF.rglob("*.yaml")))
-
-
-@cache
-def _parsed(text: str) -> dict:
-    return OmegaConf.to_container(OmegaConf.create(text))
 
 
 def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[BaseModel]:
@@ -477,8 +473,3 @@ def _shown(value: object) -> str:
     """Returns a value as one would type it."""
     spelled = {None: "null", True: "true", False: "false"}
     return spelled[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")
-
-
-def _is_taken_over(cfg: DictConfig, path: tuple[str, ...]) -> bool:
-    parent = OmegaConf.select(cfg, ".".join(path[:-1])) if len(path) > 1 else cfg
-    return isinstance(parent, DictConfig) and path[-1] in parent and OmegaConf.is_interpolation(parent, path[-1])

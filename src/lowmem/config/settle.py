@@ -5,7 +5,7 @@ Facts that become known later (the device, the steps of epochs=, a batch size th
 of the same lines, in which every value that depends on them is computed again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -209,12 +209,16 @@ class PlanRun(Run, schema.PlanKeys):
     """All settings of plan.py: a run, and the card and host that it is planned for."""
 
 
+# What `fit` and `plan` take: a config that somebody has composed, in a notebook for example, or a run.
+Config = DictConfig | Run
+
+
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
     """Returns the run of typed lines. Args: lines: checked already; name: the yaml of conf/ that they change."""
     return Run.from_draft(composed(lines, name))
 
 
-def settled(cfg: DictConfig | Run) -> Run:
+def settled(cfg: Config) -> Run:
     """Returns the run of a composed config, and a run as it is.
 
     Raises:
@@ -223,7 +227,7 @@ def settled(cfg: DictConfig | Run) -> Run:
     if isinstance(cfg, Run):
         return cfg
     try:
-        errors = list(_missing(cfg)) or schema.errors(cfg)
+        errors = _errors(cfg)
     except OmegaConfBaseException as error:
         said = str(error).partition("\n")[0]
         errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
@@ -232,10 +236,17 @@ def settled(cfg: DictConfig | Run) -> Run:
     return Run.from_draft(cfg)
 
 
-def _missing(cfg: DictConfig) -> Iterator[str]:
+def _errors(cfg: DictConfig) -> list[str]:
     for key in cfg:  # an interpolation of what is not there is told of where it was typed, not where it is used
         OmegaConf.is_missing(cfg, key) or cfg[key]
-    return (f"{key} has no value: type {key}=<value>." for key in sorted(OmegaConf.missing_keys(cfg)))
+    if missing := OmegaConf.missing_keys(cfg):
+        return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]
+
+    def is_taken_over(path: Sequence[str]) -> bool:
+        parent = OmegaConf.select(cfg, ".".join(path[:-1])) if len(path) > 1 else cfg
+        return isinstance(parent, DictConfig) and path[-1] in parent and OmegaConf.is_interpolation(parent, path[-1])
+
+    return schema.errors(OmegaConf.to_container(cfg, resolve=True), is_taken_over)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,20 @@ from difflib import get_close_matches
 from functools import cache
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
 
-from lowmem.config.typed_lines import CONF, EITHER, FLAGS, FOLDERS, FUNCTION, VALUED, composed, is_group, key, unquoted
+from lowmem.config.typed_lines import (
+    CONF,
+    EITHER,
+    FLAGS,
+    FOLDERS,
+    FUNCTION,
+    VALUED,
+    is_group,
+    key,
+    keys_known,
+    parsed,
+    unquoted,
+)
 from lowmem.system.errors import Refused
 
 NEAR = 0.65  # of difflib: below it a suggestion is a guess
@@ -141,7 +152,7 @@ def _known(chosen: Mapping[str, Sequence[str]], name: str) -> set[str]:
     known: set[str] = set()
     for i in range(max(map(len, chosen.values()), default=0) or 1):
         lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]
-        known |= {*keys_of(OmegaConf.to_container(composed(lines, name, whole=True), resolve=False))}
+        known |= {*keys_of(keys_known(lines, name))}
     return known
 
 
@@ -196,7 +207,7 @@ def _groups() -> list[str]:
 @cache  # it is asked once for each typed line
 def _needed() -> set[str]:
     """Returns the groups that have a default."""
-    defaults = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").defaults)
+    defaults = parsed((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group for one in defaults if isinstance(one, dict) for group, choice in one.items() if choice is not None}
 
 

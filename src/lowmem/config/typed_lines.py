@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import hydra
@@ -197,6 +198,17 @@ class TypedWins(Callback):
     def on_run_start(self, config: DictConfig, **_) -> None:
         with read_write(config):
             let_typed_win(config, config.hydra.overrides.task)
+
+
+def keys_known(lines: Iterable[str], name: str) -> Mapping[str, object]:
+    """Returns the nested keys, Hydra's own among them, of the config `name` with these lines; nothing is resolved."""
+    return OmegaConf.to_container(composed(lines, name, whole=True), resolve=False)
+
+
+@cache
+def parsed(text: str) -> dict:
+    """Returns the values of a yaml as Hydra reads them: 1e-3 is a number, and an interpolation stays text."""
+    return OmegaConf.to_container(OmegaConf.create(text))
 
 
 def chosen_by(lines: Iterable[str]) -> dict[str, str]:

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
 from lowmem.config import cards
 from lowmem.config.check import check, check_values
 from lowmem.config.declarations import SHARED, techniques
-from lowmem.config.settle import Run, run_of, settled
+from lowmem.config.settle import Config, Run, run_of, settled
 from lowmem.config.typed_lines import as_mapping, key, replaced, without
 from lowmem.memory.cap import parse_bytes
 from lowmem.model import loading
@@ -31,7 +30,7 @@ OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # keys of plan.py
 
 
 def plan(
-    cfg: DictConfig | Run,
+    cfg: Config,
     output_dir: Path,
     choices: Mapping[str, str],
     typed: Sequence[str],

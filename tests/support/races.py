@@ -1,5 +1,7 @@
 """One training over a lane, as it is and with one wait left out: each wrong variant is a race on a card."""
 
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest.mock import patch
 
 from closed_lane import ClosedLane
@@ -8,7 +10,8 @@ from lowmem.config.typed_lines import composed
 from lowmem.system.copy_lanes import AtOnce, CardLane
 from lowmem.techniques.gradient_checkpointing import boundary
 from lowmem.techniques.gradient_checkpointing.boundary import OnHost
-from lowmem.techniques.weights import link
+from lowmem.techniques.precision import host_masters
+from lowmem.techniques.weights import link, streamed
 from lowmem.techniques.weights.link import StagedLink
 from lowmem.techniques.weights.streamed import Streamed
 from streams import trained
@@ -23,6 +26,17 @@ def run(lane, model, arguments, weights=("weights=streamed",)):
     """Trains with all copies over a lane. Args: arguments: those of `streams.lines`."""
     with patch.object(boundary, "_lane", lambda device: lane):
         return trained(config, list(weights), model, arguments, lane=lane)
+
+
+@contextmanager
+def all_over(lane):
+    """Makes everything inside, whole runs too, copy over a lane as a card's runs do."""
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(boundary, "_lane", lambda device: lane))
+        patches.enter_context(patch.object(streamed, "lane_of", lambda device: lane))
+        make_link = partial(StagedLink, lane, slot_bytes=4096, slots=2)
+        patches.enter_context(patch.object(host_masters, "link_to", lambda device: make_link()))
+        yield
 
 
 # --- wrong variants: each takes a `pytest.MonkeyPatch` ----------------------------------------------------------------

@@ -4,6 +4,7 @@ luck: `traced_lane.py` orders all accesses. Each wrong variant leaves out one wa
 
 import signal
 from contextlib import suppress
+from itertools import product
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from lowmem.system.errors import NotFinite
 from lowmem.techniques.weights import resident
 from lowmem.techniques.weights.link import StagedLink
 from lowmem.techniques.weights.registered import Registered
-from streams import lines
+from lowmem.techniques.weights.streamed import Streamed
+from streams import POLICIES, lines
 from traced_lane import TracedLane, watched
 
+EVERY = list(product(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off")))
 FEW = 500  # accesses that a run has at least: with none seen, no race could be
 STREAM, STAY = ("weights=streamed",), ("weights=resident",)
 
@@ -60,6 +63,60 @@ def test_weights_that_stream_have_no_race(case, registers):
     found = traced(*RIGHT[case], registers=registers)
     assert found.errors == [], said(found)
     assert found.checked > FEW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY)
+def test_so_it_is_in_every_combination(model, policy, slots, clip):
+    arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
+    found = traced(model, arguments, (*STREAM, f"weights.slots={slots}"), registers=slots != 3)
+    assert found.errors == [], said(found)
+    assert found.checked > FEW
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+RUN = (
+    *("gradient_checkpointing=every_layer", "accumulation=fixed", "accumulation.batches=2", "batch_size=1", "lr=1e-2"),
+    *("scheduler.total_steps=4", "max_steps=4", "val_every=2", "save_every=1", "sample_tokens=3", "val_sequences=2"),
+    *("model.architecture.n_layer=4", "model.architecture.resid_pdrop=0.1", "optim=adamw8bit"),
+)
+
+
+@pytest.mark.rows("bf16-master-tiled-off")
+@pytest.mark.parametrize("clip", ["norm", "off"])
+@pytest.mark.parametrize("loss", ["chunked", "tiled"])
+@pytest.mark.parametrize("precision", ["bf16-master", "16-master"])
+def test_a_run_that_evaluates_saves_fails_and_goes_on_has_no_race(fit, tmp_path, monkeypatch, precision, loss, clip):
+    """It raises in a backward pass, while copies are under way, and goes on from its checkpoint."""
+    lines = (*RUN, *STREAM, f"precision={precision}", f"loss={loss}", f"clip={'null' if clip == 'off' else 1.0}")
+    if precision == "16-master":
+        lines += ("trainer.plugins.precision.init_scale=1e7",)  # the first steps are skipped
+    with watched() as found, races.all_over(TracedLane(found)):
+        with monkeypatch.context() as patch:
+            raises_in_backward(patch, tmp_path / "first" / "checkpoints")
+            with pytest.raises(Interrupted):
+                fit(*lines, folder="first")
+        _, folder = fit(*lines, f"resume={tmp_path / 'first'}", folder="second")
+    assert found.errors == [], said(found)
+    assert found.checked > 6 * FEW
+    assert (folder / "samples.jsonl").read_text()
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+def raises_in_backward(monkeypatch, checkpoints):
+    """Raises in the window after the first checkpoint, when gradients have reached five blocks."""
+    reached, blocks = Streamed._reached, iter(range(5))
+
+    def raises(self, *arguments):
+        if checkpoints.is_dir() and [*checkpoints.iterdir()] and next(blocks, None) is None:
+            raise Interrupted
+        return reached(self, *arguments)
+
+    monkeypatch.setattr(Streamed, "_reached", raises)
 
 
 @pytest.mark.rows("tiled-True", "early steps-False")

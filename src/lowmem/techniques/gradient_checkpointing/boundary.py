@@ -1,8 +1,8 @@
 """Keeps a boundary activation until the backward pass: on the device, or in host memory.
 
 The copies to the host and back overlap with a card's computation: fetching one boundary starts the copy of the one
-before it, which backward needs next. On a CPU the same steps are plain copies, and
-the meter counts the copy as host memory, as it would be with a card.
+before it, which backward needs next. On a CPU the same steps are plain copies, and the meter counts the copy as host
+memory, as it would be with a card.
 """
 
 import weakref
@@ -57,9 +57,9 @@ class OnHost:
 
         def make(tensor: Tensor) -> OnHost:
             nonlocal last
-            made = cls(tensor, before=last)
-            last = weakref.ref(made)  # the graph owns them: the next must not keep one alive that never sees backward
-            return made
+            boundary = cls(tensor, before=last)
+            last = weakref.ref(boundary)  # weak: the graph owns a boundary, and frees one whose backward never comes
+            return boundary
 
         return make
 

@@ -41,8 +41,8 @@ def every_k(model: nn.Module, k: int) -> None:
     if not isinstance(k, int) or k < 1:
         raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
     stack = blocks(model)
-    for first in range(0, len(stack), k):
-        _segment(stack[first : first + k])
+    for start in range(0, len(stack), k):
+        _segment(stack[start : start + k])
 
 
 def sqrt(model: nn.Module) -> None:
@@ -50,8 +50,8 @@ def sqrt(model: nn.Module) -> None:
     stack = blocks(model)
     segments = max(1, round(math.sqrt(len(stack))))
     cuts = [len(stack) * i // segments for i in range(segments + 1)]
-    for first, end in pairwise(cuts):
-        _segment(stack[first:end])
+    for start, end in pairwise(cuts):
+        _segment(stack[start:end])
 
 
 def selective(model: nn.Module) -> None:
@@ -139,11 +139,11 @@ class Alone:
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), Call(self.block, args, kwargs)
-        # Dropped when it is called: it refers to the block's input, which only the boundary may keep.
-        first = [partial(self.forward, *args, **kwargs)]
+        # The call leaves this list when it is made: it refers to the block's input, which only the boundary may keep.
+        first_call = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
-            return first.pop()() if first else self._repeat(boundary, call)
+            return first_call.pop()() if first_call else self._repeat(boundary, call)
 
         return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
 
@@ -162,7 +162,7 @@ class Segment:
         self.blocks = blocks
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
         self._calls: list[Call] = []
-        self._output: Tensor | None = None  # of the block before, to see that the model passes it on unchanged
+        self._output: Tensor | None = None  # of the previous block: shows whether the model passes it on unchanged
         self._repeating = False
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -233,7 +233,7 @@ class Call:
 
 
 def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:
-    if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
+    if any(isinstance(argument, Cache) for argument in (*args, *kwargs.values())):
         raise Refused(
             f"gradient_checkpointing: {type(block).__name__} adds its keys and values to a cache in training too, and "
             "would add them again when it is computed again. Type gradient_checkpointing=none, and loss=chunked or a "

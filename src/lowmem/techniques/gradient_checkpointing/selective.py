@@ -74,13 +74,13 @@ class KeptResult:
 
 
 class Mode(TorchDispatchMode):
-    """The base class of both modes. Args: kept: the results, in order."""
+    """The base class of both modes. Args: results: those kept, in order."""
 
     supports_higher_order_operators = True  # flex attention is one
 
-    def __init__(self, kept: deque[KeptResult]) -> None:
+    def __init__(self, results: deque[KeptResult]) -> None:
         super().__init__()
-        self.kept = kept
+        self.results = results
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -88,71 +88,71 @@ class Mode(TorchDispatchMode):
 
 
 class Keep(Mode):
-    """The mode of the forward pass: fills `kept`."""
+    """The mode of the forward pass: fills `results`."""
 
-    def __init__(self, kept: deque[KeptResult]) -> None:
-        super().__init__(kept)
+    def __init__(self, results: deque[KeptResult]) -> None:
+        super().__init__(results)
         self._by_storage: dict[int, KeptResult] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, kwargs or {}):  # some operators do not count it as a change: `_foreach_mul_`
-            if (kept := self._by_storage.get(storage_key(tensor))) is not None:
-                kept.changed = True
+            if (result := self._by_storage.get(storage_key(tensor))) is not None:
+                result.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if func in EXPENSIVE and not _paused.get():
-            self.kept.append(KeptResult(func, args, kwargs or {}, out))
-            self._by_storage |= dict.fromkeys(map(storage_key, tensors), self.kept[-1])
+            self.results.append(KeptResult(func, args, kwargs or {}, out))
+            self._by_storage |= dict.fromkeys(map(storage_key, tensors), self.results[-1])
         for tensor in tensors:
-            if (kept := self._by_storage.get(storage_key(tensor))) is not None:
-                kept.see(tensor)
+            if (result := self._by_storage.get(storage_key(tensor))) is not None:
+                result.see(tensor)
         return out
 
     def __exit__(self, *exception):
-        for kept in self.kept:
-            kept.out()  # a result that was changed already is not kept until backward
+        for result in self.results:
+            result.out()  # a result that was changed already is not kept until backward
         return super().__exit__(*exception)
 
 
 class HandBack(Mode):
-    """The mode of the recomputation: empties `kept`."""
+    """The mode of the recomputation: empties `results`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in EXPENSIVE and not _paused.get():
-            if not self.kept or self.kept[0].func is not func:
+            if not self.results or self.results[0].func is not func:
                 raise RuntimeError(
-                    f"A block under gradient_checkpointing=selective was computed again and called {func} where it had "
-                    "not before, or backward came a second time. Type gradient_checkpointing=every_layer."
+                    f"A block under gradient_checkpointing=selective was computed again and called {func} where the "
+                    "first pass did not, or backward ran a second time. Type gradient_checkpointing=every_layer."
                 )
-            if (out := self.kept.popleft().hand_back()) is not None:
+            if (out := self.results.popleft().hand_back()) is not None:
                 return out
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception):
-        self.kept.clear()  # the end of a block is not recomputed: a second pass would take what is left for its own
+        self.results.clear()  # the end of a block is not recomputed, and a second pass must not get its results
         return super().__exit__(*exception)
 
 
 def contexts() -> tuple[Keep, HandBack]:
     """Returns the modes of one forward pass of a block and of its recomputation."""
-    kept: deque[KeptResult] = deque()
-    return Keep(kept), HandBack(kept)
+    results: deque[KeptResult] = deque()
+    return Keep(results), HandBack(results)
 
 
 def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """Yields the tensors that an operator changes in place."""
     if isinstance(func, OpOverload) and schema(func).is_mutable:
         arguments = schema(func).arguments
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        written = [given[argument.name] for argument in arguments if argument.is_write and argument.name in given]
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [values[argument.name] for argument in arguments if argument.is_write and argument.name in values]
         yield from (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
     """Returns the generator from which attention with dropout draws on CUDA: unless it is advanced, the next dropout
     would draw the same numbers."""
-    given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
-    if not given.get("dropout_p"):
+    values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
+    if not values.get("dropout_p"):
         return None
     device = args[0].device
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator

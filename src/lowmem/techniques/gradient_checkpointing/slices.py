@@ -41,9 +41,9 @@ from lowmem.techniques.gradient_checkpointing.policies import blocks
 
 log = logging.getLogger(__name__)
 
-# of the largest result: other kernels differ by less, a dependence on neighbours by a thousand times as much
+# relative to the largest result: other kernels differ by less, a dependence on neighbours by a thousand times as much
 SAME = 1e-4
-ROUNDINGS = 8  # for dtypes in which one rounding is more than that
+ROUNDINGS = 8  # the tolerance in roundings, for dtypes whose rounding is coarser than SAME
 
 
 class Tiles:
@@ -56,12 +56,12 @@ class Tiles:
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
         self.tokens = tokens
         if asked_for(model):
-            raise self._refused("of output_router_logits=true no gradient would reach what is inside of a slice")
+            raise self._refused("the loss of output_router_logits=true would send no gradient into a slice")
         try:
             stack = blocks(model)
         except Refused:
             raise self._refused(f"{type(model).__name__} has no list of blocks") from None
-        self.parts = [
+        self.sliced = [
             SlicedModule(child, tokens) for block in stack for child in block.children() if _has_interior(child)
         ]
 
@@ -71,18 +71,18 @@ class Tiles:
         Raises:
             Refused: a module that computes something else in slices, or a model without any that can be cut.
         """
-        for part in self.parts:
-            part.asked = True
+        for module in self.sliced:
+            module.comparing = True
         try:
             model(**batch.inputs, use_cache=False)
         finally:
-            for part in self.parts:
-                part.asked = False
-        if wrong := {name(part) for part in self.parts if part.agrees is False}:
+            for module in self.sliced:
+                module.comparing = False
+        if wrong := {name(module) for module in self.sliced if module.agrees is False}:
             raise self._refused(f"in slices of the sequence {', '.join(sorted(wrong))} is another function")
-        cut = {name(part) for part in self.parts if part.agrees}
+        cut = {name(module) for module in self.sliced if module.agrees}
         if not cut:
-            raise self._refused(f"no part of the blocks of {type(model).__name__} acts on each token by itself")
+            raise self._refused(f"no module in the blocks of {type(model).__name__} acts on each token by itself")
         log.info(f"tile.tokens={self.tokens}: {', '.join(sorted(cut))} are computed in slices of so many tokens.")
 
     def _refused(self, why: str) -> Refused:
@@ -98,8 +98,8 @@ def _has_interior(child: nn.Module) -> bool:
     return bool(weights) and not (alone or several or any(p.dim() > 2 for p in weights))
 
 
-def name(part: "SlicedModule") -> str:
-    return type(part.module).__name__
+def name(sliced: "SlicedModule") -> str:
+    return type(sliced.module).__name__
 
 
 class SlicedModule(nn.Module):
@@ -108,27 +108,27 @@ class SlicedModule(nn.Module):
 
     def __init__(self, module: nn.Module, tokens: int) -> None:
         super().__init__()
-        self.module, self.tokens, self.whole = module, tokens, module.forward
+        self.module, self.tokens, self.unsliced = module, tokens, module.forward
         self.fits: bool | None = None  # True if it returns one tensor, with a row for each token
-        self.asked, self.agrees = False, None  # True if slices are to be compared; True if they agreed
+        self.comparing, self.agrees = False, None  # True while slices are compared; True if they agreed
         module.forward = self._called
 
     def forward(self, *args, **kwargs) -> object:
-        return self.whole(*args, **kwargs)
+        return self.unsliced(*args, **kwargs)
 
     def _called(self, *args, **kwargs) -> object:
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() != 3:
-            return self.whole(*args, **kwargs)
+            return self.unsliced(*args, **kwargs)
         (x,) = args  # (B, T, H)
-        if self.asked and self._is_fit(x):
+        if self.comparing and self._is_fit(x):
             self.agrees = self.agrees is not False and self._is_same(x)
         if x.shape[1] <= self.tokens or not self._is_fit(x):
-            return self.whole(x)
-        trained = [p for p in self.parameters() if p.requires_grad]
-        if not torch.is_grad_enabled() or not (x.requires_grad or trained):
+            return self.unsliced(x)
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        if not torch.is_grad_enabled() or not (x.requires_grad or trainable):
             return self.in_slices(x)
         entering = _EndRecomputation.apply(x if x.requires_grad else x.detach().requires_grad_())
-        return _InSlices.apply(self, entering.grad_fn, entering, *trained)
+        return _InSlices.apply(self, entering.grad_fn, entering, *trainable)
 
     def _is_fit(self, x: Tensor) -> bool:
         if self.fits is None:
@@ -142,38 +142,38 @@ class SlicedModule(nn.Module):
         # an evaluation runs in inference mode, or without gradients
         with torch.inference_mode(False), torch.enable_grad():
             entering = x.detach().clone().requires_grad_()
-            whole = self.whole(entering)
-        if any(leaf is not entering for leaf in _leaves(whole) - {*self.parameters()}):
+            expected = self.unsliced(entering)
+        if any(leaf is not entering for leaf in _leaves(expected) - {*self.parameters()}):
             return False  # the gradient of a weight that belongs to another module would be lost
         # of uneven length
-        slices = [self.whole(part.contiguous()) for part in x.split(2 * x.shape[1] // 3 or 1, dim=1)]
-        coarsest = max(torch.finfo(t.dtype).eps for t in (x, whole, *slices))
-        tolerance = max(SAME, ROUNDINGS * coarsest) * whole.abs().max().item()
-        return torch.allclose(torch.cat(slices, 1).float(), whole.float(), rtol=0.0, atol=tolerance, equal_nan=True)
+        slices = [self.unsliced(piece.contiguous()) for piece in x.split(2 * x.shape[1] // 3 or 1, dim=1)]
+        coarsest = max(torch.finfo(t.dtype).eps for t in (x, expected, *slices))
+        tolerance = max(SAME, ROUNDINGS * coarsest) * expected.abs().max().item()
+        return torch.allclose(torch.cat(slices, 1).float(), expected.float(), rtol=0.0, atol=tolerance, equal_nan=True)
 
     def in_slices(self, x: Tensor) -> Tensor:
         """Computes (B, T, H) -> (B, T, ...) without a gradient."""
-        weights, whole, start = self.stand_ins(), None, 0
-        for part in x.split(self.tokens, dim=1):
-            out = self._compute(part, weights)  # (B, t, ...)
-            if whole is None:
-                whole = out.new_empty(*x.shape[:2], *out.shape[2:])
-            whole[:, start : start + part.shape[1]] = out
-            start += part.shape[1]
-        return whole
+        weights, result, start = self.stand_ins(), None, 0
+        for piece in x.split(self.tokens, dim=1):
+            out = self._compute(piece, weights)  # (B, t, ...)
+            if result is None:
+                result = out.new_empty(*x.shape[:2], *out.shape[2:])
+            result[:, start : start + piece.shape[1]] = out
+            start += piece.shape[1]
+        return result
 
     def back(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Returns the gradients of x (B, T, H) and of the trained weights, from that of the result (B, T, ...)."""
         d_x, sums, weights, start = torch.empty_like(x), {}, self.stand_ins(), 0
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(lambda weight, name=name: _add(sums, name, weight))
-        for part, d_part in zip(x.split(self.tokens, 1), d_out.split(self.tokens, 1), strict=True):
-            entering = part.detach().contiguous().requires_grad_()
+        for piece, d_piece in zip(x.split(self.tokens, 1), d_out.split(self.tokens, 1), strict=True):
+            entering = piece.detach().contiguous().requires_grad_()
             with torch.enable_grad():
                 out = self._compute(entering, weights)
-            torch.autograd.backward(out, d_part)
-            d_x[:, start : start + part.shape[1]] = entering.grad
-            start += part.shape[1]
+            torch.autograd.backward(out, d_piece)
+            d_x[:, start : start + piece.shape[1]] = entering.grad
+            start += piece.shape[1]
         # one after the other: a weight has both its sum and its gradient only for a moment
         return d_x, [sums.pop(name).to(weight.dtype) if name in sums else None for name, weight in weights.items()]
 
@@ -182,8 +182,8 @@ class SlicedModule(nn.Module):
         a copy of the weight itself, made without a gradient, would cut off other code that computes with it."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
-    def _compute(self, part: Tensor, weights: dict[str, Tensor]) -> object:
-        return functional_call(self, weights, (part.contiguous(),))
+    def _compute(self, piece: Tensor, weights: dict[str, Tensor]) -> object:
+        return functional_call(self, weights, (piece.contiguous(),))
 
 
 class _EndRecomputation(torch.autograd.Function):
@@ -201,21 +201,20 @@ class _EndRecomputation(torch.autograd.Function):
 
 class _InSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part, kept, x, *weights):
-        """Computes in slices. Args: kept: the `_EndRecomputation` of x (B, T, H); weights: the trained ones, so
-        that autograd asks
-        for their gradients."""
-        ctx.part, ctx.kept, ctx.random = part, kept, RandomStates(x)
+    def forward(ctx, sliced, input_node, x, *weights):
+        """Computes in slices. Args: input_node: the `_EndRecomputation` of x (B, T, H); weights: the trained
+        ones, so that autograd asks for their gradients."""
+        ctx.sliced, ctx.input_node, ctx.random = sliced, input_node, RandomStates(x)
         ctx.autocast = _autocast(x.device.type)
         with selective.paused():
-            return part.in_slices(x)
+            return sliced.in_slices(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        (x,) = ctx.kept.saved_tensors
+        (x,) = ctx.input_node.saved_tensors
         with ctx.random.again(), torch.autocast(**ctx.autocast):
-            d_x, d_weights = ctx.part.back(x, d_out)
+            d_x, d_weights = ctx.sliced.back(x, d_out)
         return None, None, d_x, *d_weights
 
 
@@ -254,9 +253,9 @@ def _add(sums: dict[str, Tensor], name: str, weight: Tensor) -> None:
 def _leaves(out: Tensor) -> set[Tensor]:
     """Returns the leaf tensors that the gradient of `out` would reach."""
     nodes: Sequence = [out.grad_fn]
-    seen, found = set(nodes), set()
+    seen, leaves = set(nodes), set()
     while nodes:
-        nodes = {node for one in nodes if one is not None for node, _ in one.next_functions} - seen
+        nodes = {node for current in nodes if current is not None for node, _ in current.next_functions} - seen
         seen |= nodes
-        found |= {node.variable for node in nodes if hasattr(node, "variable")}
-    return found
+        leaves |= {node.variable for node in nodes if hasattr(node, "variable")}
+    return leaves

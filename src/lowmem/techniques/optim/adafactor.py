@@ -33,7 +33,8 @@ class Adafactor(optimization.Adafactor, InPieces):
         if not state:
             state |= _zeros(p.shape, group, gradient.device)
         gradient, narrow, pieces = gradient.reshape(shape), narrow.view(shape), list(_pieces(shape))
-        # Made once: freed and allocated again, they would leave holes in the heap that add up to their full size.
+        # The buffers are allocated once: if each piece freed and allocated its own, they would leave holes in the heap
+        # that add up to their full size.
         scratch = torch.empty(2, max(narrow[piece].numel() for piece in pieces), device=gradient.device)
 
         def buffer(number: int, piece: Piece) -> Tensor:
@@ -68,12 +69,12 @@ class Adafactor(optimization.Adafactor, InPieces):
 
 def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:
     """Returns the state that transformers' first step makes."""
-    shapes = {} if group["beta1"] is None else {"exp_avg": shape}
+    sizes = {} if group["beta1"] is None else {"exp_avg": shape}
     if len(shape) > 1:
-        shapes |= {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
+        sizes |= {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
     else:
-        shapes |= {"exp_avg_sq": shape}
-    return {"step": 0, **{key: torch.zeros(each, device=device) for key, each in shapes.items()}, "RMS": 0}
+        sizes |= {"exp_avg_sq": shape}
+    return {"step": 0, **{key: torch.zeros(size, device=device) for key, size in sizes.items()}, "RMS": 0}
 
 
 def _as_matrices(shape: torch.Size) -> Shape:
@@ -84,11 +85,11 @@ def _as_matrices(shape: torch.Size) -> Shape:
 def _pieces(shape: Shape) -> Iterator[Piece]:
     """Yields pieces in the order of the elements."""
     matrices, rows, columns = shape
-    if whole := CHUNK // (rows * columns):
-        yield from ((slice(i, i + whole), slice(None)) for i in range(0, matrices, whole))
+    if count := CHUNK // (rows * columns):  # full matrices of a piece
+        yield from ((slice(i, i + count), slice(None)) for i in range(0, matrices, count))
     else:
-        some = max(1, CHUNK // columns)
-        yield from ((slice(i, i + 1), slice(j, j + some)) for i in range(matrices) for j in range(0, rows, some))
+        height = max(1, CHUNK // columns)  # rows of a piece
+        yield from ((slice(i, i + 1), slice(j, j + height)) for i in range(matrices) for j in range(0, rows, height))
 
 
 def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
@@ -107,8 +108,8 @@ def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group:
         rows[piece].mul_(beta).add_(square.mean(-1), alpha=1.0 - beta)
         sums[piece[0]].add_(square.sum(-2))
     columns.mul_(beta).add_(sums.div_(shape[1]), alpha=1.0 - beta)
-    of_row, of_column = (rows / rows.mean(-1, keepdim=True)).rsqrt_(), columns.rsqrt()
-    return lambda piece, out: torch.mul(of_row[piece].unsqueeze(-1), of_column[piece[0]].unsqueeze(-2), out=out)
+    row_scale, column_scale = (rows / rows.mean(-1, keepdim=True)).rsqrt_(), columns.rsqrt()
+    return lambda piece, out: torch.mul(row_scale[piece].unsqueeze(-1), column_scale[piece[0]].unsqueeze(-2), out=out)
 
 
 def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:

@@ -63,14 +63,14 @@ class HostAdamW8bit(Optimizer, OnePass):
 
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Steps a parameter. Its halves are joined before if its state has 32 bits, or if there is no compiler."""
+        """Steps a parameter. If its state has 32 bits or there is no compiler, its halves are joined first."""
         gradient, group, p, reading, rounded = step
-        state, lies = self.state[p], p if rest is None else rest
+        state, like = self.state[p], p if rest is None else rest
         if not state:
-            state |= _zeros(lies, group.get("state_bits", 8))
+            state |= _zeros(like, group.get("state_bits", 8))
         state["step"] += 1
         rule = _rule(group, state["step"])
-        if "m_top" in state and lies.device.type == "cpu" and (native := library(SOURCE)) is not None:
+        if "m_top" in state and like.device.type == "cpu" and (native := library(SOURCE)) is not None:
             _native_step(native, step, rest, state, rule)
             return
         wide = p if rest is None else joined(rounded, rest)
@@ -129,13 +129,13 @@ def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
 
 def _native_step(native: ctypes.CDLL, step: Step, rest: Tensor | None, state: dict, rule: Rule) -> None:
     g, _, p, reading, rounded = step
-    whole = p if rest is None else None
-    given = [tensor for tensor in (whole, rounded, rest) if tensor is not None]
-    if (whole is not None and p.dtype != torch.float32) or not all(tensor.is_contiguous() for tensor in given):
+    wide = p if rest is None else None
+    tensors = [tensor for tensor in (wide, rounded, rest) if tensor is not None]
+    if (wide is not None and p.dtype != torch.float32) or not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("HostAdamW8bit steps contiguous fp32 parameters: call .float().contiguous() on them first.")
     g = g.contiguous()
     native.adamw8bit(
-        *(address(whole), address(g), DTYPES[g.dtype]),
+        *(address(wide), address(g), DTYPES[g.dtype]),
         *(address(state[key]) for key in ("m", "u", "m_top", "u_top")),
         *(address(rounded), DTYPES[rounded.dtype if rounded is not None else torch.bfloat16], address(rest)),
         *(ctypes.c_long(p.numel()), (ctypes.c_float * 11)(*rule, *reading), torch.get_num_threads()),
@@ -162,20 +162,20 @@ class Chunk(NamedTuple):
 
 def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
     flat = (p.view(-1), g.reshape(-1), state["m"], state["u"])
-    whole = p.numel() // BLOCK * BLOCK
+    complete = p.numel() // BLOCK * BLOCK  # elements in complete blocks
     chunk = CHUNK if p.device.type == "cpu" else CHUNK_ON_CARD
-    for start in range(0, whole, chunk):
-        stop = min(start + chunk, whole)
+    for start in range(0, complete, chunk):
+        stop = min(start + chunk, complete)
         tops = slice(start // BLOCK, stop // BLOCK)
         yield Chunk(*(x[start:stop].view(-1, BLOCK) for x in flat), state["m_top"][tops], state["u_top"][tops])
-    if whole < p.numel():
-        yield Chunk(*(x[None, whole:] for x in flat), state["m_top"][-1:], state["u_top"][-1:])
+    if complete < p.numel():
+        yield Chunk(*(x[None, complete:] for x in flat), state["m_top"][-1:], state["u_top"][-1:])
 
 
 def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
     """Steps a chunk in place, since allocating takes longer. Args: scratch: (3, at least blocks x n), fp32."""
     p, g, m8, u8, m_top, u_top = chunk
-    m, u, x = (part[: p.numel()].view(p.shape) for part in scratch)
+    m, u, x = (buffer[: p.numel()].view(p.shape) for buffer in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
     m.copy_(m8)
     m.mul_(torch.abs(m, out=x)).mul_((m_top * (rule.beta1 / 127**2))[:, None]).add_(g, alpha=rule.rest1)

@@ -39,7 +39,7 @@ def in_one_pass(optimizer: Optimizer) -> None:
         p.data, p.grad = p.data.contiguous(), p.grad.contiguous()
         state["step"] += 1
         rule = _rule(optimizer.optimizer_name, optimizer.get_config(gindex, pindex, group), state["step"])
-        moments = [state.get(f"{part}{i}") for i in (1, 2) for part in ("state", "absmax", "qmap")]
+        moments = [state.get(f"{key}{i}") for i in (1, 2) for key in ("state", "absmax", "qmap")]
         native.blockwise(
             *(address(p), address(p.grad), DTYPES[p.dtype]),
             *map(address, moments),

@@ -43,8 +43,8 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_built(compiler, source, (*FLAGS, *flags))))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return _without(source, f"{compiler} failed ({said.strip().splitlines()[0]})")
+        message = getattr(error, "stderr", None) or str(error)
+        return _without(source, f"{compiler} failed ({message.strip().splitlines()[0]})")
 
 
 def _without(source: Path, why: str) -> None:

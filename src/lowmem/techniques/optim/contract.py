@@ -38,9 +38,8 @@ class OnePass:
 
         Args:
             step: `narrow` is rounded half up in bf16, and to nearest even in fp16; None: only p is stepped.
-            rest: int16, of p's shape, contiguous: the weight is not in p but in two halves, `step.narrow` (bf16,
-                contiguous)
-                and this (`techniques/arithmetic/fp32_halves.py`).
+            rest: int16, of p's shape, contiguous, if the weight is not in p but in two halves: `step.narrow` (bf16,
+                contiguous) and this one (`techniques/arithmetic/fp32_halves.py`).
         """
         raise NotImplementedError
 
@@ -54,8 +53,7 @@ class InPieces:
         Args:
             step: `narrow`, contiguous, is the weight, and is replaced by the stepped one; p's data is not read.
             round: (piece in fp32, piece of `narrow`), both flat: writes the first into the second. Pieces come in the
-                order
-                of the elements.
+                order of the elements.
         """
         raise NotImplementedError
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-# torch's rule `match_rms_adamw` makes the RMS of a Muon step 0.2 lr. AdamW's first step has RMS lr, and so has an
-# orthogonal matrix here. Five iterations come close to one: 0.86 to 0.96 lr for a random gradient. Directions that the
-# gradient lacks do not move: a matrix with r of n directions moves by sqrt(r / n) of that.
+# torch's rule `match_rms_adamw` makes the RMS of a Muon step 0.2 lr. AdamW's first step has RMS lr, and so has a step
+# by an orthogonal matrix here. Five iterations make the step nearly orthogonal: its RMS is 0.86 to 0.96 lr for a random
+# gradient. Directions that the gradient lacks do not move: with r of n directions, a matrix moves by sqrt(r / n) of
+# that.
 TORCHS_RMS = 0.2
 
 
@@ -42,13 +43,13 @@ class Muon(Optimizer):
         self._step(self.adamw, [group for group in self.param_groups if group["role"] != "matrix"], 1.0)
         return loss
 
-    def _step(self, part: Optimizer, groups: list[dict], factor: float) -> None:
+    def _step(self, optimizer: Optimizer, groups: list[dict], factor: float) -> None:
         """Steps with `lr` times `factor`; the decay of a step, lr x weight_decay, stays the same."""
-        part.state = self.state
-        part.param_groups = [
-            part.defaults | group | {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
+        optimizer.state = self.state
+        optimizer.param_groups = [
+            optimizer.defaults | group | {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
             for group in groups
         ]
         if groups:
-            part.step()
-        part.param_groups = []
+            optimizer.step()
+        optimizer.param_groups = []

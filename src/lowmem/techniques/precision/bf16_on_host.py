@@ -20,9 +20,9 @@ class BFloat16Stochastic(HostMasters):
     def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
         if p.dtype != self.dtype:  # a module that an adapter keeps in fp32: nothing is rounded
             return HostWeight(name, p, p.dtype)
-        made = StochasticHostWeight(name, p, self.dtype)
-        made.seed = torch.initial_seed()
-        return made
+        host_weight = StochasticHostWeight(name, p, self.dtype)
+        host_weight.seed = torch.initial_seed()
+        return host_weight
 
     def state_dict(self) -> dict:
         return super().state_dict() | {"steps": {m.name: m.steps for m in self._at_random()}}
@@ -30,7 +30,7 @@ class BFloat16Stochastic(HostMasters):
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         for master in self._at_random():
-            # a run that stepped on the device saved none
+            # a run that stepped on the device saved no counts
             master.steps = state_dict.get("steps", {}).get(master.name, 0)
 
     def _at_random(self) -> list[StochasticHostWeight]:

@@ -49,7 +49,7 @@ class BasePrecision(Precision):
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
-        self._used_up: dict[str, Tensor] = {}  # gradients that stepped in backward: parameter -> norm
+        self._used_up: dict[str, Tensor] = {}  # norms of gradients that stepped in backward, by name
         self._run = ExitStack()
 
     # --- before the first step ------------------------------------------------------------------------------------
@@ -120,17 +120,17 @@ class BasePrecision(Precision):
     def norm(self, model: nn.Module) -> Tensor | None:
         """Returns the global norm of the true gradients, before any limit; None: it is no longer known. The module
         calls this after `unscale`."""
-        # In the model's order, not that of the optimizer's groups: other loops sum in this order, and get the same
-        # bits.
-        if found := [p for p in model.parameters() if p.grad is not None]:
-            return self.global_norm(found) / self.gradient_scale
+        # The sum is in the model's order, not that of the optimizer's groups: other loops use this order, and get the
+        # same bits.
+        if parameters := [p for p in model.parameters() if p.grad is not None]:
+            return self.global_norm(parameters) / self.gradient_scale
         return torch.linalg.vector_norm(torch.stack([*self._used_up.values()])) if self._used_up else None
 
     def first_not_finite(self, module: nn.Module) -> str | None:
         """Returns the first parameter whose gradient is not finite, if any. The module calls this when a loss or a norm
         is not finite."""
-        read = {name: p.grad for name, p in module.named_parameters()} | self._used_up
-        return next((name for name, tensor in read.items() if tensor is not None and not finite(tensor)), None)
+        tensors = {name: p.grad for name, p in module.named_parameters()} | self._used_up
+        return next((name for name, tensor in tensors.items() if tensor is not None and not finite(tensor)), None)
 
     def forget(self) -> None:
         """Is called in place of a step that is skipped because of gradients that are not finite: gradients that are

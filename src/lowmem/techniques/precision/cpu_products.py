@@ -27,7 +27,7 @@ from lowmem.system.torch_private import (
 )
 
 aten = torch.ops.aten
-# With the number of results to round: attention's second result, the log-sum-exp, is fp32 in any dtype.
+# Maps each product to the number of its results to round: attention's second result, the log-sum-exp, is always fp32.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),

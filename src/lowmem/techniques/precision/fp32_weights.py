@@ -49,7 +49,7 @@ class Autocast(BasePrecision):
     """Computes matrix products in `dtype`, with weights in fp32."""
 
     def forward_context(self) -> AbstractContextManager:
-        # Without its cache, which would hold a 16-bit copy of every weight until the forward pass ends.
+        # Autocast's cache is off: it would hold a 16-bit copy of every weight until the forward pass ends.
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 

@@ -88,14 +88,14 @@ class HostMasters(BasePrecision):
         """Sends the last gradient of a window to the host, which steps the master as soon as it has arrived.
 
         Raises:
-            NotFinite: a gradient; masters that were stepped before it cannot be stepped back.
+            NotFinite: the gradient is not finite, and masters that were stepped before it cannot be stepped back.
         """
         master = self.masters[id(p)]
         self._fetch(p, master.add if self.link.lends else master.use)
         self.step_early(p, optimizer, clip_value)
 
     def step_early(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
-        """Steps a parameter whose gradients of this window have all left for the host. Raises: as above."""
+        """Steps a parameter whose gradients of this window have all left for the host. Raises: NotFinite."""
         self._update(optimizer, self.masters[id(p)], Reading(limit=_limit(clip_value)), early=True)
 
     def _fetch(self, p: nn.Parameter, take: Take) -> None:
@@ -216,7 +216,7 @@ def _step(optimizer: Optimizer, group: dict, master: HostWeight, reading: Readin
     if early and not finite(gradient):
         raise NotFinite(
             f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
-            "nothing of it is saved. With clip=1.0 every gradient is looked at before any is used, and "
+            "this step is not saved. With clip=1.0 every gradient is checked before any is used, and "
             "on_nonfinite=skip works."
         )
     with host_side(), torch.no_grad():

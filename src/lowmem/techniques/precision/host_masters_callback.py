@@ -19,7 +19,7 @@ class MasterWeights(Callback):
         clip, clip_value: the run's; a global norm needs all gradients before the first step.
         early_step: steps each master as soon as the window's last gradient of it has arrived, if nothing needs all
             gradients (a norm, or a loss scale): the step then overlaps with backward, and gradients need no memory.
-        skips_in_a_row: ends the run after this many skipped steps, whose gradients were not finite, in a row.
+        skips_in_a_row: ends the run after so many steps in a row were skipped, since gradients were not finite.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MasterWeights(Callback):
 
         module.weights.start(GradientSink(self.plugin.link, lambda p: self.plugin.masters[id(p)], complete))
 
-        def left(p: nn.Parameter) -> None:
+        def send(p: nn.Parameter) -> None:
             if p.grad is None:  # the sink has sent it
                 return
             if self.early and module.last_micro_batch:
@@ -67,10 +67,10 @@ class MasterWeights(Callback):
 
             return wait
 
-        self._hooks = [p.register_post_accumulate_grad_hook(left) for _, p in trainable(module)]
-        for part in module.modules():
-            if own := list(part.parameters(recurse=False)):
-                self._hooks.append(part.register_forward_pre_hook(wait_for(own)))
+        self._hooks = [p.register_post_accumulate_grad_hook(send) for _, p in trainable(module)]
+        for submodule in module.modules():
+            if own := list(submodule.parameters(recurse=False)):
+                self._hooks.append(submodule.register_forward_pre_hook(wait_for(own)))
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         module.weights.start()  # an evaluation without training
@@ -78,8 +78,8 @@ class MasterWeights(Callback):
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         if self.on_host and self.early and not bool(loss.isfinite()):
             raise NotFinite(
-                f"The loss became {loss.item():g} in step {trainer.global_step + 1}; nothing of it was used. With "
-                "clip=1.0 every gradient is looked at before any is used, and on_nonfinite=skip works."
+                f"The loss became {loss.item():g} in step {trainer.global_step + 1}, and no gradient of it was used. "
+                "With clip=1.0 every gradient is checked before any is used, and on_nonfinite=skip works."
             )
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
@@ -107,8 +107,8 @@ class MasterWeights(Callback):
         if self.skips >= self.skips_in_a_row:
             instead = ", or precision=bf16-master, which has fp32's range" if self.plugin.scales_loss else ""
             raise Refused(
-                f"{self.skips} steps in a row were skipped: the gradient of {self.plugin.not_finite} is not finite, "
-                "the first of the model's parameters of which that is so. A checkpoint was saved. Type a smaller lr"
+                f"{self.skips} steps in a row were skipped: {self.plugin.not_finite} is the first of the model's "
+                "parameters whose gradient is not finite. A checkpoint was saved. Type a smaller lr"
                 f"{instead}."
             )
 
@@ -121,11 +121,11 @@ class MasterWeights(Callback):
         if not self.on_host:
             return
         self.plugin.arrived()
-        # a tied one comes once
-        kept = {id(p): self.plugin.masters[id(p)].checkpoint_tensor for _, p in trainable(module)}
+        # a tied weight is listed once
+        tensors = {id(p): self.plugin.masters[id(p)].checkpoint_tensor for _, p in trainable(module)}
         for name, p in module.named_parameters(remove_duplicate=False):
             if p.requires_grad:
-                checkpoint["state_dict"][name] = kept[id(p)]
+                checkpoint["state_dict"][name] = tensors[id(p)]
         rests = {master.name: master.rest for master in self.plugin.masters.values() if master.rest is not None}
         if rests:
             checkpoint["rests"] = rests

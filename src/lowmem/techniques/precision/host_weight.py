@@ -32,7 +32,7 @@ class HostWeight:
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
         self.home: Home | None = None  # where its 16 bits are, if they stream
         self.sum: Tensor | None = None  # flat; the sum of the window's gradients, still scaled
-        self.complete = False  # True if `sum` has all of a gradient of this window
+        self.complete = False  # True if `sum` holds at least one full gradient of this window
         self.borrowed = False  # True: the buffer of `sum` belongs to the link, and is not to be kept
         self._narrow(dtype)
 
@@ -63,8 +63,8 @@ class HostWeight:
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors in host memory, except those in `home`."""
         yield self.wide
-        if (held := self.sum) is not None:  # read once: the host's thread may drop it
-            yield held
+        if (buffer := self.sum) is not None:  # read once: the host's thread may drop it
+            yield buffer
 
     # --- its gradient ---------------------------------------------------------------------------------------------
 
@@ -76,11 +76,11 @@ class HostWeight:
                 self.sum = torch.empty(self.wide.numel(), dtype=piece.dtype)
             elif self.complete and self.sum.dtype != torch.float32:
                 self.sum = self.sum.float()
-            here = self.sum[start : start + piece.numel()]
+            target = self.sum[start : start + piece.numel()]
             if self.complete:
-                here.add_(piece)
+                target.add_(piece)
             else:
-                here.copy_(piece)
+                target.copy_(piece)
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
@@ -120,8 +120,8 @@ class HostWeight:
         fp32_halves.narrow(self.wide.data, narrow)
 
     def _forget(self) -> None:
-        """Leaves the optimizer only the shape between steps; on the CPU, since its state is restored to the parameter's
-        device."""
+        """Leaves the optimizer only a shape between steps. It is on the CPU, since the optimizer's state is restored to
+        the parameter's device."""
         self.wide.data = nowhere(self.wide, torch.float32, "cpu")
 
     def _stepped(self, optimizer: Optimizer, step: Step) -> None:
@@ -193,20 +193,20 @@ class StochasticHostWeight(HostWeight):
             yield self.own
 
     def step(self, optimizer: Optimizer, step: Step) -> None:
-        held = self.narrow
+        stored = self.narrow
         random = drawing(self.seed, self.name, self.steps)
         self.steps += 1
         if isinstance(optimizer, InPieces):
             optimizer.step_narrow(
-                step._replace(narrow=held), lambda wide, here: stochastically(wide, here, random, on_host=True)
+                step._replace(narrow=stored), lambda wide, here: stochastically(wide, here, random, on_host=True)
             )
         else:
-            self.wide.data = held.float()
+            self.wide.data = stored.float()
             self._stepped(optimizer, step)
-            stochastically(self.wide.data, held, random, on_host=True)
+            stochastically(self.wide.data, stored, random, on_host=True)
             self._forget()
-        if step.narrow is not held:
-            step.narrow.copy_(held)
+        if step.narrow is not stored:
+            step.narrow.copy_(stored)
 
 
 def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
@@ -222,7 +222,7 @@ def by_itself(tensor: Tensor) -> Tensor:
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
-def drawing(*what: int | str) -> torch.Generator:
+def drawing(*key: int | str) -> torch.Generator:
     """Returns a generator whose random numbers depend on all these arguments: they are hashed to the 32 bits of a seed
     that a CPU's generator reads."""
-    return torch.Generator().manual_seed(int.from_bytes(sha256(repr(what).encode()).digest()[:4]))
+    return torch.Generator().manual_seed(int.from_bytes(sha256(repr(key).encode()).digest()[:4]))

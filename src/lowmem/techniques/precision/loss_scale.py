@@ -11,7 +11,7 @@ from torch import Tensor
 from lowmem.system.errors import Refused
 from lowmem.techniques.precision.contract import BasePrecision
 
-# Halved from 2**16 this is 26 overflows in a row: no gradient is that large, the loss itself is inf or nan.
+# From 2**16 it takes 26 overflows in a row to get here: no gradient is that large, the loss itself is inf or nan.
 SMALLEST = 2.0**-10
 
 
@@ -68,7 +68,7 @@ class ScaledLoss(BasePrecision):
         self.loss_scale = LossScale(init_scale, growth_interval)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        self.gradient_scale = self.loss_scale.value  # this window's, also after the next window's is decided
+        self.gradient_scale = self.loss_scale.value  # stays this window's after `update` sets the next one's
         return super().pre_backward(tensor * self.gradient_scale, module)
 
     def state_dict(self) -> dict:

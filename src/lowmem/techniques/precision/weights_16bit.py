@@ -34,7 +34,7 @@ class SixteenBitWeights(BasePrecision):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         self._extra_state: dict[nn.Parameter, ExtraState] = {}
-        self._named: dict[str, nn.Parameter] = {}  # what is stepped, by name
+        self._named: dict[str, nn.Parameter] = {}  # the parameters that are stepped, by name
         self._divided = False
 
     # --- seams ----------------------------------------------------------------------------------------------------
@@ -55,8 +55,8 @@ class SixteenBitWeights(BasePrecision):
     def extra_state(self, p: nn.Parameter) -> ExtraState:
         if self._divided:
             raise Refused(
-                f"precision: {type(self).__name__} holds something beside each weight, which checkpoints of a divided "
-                "model do not. Type strategy=ddp."
+                f"precision: {type(self).__name__} stores extra state for each weight, which checkpoints of a "
+                "divided model do not hold. Type strategy=ddp."
             )
         if p not in self._extra_state:
             self._extra_state[p] = self.new_extra_state(p)
@@ -75,17 +75,17 @@ class SixteenBitWeights(BasePrecision):
         return with_step(optimizer, self._step_all)
 
     def device_tensors(self) -> Iterator[Tensor]:
-        return (tensor for held in self._extra_state.values() for tensor in held.values())
+        return (tensor for extra_state in self._extra_state.values() for tensor in extra_state.values())
 
     def state_dict(self) -> dict:
-        held = {name: self._extra_state[p] for name, p in self._named.items() if self._extra_state.get(p)}
-        return super().state_dict() | ({"held": held} if held else {})
+        extra_state = {name: self._extra_state[p] for name, p in self._named.items() if self._extra_state.get(p)}
+        return super().state_dict() | ({"held": extra_state} if extra_state else {})
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
-        for name, held in state_dict.get("held", {}).items():  # most have none
+        for name, extra_state in state_dict.get("held", {}).items():  # most have none
             p = self._named[name]
-            self._extra_state[p] = {key: tensor.to(p.device, copy=True) for key, tensor in held.items()}
+            self._extra_state[p] = {key: tensor.to(p.device, copy=True) for key, tensor in extra_state.items()}
 
     def _step_all(self, optimizer: Optimizer) -> None:
         for group, p in with_gradient(optimizer):
@@ -152,17 +152,16 @@ def stochastically(
 
     Args:
         generator: of the random numbers, on wide's device; None: torch's own.
-        on_host: values may be inspected, for which a card would have to wait: the same bits in less than half of the
-            time
-            and memory.
+        on_host: values are inspected first, for which a card would have to wait. The bits are the same, in less than
+            half of the time and memory.
     """
     draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
     wide, narrow = torch.atleast_1d(wide, narrow)
-    some = max(1, CHUNK * len(wide) // max(1, wide.numel()))
-    pieces = wide.split(some)
+    rows = max(1, CHUNK * len(wide) // max(1, wide.numel()))
+    pieces = wide.split(rows)
     # a CPU draws the same numbers in pieces as at once; a card would not
-    noises = draw(wide.shape).split(some) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
-    for piece, noise, rounded in zip(pieces, noises, narrow.split(some), strict=True):
+    noises = draw(wide.shape).split(rows) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
+    for piece, noise, rounded in zip(pieces, noises, narrow.split(rows), strict=True):
         if on_host and piece.numel() and _has_neighbours(piece):
             rounded.view(torch.int16).copy_(noise.add_(piece.view(torch.int32)).bitwise_right_shift_(16))
         else:

@@ -62,7 +62,7 @@ class Edge(HeadSource):
     def start(self, home: Home, lane: Lane, sink: GradientSink | None) -> None:
         self.home, self.lane, self.sink = home, lane, sink
         if self.embedding is not None:
-            # Kept as they are now: the host reads them while the next lookup changes the embedding.
+            # These are stored now: the host reads them while the next lookup changes the embedding.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
             self._room, self._sent = lane.staging(0), lane.mark()
@@ -87,7 +87,7 @@ class Edge(HeadSource):
             if self._rows() is not None:
                 raise Refused(
                     f"weights=streamed: this model looks up its {type(self.embedding).__name__} twice in one forward "
-                    "pass, and the gradient of each would be taken for all of it. Type weights=resident."
+                    "pass, and the gradient of either would be taken for the sum of both. Type weights=resident."
                 )
             self._rows = ref(rows)
             rows.register_post_accumulate_grad_hook(partial(self._leave, at))
@@ -132,20 +132,20 @@ class Edge(HeadSource):
         self._of_head = None
         self.sink.complete(self.weight)
 
-    def _take_rows(self, at: Tensor, landed: Tensor, of_head: Tensor | None, start: int, piece: Tensor) -> None:
+    def _take_rows(self, at: Tensor, landed: Tensor, head_gradient: Tensor | None, start: int, piece: Tensor) -> None:
         """Receives a piece of the rows' gradient (N, H) on the host. The last piece completes the weight's gradient (V,
         H)."""
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
-        how = len(self.weight), self._padding, self._by_frequency
+        options = len(self.weight), self._padding, self._by_frequency
         with host_side(), torch.no_grad():
-            whole = torch.ops.aten.embedding_dense_backward(landed, at, *how)
-            if of_head is not None:
-                whole += of_head
-        self.sink.sum_of(self.weight).use(0, whole.view(-1))
+            gradient = torch.ops.aten.embedding_dense_backward(landed, at, *options)
+            if head_gradient is not None:
+                gradient += head_gradient
+        self.sink.sum_of(self.weight).use(0, gradient.view(-1))
 
-    # --- the head: a source of tiles as `tiles.Whole` -----------------------------------------------------------------
+    # --- the head: a source of tiles, like `ResidentHead` ---------------------------------------------------------
 
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
@@ -202,8 +202,8 @@ class Edge(HeadSource):
         return torch.cat(products, dim=-1)
 
 
-def _put(whole: Tensor, start: int, piece: Tensor) -> None:
-    whole.view(-1)[start : start + piece.numel()].copy_(piece)
+def _put(target: Tensor, start: int, piece: Tensor) -> None:
+    target.view(-1)[start : start + piece.numel()].copy_(piece)
 
 
 def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
@@ -216,9 +216,9 @@ def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
     by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None and not embedding.sparse
     readers = [embedding] if by_rows else []
     readers += [head] if head_in_tiles and type(head) is nn.Linear else []
-    found = []
+    edge_list = []
     for weight in dict.fromkeys(reader.weight for reader in readers):
-        owners = [part for part in network.modules() if any(weight is p for p in part.parameters(recurse=False))]
+        owners = [module for module in network.modules() if any(weight is p for p in module.parameters(recurse=False))]
         if all(owner in readers for owner in owners):
-            found.append(Edge(weight, *(one if one in owners else None for one in (embedding, head))))
-    return found
+            edge_list.append(Edge(weight, *(reader if reader in owners else None for reader in (embedding, head))))
+    return edge_list

@@ -38,11 +38,11 @@ class Link:
         take(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
-        """Computes a new weight on the host, after everything that was asked before, and brings it to the device."""
+        """Computes a new weight on the host, after all work queued before it, and brings it to the device."""
         compute(weight.detach())
 
     def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
-        """Computes on the host, after everything that was asked before, what stays there until its turn."""
+        """Computes new weights in their home on the host, after all work queued before it. They stay there for now."""
         home.steps += 1
         compute()
 
@@ -50,10 +50,10 @@ class Link:
         """Waits, before the device reads a weight, until its last update has arrived."""
 
     def finish(self) -> None:
-        """Returns when the host has done everything that it was asked, or raises the error that it met."""
+        """Returns when the host has done all its work, or raises the error that it met."""
 
     def close(self) -> None:
-        """Ends the link: nothing more will be asked."""
+        """Ends the link: no more work follows."""
 
 
 class Home(Protocol):
@@ -77,12 +77,12 @@ class Staging:
     def send(self, source: Tensor, to: Tensor, after: Mark) -> Mark:
         """Copies a tensor, and waits for free slots. Returns: a mark that is reached when the last piece has
         arrived."""
-        there = to.detach().view(-1)
+        target = to.detach().view(-1)
         for start, piece in pieces(source, self.slot_bytes):
             slot, free = self._slots.popleft()
             free.synchronize()
-            here = slot.view(piece.dtype)[: piece.numel()].copy_(piece)
-            after = self.lane.copy(there[start : start + piece.numel()], here, after)
+            staged = slot.view(piece.dtype)[: piece.numel()].copy_(piece)
+            after = self.lane.copy(target[start : start + piece.numel()], staged, after)
             self._slots.append((slot, after))
         return after
 
@@ -95,7 +95,7 @@ def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 class StagedLink(Link):
     """The link to a device with memory of its own: staging slots, and one host thread that does all work in the order
-    in which it was asked.
+    of the calls.
 
     Args:
         lane: the device's side.
@@ -204,7 +204,7 @@ class StagedLink(Link):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # raised by the next call; jobs that were asked after it are not done
+            except BaseException as error:  # the next call raises it; later jobs are not done
                 self._failed = self._failed or error
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Registers the host memory from which weights stream where it lies, so that the device reads it by itself.
+"""Registers host memory in place, so that the device itself reads the weights that stream from it.
 
 Registering needs no second copy and rounds nothing up, as an allocator of pinned memory would. Registered pages count
 as locked: where `ulimit -l` limits them (in a container, as a rule) they must be within it. A machine with several NUMA
@@ -31,14 +31,14 @@ class Registered:
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
         self.lane, start = lane, time.perf_counter()
         self._last = lane.mark()  # reached when all copies are complete, since they keep their order
-        whys = [(one, lane.register(one)) for one in memory if lane.registers]
-        self._memory = [one for one, why in whys if why is None]
-        self._not = {storage_key(one) for one, why in whys if why is not None}
+        results = [(tensor, lane.register(tensor)) for tensor in memory if lane.registers]
+        self._memory = [tensor for tensor, why in results if why is None]
+        self._unregistered = {storage_key(tensor) for tensor, why in results if why is not None}
         if self._memory:
-            size, taken = sum(one.nbytes for one in self._memory), time.perf_counter() - start
-            log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {taken:.1f} s.")
-        if self._not:
-            size, why = sum(one.nbytes for one, why in whys if why), next(why for _, why in whys if why)
+            size, seconds = sum(tensor.nbytes for tensor in self._memory), time.perf_counter() - start
+            log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {seconds:.1f} s.")
+        if self._unregistered:
+            size, why = sum(tensor.nbytes for tensor, why in results if why), next(why for _, why in results if why)
             log.warning(
                 f"{size / GIB:.1f} GiB of host memory could not be registered ({why}); copies go through {SLOTS} x "
                 f"{slot_bytes / MIB:.0f} MiB of staging, at about half the speed."
@@ -52,14 +52,14 @@ class Registered:
         return self.lane.mark()
 
     def copy(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if self._not:  # one thread does all copies, so that they keep their order
+        if self._unregistered:  # one thread does all copies, so that they keep their order
             self._last = Coming(self._thread.submit(self._send, to, source, after))
         else:
             self._last = self.lane.copy(to, source, after)
         return self._last
 
     def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if storage_key(source) in self._not:
+        if storage_key(source) in self._unregistered:
             return self._staging.send(source, to, _queued(after))
         return self.lane.copy(to, source, _queued(after))
 
@@ -71,7 +71,7 @@ class Registered:
         try:
             self._last.synchronize()
         finally:
-            if self._not:
+            if self._unregistered:
                 self._thread.shutdown()
             while self._memory:
                 self.lane.unregister(self._memory.pop())

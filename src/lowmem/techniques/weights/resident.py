@@ -1,5 +1,4 @@
-"""Says where weights are that wait for their turn: in host memory, one flat buffer per block, in the order of
-parameters.
+"""Stores weights that wait for their turn in host memory: one flat buffer per block, in the order of its parameters.
 
 One buffer of exact size is one copy to the device, and one piece of memory to register. The host steps the memory that
 is copied, so each waits for the other: a copy for the last update, an update for the last copy.
@@ -50,8 +49,8 @@ class Home:
         with host_side(), torch.no_grad():
             self.flat = torch.empty(end, dtype=torch.uint8)
             self.tensors = self.within(self.flat)
-            for p, here in self.tensors.items():
-                here.copy_(p.data)
+            for p, view in self.tensors.items():
+                view.copy_(p.data)
         belongs(self.flat, "other", "host")
 
     def within(self, buffer: Tensor) -> dict[nn.Parameter, Tensor]:

@@ -144,13 +144,14 @@ class Streamed(Resident):
             hook.remove()
         for edge in self.edges:
             edge.stop()
-        told = suppress(Exception)  # the error was already raised to the code that waited; the run still has to end
+        # an error was already raised to the code that waited; the run still has to end
+        ignoring_errors = suppress(Exception)
         if self._up is not None:
-            with told:
+            with ignoring_errors:
                 self._up.close()
         self._hooks, self._slots, self._up = [], [], None
         for p, home in self._homes.items():
-            with told:
+            with ignoring_errors:
                 home.arrived()
             p.data = home.tensors[p]
 
@@ -234,8 +235,8 @@ class Streamed(Resident):
         slot = self._slot_of(number)
         if not slot.bound:
             self._up.hold(slot.landed)
-            for p, here in slot.home.within(slot.memory).items():
-                p.data = here
+            for p, view in slot.home.within(slot.memory).items():
+                p.data = view
             slot.bound = True
 
     def _release(self, which: Callable[[int, Slot], bool]) -> None:
@@ -263,6 +264,6 @@ def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
     """Returns block -> its parameters that no other block and no module outside has: shared ones stay on the device."""
     blocks_with = Counter(p for block in stack for p in block.parameters())
-    inside = {part for block in stack for part in block.modules()}
-    outside = {p for part in network.modules() if part not in inside for p in part.parameters(recurse=False)}
+    inside = {module for block in stack for module in block.modules()}
+    outside = {p for module in network.modules() if module not in inside for p in module.parameters(recurse=False)}
     return {block: [p for p in block.parameters() if blocks_with[p] == 1 and p not in outside] for block in stack}

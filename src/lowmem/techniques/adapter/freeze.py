@@ -39,8 +39,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             log.warning(f"freeze: {pattern} changes nothing: what it names is frozen by adapter= already.")
         for p in named:
             p.requires_grad_(False)
-    left, whole = sum(p.numel() for _, p in trainable(model)), sum(p.numel() for p in model.parameters())
+    left, total = sum(p.numel() for _, p in trainable(model)), sum(p.numel() for p in model.parameters())
     if not left:
         raise Refused(f"freeze={list(patterns)}: nothing is left to train. Leave one of these patterns out.")
     if patterns:
-        log.info(f"freeze: {left:,} of {whole:,} parameters are trained.")
+        log.info(f"freeze: {left:,} of {total:,} parameters are trained.")

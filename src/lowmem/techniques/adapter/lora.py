@@ -82,11 +82,11 @@ class LoRA:
         """Adds the adapter. Raises: Refused: a target that is no linear layer, or whose matrix another layer uses."""
         from peft import inject_adapter_in_model
 
-        whole, linear = parameters(model), _linear(model)
+        own_count, linear = parameters(model), _linear(model)
         config = deepcopy(self.config)
         if self.path is None:
             config.target_modules = _shortest(model, _chosen(model, linear, self.target or ALL))
-        config.fan_in_fan_out = any(isinstance(part, Conv1D) for part in linear.values())
+        config.fan_in_fan_out = any(isinstance(layer, Conv1D) for layer in linear.values())
         try:
             with warnings.catch_warnings(action="ignore"):  # peft warns about Conv1D, whose matrix is transposed
                 inject_adapter_in_model(config, model)
@@ -100,46 +100,48 @@ class LoRA:
             self._check_targets(model, adapted, linear)
         for _, p in trainable(model):
             p.data = p.data.float()
-        for part in adapted.values():
-            _measure(part)
-        own = sum(p.numel() for _, p in trainable(model))
+        for layer in adapted.values():
+            _measure(layer)
+        added = sum(p.numel() for _, p in trainable(model))
         log.info(
-            f"adapter: {len(adapted)} of {len(linear)} linear layers are adapted ({_kinds(adapted)}), and {own:,} "
-            f"parameters are trained beside {whole:,}. Not adapted: {_left_out(model)}."
+            f"adapter: {len(adapted)} of {len(linear)} linear layers are adapted ({_kinds(adapted)}), and {added:,} "
+            f"parameters are trained beside {own_count:,}. Not adapted: {_left_out(model)}."
         )
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
         from peft import LoraConfig, PeftConfig
 
-        said = f"adapter.path={self.path}"
+        line = f"adapter.path={self.path}"
         if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
-            raise Refused(f"{said}: there are no {CONFIG} and {WEIGHTS}. Give a folder that peft or merge=false wrote.")
+            raise Refused(f"{line}: there are no {CONFIG} and {WEIGHTS}. Give a folder that peft or merge=false wrote.")
         try:
             config = PeftConfig.from_pretrained(str(folder))
         except (ValueError, TypeError, KeyError) as error:
-            raise Refused(f"{said}: {CONFIG} cannot be read ({error}). Give another folder.") from None
+            raise Refused(f"{line}: {CONFIG} cannot be read ({error}). Give another folder.") from None
         more = [name for name in NOT_HERE if getattr(config, name, None)]
         more += ["bias"] if getattr(config, "bias", "none") != "none" else []
         if not isinstance(config, LoraConfig) or more:
-            what = f"has {', '.join(more)}" if more else f"is a {getattr(config, 'peft_type', None)} adapter"
-            raise Refused(f"{said}: it {what}, which is not trained here. Give a LoRA or DoRA of linear layers alone.")
+            problem = f"has {', '.join(more)}" if more else f"is a {getattr(config, 'peft_type', None)} adapter"
+            raise Refused(
+                f"{line}: it {problem}, which is not trained here. Give a LoRA or DoRA of linear layers alone."
+            )
         if config.use_dora != self.magnitudes:
             kind = "with" if config.use_dora else "without"
-            raise Refused(f"{said}: it is one {kind} DoRA's magnitudes. Choose the other adapter=, which is its kind.")
+            raise Refused(f"{line}: it was trained {kind} DoRA's magnitudes. Type the other adapter=.")
         self._check_base(folder)
-        for name, typed, there in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
-            if typed is not None and typed != there:
-                raise Refused(f"adapter.{name}={typed}: {self.path} has {there}. Leave adapter.{name} out.")
+        for name, typed, stored in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
+            if typed is not None and typed != stored:
+                raise Refused(f"adapter.{name}={typed}: {self.path} has {stored}. Leave adapter.{name} out.")
         config.init_lora_weights, config.inference_mode = True, False  # whatever the folder says
-        log.info(f"{said}: it was trained on {config.base_model_name_or_path or 'a base that it does not name'}.")
+        log.info(f"{line}: it was trained on {config.base_model_name_or_path or 'a base that it does not name'}.")
         return config
 
     def _check_base(self, folder: Path) -> None:
         """Checks a folder against this run's base: peft's configuration does not say whether the base was quantised."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
-                f"adapter.path={self.path}: it has learnt beside a base in 4 bits, and this adapter= holds another. "
-                "Type adapter=qlora."
+                f"adapter.path={self.path}: it was trained on a base in 4 bits, and this adapter= does not quantise "
+                "its base. Type adapter=qlora."
             )
         if self.in_4_bits and not stands_on_4_bits(folder):
             log.warning(
@@ -192,10 +194,10 @@ def load(model: PreTrainedModel, path: str) -> None:
     from peft import set_peft_model_state_dict
 
     try:
-        held = load_file(Path(path).expanduser() / WEIGHTS)
-        found = set_peft_model_state_dict(model, {name.removeprefix(PREFIX): one for name, one in held.items()})
+        saved = load_file(Path(path).expanduser() / WEIGHTS)
+        result = set_peft_model_state_dict(model, {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()})
         ours = {name for name, _ in trainable(model)}
-        wrong = [*found.unexpected_keys, *sorted(ours & {*found.missing_keys})]
+        wrong = [*result.unexpected_keys, *sorted(ours & {*result.missing_keys})]
     except (SafetensorError, RuntimeError) as error:
         wrong = [str(error).strip().splitlines()[-1].strip()]
     if wrong:
@@ -209,12 +211,12 @@ def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the linear layers by name, without the head and what is tied to an embedding, whose matrices other layers
     use, and without routers, whose choice of experts would change."""
     tokens = model.get_input_embeddings().weight
-    kinds = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
+    kinds = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
     return {
-        name: part
-        for name, part in kinds.items()
-        if part is not head and not is_router(name) and not _holds(part, tokens)
+        name: layer
+        for name, layer in kinds.items()
+        if layer is not head and not is_router(name) and not _holds(layer, tokens)
     }
 
 
@@ -222,10 +224,10 @@ def is_router(name: str) -> bool:
     return name.rpartition(".")[2] in ROUTERS
 
 
-def _holds(part: nn.Module, weight: Tensor) -> bool:
+def _holds(layer: nn.Module, weight: Tensor) -> bool:
     """Returns True if a module has this weight among its parameters. Reading `weight` would dequantise a 4-bit
     matrix."""
-    return any(p is weight for p in part.parameters(recurse=False))
+    return any(p is weight for p in layer.parameters(recurse=False))
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
@@ -235,10 +237,10 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
     for pattern in target:
         if not any(_meant(name, pattern) for name in linear):
             named = [name for name, _ in model.named_modules() if name and _meant(name, pattern)]
-            what = f"{named[0]} is none" if named else f"{type(model).__name__} has no layer of that name"
+            reason = f"{named[0]} is none" if named else f"{type(model).__name__} has no layer of that name"
             ends = sorted({name.rpartition(".")[2] for name in linear})
             raise Refused(
-                f"adapter.target={pattern}: linear layers are adapted, without the head, and {what}. Type some of "
+                f"adapter.target={pattern}: linear layers are adapted, without the head, and {reason}. Type some of "
                 f"[{','.join(ends)}], or {ALL}."
             )
     return [name for name in linear if any(_meant(name, pattern) for pattern in target)]
@@ -258,14 +260,14 @@ def _meant(name: str, pattern: str) -> bool:
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     from peft.tuners.lora import LoraLayer
 
-    return {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _measure(part: nn.Module) -> None:
+def _measure(layer: nn.Module) -> None:
     """Computes DoRA's magnitudes in fp32: computed in 16 bits, they would change the model from the start."""
-    for vector in part.lora_magnitude_vector.values():
+    for vector in layer.lora_magnitude_vector.values():
         none = torch.zeros(())
-        vector.weight.data = vector.get_weight_norm(part.get_base_layer().weight.detach().float(), none, 1.0)
+        vector.weight.data = vector.get_weight_norm(layer.get_base_layer().weight.detach().float(), none, 1.0)
 
 
 def _kinds(adapted: dict[str, nn.Module]) -> str:
@@ -275,8 +277,8 @@ def _kinds(adapted: dict[str, nn.Module]) -> str:
 def _left_out(model: PreTrainedModel) -> str:
     """Names for a message what is never adapted: the head, embeddings, and experts that are fused into one tensor."""
     head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
-    said = ["embeddings"]
+    left_out = ["embeddings"]
     if head is not None:
-        said.append("the head, which is tied to them" if head.weight is tied else "the head")
+        left_out.append("the head, which is tied to them" if head.weight is tied else "the head")
     fused = [name for name, p in model.named_parameters() if p.dim() > 2]
-    return ", ".join([*said, *([f"{len(fused)} fused tensors of experts such as {fused[0]}"] if fused else [])])
+    return ", ".join([*left_out, *([f"{len(fused)} fused tensors of experts such as {fused[0]}"] if fused else [])])

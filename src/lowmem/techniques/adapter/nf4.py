@@ -78,7 +78,7 @@ class NF4Linear(nn.Linear, Packed):
 
     def linear(self, dtype: torch.dtype) -> nn.Linear:
         """Returns an ordinary layer with the dequantised matrix in `dtype`."""
-        with torch.device("meta"):  # no random start is drawn for nothing
+        with torch.device("meta"):  # no random weights are drawn, only to be replaced
             layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
         layer.weight, layer.bias = nn.Parameter(self.dequantised(dtype), requires_grad=False), self.bias
         return layer
@@ -111,8 +111,8 @@ def quantised(matrix: Tensor) -> dict[str, Tensor]:
     """Quantises a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits, with their
     own scales, the table of their 256 values, and their mean."""
     flat = F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK))
-    parts = [ops.quantize_4bit(piece, BLOCK, "nf4", torch.uint8) for piece in flat.split(PIECE)]
-    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    pieces = [ops.quantize_4bit(piece, BLOCK, "nf4", torch.uint8) for piece in flat.split(PIECE)]
+    codes, scales = (torch.cat(each) for each in zip(*pieces, strict=True))
     mean = scales.mean()
     with torch.device("cpu"):  # bitsandbytes reads values there
         table = create_dynamic_map().to(matrix.device)
@@ -128,11 +128,11 @@ def quantise(model: PreTrainedModel) -> None:
     Raises:
         Refused: a model without such a matrix.
     """
-    names = [name for name, part in model.named_modules() if _fits(model, name, part)]
+    names = [name for name, module in model.named_modules() if _fits(model, name, module)]
     if not names:
         raise Refused(
-            f"adapter=qlora: {type(model).__name__} has no matrix in a layer of its own, which is what is held in 4 "
-            "bits. Type adapter=lora."
+            f"adapter=qlora: {type(model).__name__} has no matrix in a layer of its own, and only such matrices are "
+            "held in 4 bits. Type adapter=lora."
         )
     count = 0
     for name in names:  # the layer is looked up by name, so that nothing else refers to it once it is replaced
@@ -144,8 +144,8 @@ def quantise(model: PreTrainedModel) -> None:
     )
 
 
-def _fits(model: PreTrainedModel, name: str, part: nn.Module) -> bool:
+def _fits(model: PreTrainedModel, name: str, module: nn.Module) -> bool:
     """Returns True if a layer can be replaced: a subclass may compute more than a product, and a tied matrix is an
     embedding's."""
-    alone = part is not model.get_output_embeddings() and not is_router(name)
-    return type(part) in (nn.Linear, Conv1D) and alone and part.weight is not model.get_input_embeddings().weight
+    alone = module is not model.get_output_embeddings() and not is_router(name)
+    return type(module) in (nn.Linear, Conv1D) and alone and module.weight is not model.get_input_embeddings().weight

@@ -78,8 +78,8 @@ def as_loss(loss: object) -> Loss:
         return Function(loss)
     raise Refused(
         f"loss._target_: this makes a {type(loss).__name__}, which is no loss. Derive it from Loss of "
-        "lowmem.techniques.loss.cross_entropy, and "
-        "from nn.Module as well if it has weights or buffers, or name a function and type loss._partial_=true."
+        "lowmem.techniques.loss.cross_entropy, and from nn.Module as well if it has weights or buffers, or name a "
+        "function and type loss._partial_=true."
     )
 
 
@@ -125,12 +125,12 @@ class Verified(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not (self.packed or module.loss.own_logits or module.tiles):
             return
-        first = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
-        few = first.each(lambda part: part[:, :VERIFIED])
+        two_rows = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
+        few = two_rows.each(lambda tensor: tensor[:, :VERIFIED])
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
         with trainer.precision_plugin.forward_context():
             if self.packed:
-                packed_attention.verify(module.model, first.input_ids[:, : packed_attention.LOOKED_AT])
+                packed_attention.verify(module.model, two_rows.input_ids[:, : packed_attention.LOOKED_AT])
             if module.loss.own_logits:
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
@@ -141,16 +141,16 @@ class Verified(Callback):
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not (trainer.validating and (self.packed or module.tiles)):  # an evaluation alone, without training
             return
-        first = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
+        two_rows = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
         with trainer.precision_plugin.forward_context():
             if self.packed:
-                packed_attention.verify(module.model, first.input_ids[:, : packed_attention.LOOKED_AT])
+                packed_attention.verify(module.model, two_rows.input_ids[:, : packed_attention.LOOKED_AT])
             if module.tiles:
-                module.tiles.verify(module.model, first.each(lambda part: part[:, :VERIFIED]))
+                module.tiles.verify(module.model, two_rows.each(lambda tensor: tensor[:, :VERIFIED]))
 
 
 def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:
-    return batch.each(lambda part: part[:2].to(module.device))
+    return batch.each(lambda tensor: tensor[:2].to(module.device))
 
 
 def counted(labels: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Positions that do not count never reach the head. They are left out chunk by chunk, so that the bytes do not
         # depend on their number, which a prediction does not know.
-        for part in counted(labels).split(rows):
-            rows_hidden, rows_labels = hidden.index_select(0, part), labels[part]
+        for chunk in counted(labels).split(rows):
+            rows_hidden, rows_labels = hidden.index_select(0, chunk), labels[chunk]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))
             logits, back = finished(product, finish)  # (rows, V), fp32
             del product
@@ -192,8 +192,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if needs_weight:
                     _add_product(d_weight, d_rows, rows_hidden)
                 if needs_hidden:
-                    # its memory is free to be overwritten
-                    d_hidden.index_copy_(0, part, torch.mm(d_rows, matrix, out=rows_hidden))
+                    # the product may overwrite rows_hidden, which is not read again
+                    d_hidden.index_copy_(0, chunk, torch.mm(d_rows, matrix, out=rows_hidden))
                 if needs_bias:
                     d_bias += d_product.sum(0)
                 del d_product, d_rows
@@ -204,7 +204,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_total):
-        def scaled(gradient, dtype):  # first, so that a loss scale acts before 16 bits do
+        def scaled(gradient, dtype):  # scales before it rounds to 16 bits, so that a loss scale has its effect
             return None if gradient is None else gradient.mul_(d_total).to(dtype)
 
         d_hidden, d_weight, d_bias = ctx.saved_tensors
@@ -217,5 +217,5 @@ def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:
     if total.dtype == d_rows.dtype:
         total.addmm_(d_rows.T, rows_hidden)
         return
-    for part, columns in zip(total.split(SLICE), d_rows.split(SLICE, dim=1), strict=True):
-        part.add_(columns.T @ rows_hidden)
+    for tile, columns in zip(total.split(SLICE), d_rows.split(SLICE, dim=1), strict=True):
+        tile.add_(columns.T @ rows_hidden)

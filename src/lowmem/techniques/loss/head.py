@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import storage_key
 
-# of the largest product: the same product in another order is off by one or two, another function by more
+# roundings of the largest product: in another order the same product is off by one or two, another function by more
 ROUNDINGS = 8
-UNEVEN = 5  # tokens of the first of two chunks, and of two tiles of the vocabulary
+UNEVEN = 5  # tokens of the first of two chunks; also tokens of the vocabulary in the first of two tiles
 
 
 class Head(NamedTuple):
@@ -52,7 +52,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         entered.append(args[0])
         return (args[0][:, :1], *args[1:])
 
-    def nothing(hidden: Tensor) -> Tensor:
+    def zeros(hidden: Tensor) -> Tensor:
         return hidden.new_zeros(*hidden.shape[:-1], len(head.weight), dtype=multiplied_in(hidden))
 
     def after(_, __, product: Tensor) -> None:
@@ -64,7 +64,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         body.register_forward_hook(lambda *called: outputs.append(called[-1])),
     ]
     try:
-        with patch.object(head, "forward", nothing):
+        with patch.object(head, "forward", zeros):
             logits = model(**inputs, use_cache=False).logits
     finally:
         for hook in hooks:
@@ -74,7 +74,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
     if _untouched(logits, *products[0]):
         return Head(head, entered[0], None)
     if body is model:
-        raise _refused(model, "changes its logits after the head, and its body cannot be told from it")
+        raise _refused(model, "changes its logits after the head, and has no body apart from itself")
 
     def finish(product: Tensor) -> Tensor:
         with _answering(body, outputs[0]), _answering(head, product[None]):
@@ -140,7 +140,7 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
     head = enter(model, inputs)
     products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, which would not run for a chunk
     try:
-        ours = torch.cat([_finished(head, part, tiled) for part in products.tensor_split([UNEVEN])])
+        ours = torch.cat([_finished(head, chunk, tiled) for chunk in products.tensor_split([UNEVEN])])
     except RuntimeError:  # it expects the shape of the full product
         return False
     if ours.shape != theirs.shape:

@@ -36,11 +36,11 @@ class ResidentHead(HeadSource):
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
         """Adds a tile's gradient (C, H): d_logits (N, C) transposed x rows (N, H), both in the computation's dtype."""
-        here = self.gradient[first : first + d_logits.shape[1]]
-        if here.dtype == rows.dtype:
-            torch.mm(d_logits.T, rows, out=here)
+        tile = self.gradient[first : first + d_logits.shape[1]]
+        if tile.dtype == rows.dtype:
+            torch.mm(d_logits.T, rows, out=tile)
         else:
-            here.copy_(d_logits.T @ rows)
+            tile.copy_(d_logits.T @ rows)
 
     def whole_gradient(self) -> Tensor:
         """Returns (V, H), after the last tile, and drops its own reference: else autograd would copy it."""

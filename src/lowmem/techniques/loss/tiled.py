@@ -57,9 +57,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, source, columns, finish):
         """Takes hidden (B x T, H); weight (V, H), which only autograd uses; bias (V) or None; labels (B x T); source:
-        of tiles, like `ResidentHead`; finish: that of `Head`. Returns the sum in fp32."""
-        part = counted(labels)  # the other positions never reach the head
-        rows, labels = hidden.index_select(0, part), labels[part]  # (N, H), (N,)
+        yields tiles, like `ResidentHead`; finish: that of `Head`. Returns the sum in fp32."""
+        learnt = counted(labels)  # the other positions never reach the head
+        rows, labels = hidden.index_select(0, learnt), labels[learnt]  # (N, H), (N,)
         top = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
         total, chosen = torch.zeros_like(top), torch.zeros_like(top)
         for first, tile in source.tiles(columns):
@@ -73,13 +73,13 @@ class _TiledCrossEntropy(torch.autograd.Function):
             del logits, tile  # before the next ones are made
         top, total, chosen = source.joined(top, total, chosen)
         lse = total.log_().add_(top)  # of all logits of a row
-        ctx.save_for_backward(rows, lse, labels, part, bias)
+        ctx.save_for_backward(rows, lse, labels, learnt, bias)
         ctx.source, ctx.columns, ctx.finish, ctx.positions = source, columns, finish, len(hidden)
         return (lse - chosen).sum()
 
     @staticmethod
     def backward(ctx, d_total):
-        rows, lse, labels, part, bias = ctx.saved_tensors
+        rows, lse, labels, learnt, bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_rows = torch.zeros_like(rows, dtype=torch.float32) if needs_hidden else None
         d_bias = torch.empty_like(bias) if needs_bias else None
@@ -91,7 +91,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             d_logits = d_logits.sub_(lse[:, None]).exp_()  # softmax minus one-hot is the gradient of the sum
             inside, place = _place(labels, first, len(tile))
             d_logits[torch.arange(len(place), device=place.device), place] -= inside.float()
-            d_logits = back(d_logits.mul_(d_total))  # first, so that a loss scale acts before 16 bits do
+            d_logits = back(d_logits.mul_(d_total))  # before it is rounded to 16 bits
             if needs_bias:
                 d_bias[first:last] = d_logits.sum(0)
             d_logits = d_logits.to(rows.dtype)
@@ -102,7 +102,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
                 ctx.source.add_product(first, d_logits, rows)
             del d_logits
         d_weight = ctx.source.whole_gradient() if needs_weight else None
-        d_hidden = _spread(ctx.source.summed(d_rows).to(rows.dtype), part, ctx.positions) if needs_hidden else None
+        d_hidden = _spread(ctx.source.summed(d_rows).to(rows.dtype), learnt, ctx.positions) if needs_hidden else None
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 
@@ -111,8 +111,8 @@ def _logits(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Returns the fp32 logits (N, C) of rows (N, H) and a tile (C, H), which may be overwritten, and a function from
     their gradient to the product's."""
-    here = None if bias is None else bias[first : first + len(tile)].to(rows.dtype)
-    return finished(F.linear(rows, tile, here), finish, copy=True)
+    tile_bias = None if bias is None else bias[first : first + len(tile)].to(rows.dtype)
+    return finished(F.linear(rows, tile, tile_bias), finish, copy=True)
 
 
 def _place(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -129,6 +129,6 @@ def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
         total.add_(d_logits @ tile)
 
 
-def _spread(rows: Tensor, part: Tensor, positions: int) -> Tensor:
-    """Returns (B x T, H) with rows (N, H) at the positions `part`, and 0 elsewhere."""
-    return rows.new_zeros(positions, rows.shape[1]).index_copy_(0, part, rows)
+def _spread(rows: Tensor, learnt: Tensor, positions: int) -> Tensor:
+    """Returns (B x T, H) with rows (N, H) at the positions `learnt`, and 0 elsewhere."""
+    return rows.new_zeros(positions, rows.shape[1]).index_copy_(0, learnt, rows)

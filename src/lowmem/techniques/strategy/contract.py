@@ -57,16 +57,16 @@ class OneDevice:
         """
         return 1
 
-    def folder(self, of_run: Path) -> Path:
+    def folder(self, run_folder: Path) -> Path:
         """Returns the folder for files that this process alone writes."""
-        return of_run
+        return run_folder
 
-    def rank_0_first(self, what: str = "work alone") -> AbstractContextManager:
-        """Wraps work that rank 0 does first, however long it takes, and that the other ranks do afterwards. Args: what:
-        a name for the work in messages."""
+    def rank_0_first(self, work: str = "work alone") -> AbstractContextManager:
+        """Wraps work that rank 0 does first, however long it takes, and that the other ranks do afterwards. Args: work:
+        its name in messages."""
         return nullcontext()
 
-    def leave_after_rank_0(self, what: str = "work alone") -> AbstractContextManager:
+    def leave_after_rank_0(self, work: str = "work alone") -> AbstractContextManager:
         """Wraps work that all ranks do at once; the others leave it only after rank 0 has left it."""
         return nullcontext()
 

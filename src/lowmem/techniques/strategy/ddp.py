@@ -39,7 +39,7 @@ class DataParallel(Several):
         self._make_gradients([p for _, p in named])
         for _, p in named:
             p.grad = None
-        # DDP would do it before the second window, when there were two copies of all gradients
+        # DDP would rebuild its buckets before the second window, when there would be two copies of all gradients
         rebuild_buckets(self.forward)
         self._make_gradients([p for _, p in named])
         self._idle = {name for name, _ in named}

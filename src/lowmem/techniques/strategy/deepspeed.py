@@ -34,14 +34,14 @@ BUCKET = 1 << 25  # elements that are reduced or gathered at once, 128 MiB in fp
 class Fragment(NamedTuple):
     """The elements of a flattened parameter that this process holds."""
 
-    held: Tensor  # (count,) fp32, in the memory that DeepSpeed sends from
+    tensor: Tensor  # (count,) fp32, in the memory that DeepSpeed sends from
     start: int  # index of the first element in the flattened parameter
     shape: torch.Size  # the parameter's
     gradient: Callable[[], Tensor | None] = lambda: None  # returns their gradient after a window's last backward pass
 
     @property
     def elements(self) -> slice:
-        return slice(self.start, self.start + len(self.held))
+        return slice(self.start, self.start + len(self.tensor))
 
 
 class ZeRO2(Divided):
@@ -68,8 +68,8 @@ class ZeRO2(Divided):
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": self.stage} | bucket | self.offload_settings(),
         }
-        given = {"model": Loss(module), "optimizer": Unmoved(stepped), "config": settings}
-        self.engine, *_ = imported(self.device).initialize(**given, dist_init_required=False)
+        arguments = {"model": Loss(module), "optimizer": Unmoved(stepped), "config": settings}
+        self.engine, *_ = imported(self.device).initialize(**arguments, dist_init_required=False)
         module.loss = InEngine(self.engine, module.loss)
         self._runs = {p: self.run_of(p) for p in module.parameters()}
 
@@ -84,15 +84,15 @@ class ZeRO2(Divided):
             return Fragment(p.data.view(-1), 0, p.shape)
         if (fragment := deepspeed_fragment(p)) is None:
             return Fragment(torch.empty(0, device="cpu" if self.offload else p.device), 0, p.shape)
-        held, start, gradient = fragment
-        return Fragment(held, start, p.shape, gradient)
+        tensor, start, gradient = fragment
+        return Fragment(tensor, start, p.shape, gradient)
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
         self.forward = self.engine
 
     def register_memory(self, ledger: Ledger) -> None:
-        ledger.own("optimizer", lambda: (run.held for run in self._runs.values()), self.side)
+        ledger.own("optimizer", lambda: (run.tensor for run in self._runs.values()), self.side)
         ledger.own("gradients", lambda: gradients(self._locals.values()), self.side)
 
     # --- each window ----------------------------------------------------------------------------------------------
@@ -107,8 +107,8 @@ class ZeRO2(Divided):
             torch.cuda.synchronize()  # gradients may still be on their way to the host
         for p, local in self._locals.items():
             if p.requires_grad:  # also if it has no element here: all processes must hold the same set of states
-                made = self._runs[p].gradient()
-                local.grad = torch.zeros_like(local) if made is None else made.view(-1)
+                gradient = self._runs[p].gradient()
+                local.grad = torch.zeros_like(local) if gradient is None else gradient.view(-1)
 
     def clear_gradients(self) -> None:
         """Copies the stepped weights to the memory from which DeepSpeed gathers them, and makes DeepSpeed drop its
@@ -124,9 +124,9 @@ class ZeRO2(Divided):
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        part = nn.Parameter(self._runs[p].held, p.requires_grad)
-        self._holders[part] = 1
-        return part
+        local = nn.Parameter(self._runs[p].tensor, p.requires_grad)
+        self._holders[local] = 1
+        return local
 
     def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         run = self._runs[p]
@@ -180,19 +180,19 @@ class ZeRO3(ZeRO2):
         flat, number = zero.fp32_partitioned_groups_flat[group], _index(zero.fp16_groups[group], p)
 
         def gradient() -> Tensor:
-            every = flat.grad[offset : offset + count] if self.offload else zero.averaged_gradients[group][number]
-            return every[own]
+            elements = flat.grad[offset : offset + count] if self.offload else zero.averaged_gradients[group][number]
+            return elements[own]
 
         return Fragment(flat.data[offset : offset + count][own], start, p.ds_shape, gradient)
 
     def register_memory(self, ledger: Ledger) -> None:
-        kept = [p.ds_tensor for p in self._runs]
-        ledger.own("weights", lambda: kept, self.side)
+        shards = [p.ds_tensor for p in self._runs]
+        ledger.own("weights", lambda: shards, self.side)
         super().register_memory(ledger)
 
     def after_load(self) -> None:
         for p, run in self._runs.items():
-            p.ds_tensor.data[: len(run.held)].copy_(run.held)
+            p.ds_tensor.data[: len(run.tensor)].copy_(run.tensor)
         self.engine.optimizer.empty_partition_cache()  # drop weights that are gathered now
 
 
@@ -252,4 +252,4 @@ def imported(device: str) -> Any:
 
 
 def _index(parameters: list[nn.Parameter], p: nn.Parameter) -> int:
-    return next(number for number, one in enumerate(parameters) if one is p)
+    return next(number for number, other in enumerate(parameters) if other is p)

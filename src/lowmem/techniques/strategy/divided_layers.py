@@ -77,9 +77,9 @@ class Group:
     def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:
         return DTensor.from_local(x, self.mesh, [before]).redistribute(self.mesh, [after]).to_local()
 
-    def placed(self, part: Tensor, whole: Tensor, dim: int) -> DTensor:
-        """Returns a shard as a DTensor. Args: whole: a tensor of the full shape; dim: the sharded dimension."""
-        return DTensor.from_local(part, self.mesh, [Shard(dim)], shape=whole.shape, stride=whole.stride())
+    def placed(self, shard: Tensor, full: Tensor, dim: int) -> DTensor:
+        """Returns a shard as a DTensor. Args: full: a tensor of the full shape; dim: the sharded dimension."""
+        return DTensor.from_local(shard, self.mesh, [Shard(dim)], shape=full.shape, stride=full.stride())
 
     def all_reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Returns the reduced tensor; it is reduced in place if it needs no gradient."""
@@ -124,12 +124,12 @@ def divide_embedding(embedding: nn.Embedding, group: Group) -> Layouts:
     others."""
     layouts = dict([_exchange(embedding, "weight", Layout(0), group)])
     own = embedding.num_embeddings // group.size
-    first = own * group.rank
+    first_token = own * group.rank
     padding = embedding.padding_idx
-    padding = padding - first if padding is not None and 0 <= padding - first < own else None
+    padding = padding - first_token if padding is not None and 0 <= padding - first_token < own else None
 
     def forward(input_ids: Tensor) -> Tensor:
-        place = input_ids - first
+        place = input_ids - first_token
         elsewhere = (place < 0) | (place >= own)
         rows = F.embedding(place.masked_fill(elsewhere, 0), embedding.weight.to_local(), padding)
         return group.redistributed(rows.masked_fill(elsewhere[..., None], 0.0), Partial(), Replicate())
@@ -185,8 +185,8 @@ class Share(ResidentHead):
 def _exchange(layer: nn.Module, name: str, layout: Layout, group: Group) -> tuple[nn.Parameter, Layout]:
     """Replaces a layer's parameter by this rank's shard of it."""
     p = getattr(layer, name)
-    part = layout.shard_of(p.detach(), group.rank, group.size)
-    divided = nn.Parameter(group.placed(part, p, layout.dim), p.requires_grad)
+    shard = layout.shard_of(p.detach(), group.rank, group.size)
+    divided = nn.Parameter(group.placed(shard, p, layout.dim), p.requires_grad)
     setattr(layer, name, divided)
     return divided, layout
 

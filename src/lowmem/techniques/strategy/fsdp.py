@@ -34,9 +34,9 @@ class FullyShard(Divided):
 
     def shard(self, module: LightningModule) -> None:
         pinned = self.device == "cuda"
-        parts_in = torch.device("cpu") if self.offload else self.place
+        shard_device = torch.device("cpu") if self.offload else self.place
         load_in_parts.shard_and_send(
-            module.model, self, lambda: shard(module, self.mesh, self.offload, pinned), parts_in
+            module.model, self, lambda: shard(module, self.mesh, self.offload, pinned), shard_device
         )
 
 
@@ -45,10 +45,10 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
     of many in 16 bits would lose the small ones."""
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     widest = reduce(torch.promote_types, (p.dtype for p in module.model.parameters()), torch.float32)
-    added = MixedPrecisionPolicy(reduce_dtype=widest)
+    mixed_precision = MixedPrecisionPolicy(reduce_dtype=widest)
     for block in blocks(module.model):
-        fully_shard(block, mesh=mesh, mp_policy=added, offload_policy=policy)
-    fully_shard(module.model, mesh=mesh, mp_policy=added, offload_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=mixed_precision, offload_policy=policy)
+    fully_shard(module.model, mesh=mesh, mp_policy=mixed_precision, offload_policy=policy)
     Resharding(module)
 
 

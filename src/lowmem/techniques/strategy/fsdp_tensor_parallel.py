@@ -31,8 +31,8 @@ class FullyShardTensorParallel(TensorParallel):
         return _piece(super().shard_of(p, full), self.data_rank, self.data_size)
 
 
-def _piece(part: Tensor, rank: int, size: int) -> Tensor:
-    """Returns a rank's part of its group's shard: fully_shard splits the first dimension, and its last parts are
+def _piece(group_shard: Tensor, rank: int, size: int) -> Tensor:
+    """Returns a rank's piece of its group's shard: fully_shard splits the first dimension, and its last pieces are
     smaller."""
-    pieces = part.chunk(size)
-    return pieces[rank] if rank < len(pieces) else part[:0]
+    pieces = group_shard.chunk(size)
+    return pieces[rank] if rank < len(pieces) else group_shard[:0]

@@ -21,15 +21,15 @@ Numbers = dict[str, Tensor]
 
 def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
     """Returns on all ranks the result of work on rank 0's loaded model, or raises its refusal on all."""
-    shown = None
+    result = None
     if ranks.builds:
         try:
-            shown = work()
+            result = work()
         except Refused as error:
-            shown = error
-    if isinstance(shown := ranks.broadcast(shown), Refused):
-        raise shown
-    return shown
+            result = error
+    if isinstance(result := ranks.broadcast(result), Refused):
+        raise result
+    return result
 
 
 def detach_weights(model: nn.Module) -> Numbers:
@@ -37,9 +37,9 @@ def detach_weights(model: nn.Module) -> Numbers:
     memory in their place."""
     numbers = {}
     for name, p in model.named_parameters():
-        holds = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        torch.utils.swap_tensors(p, holds)  # references to the parameter, and its ties, stay valid
-        numbers[name] = holds.detach()
+        detached = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        torch.utils.swap_tensors(p, detached)  # references to the parameter, and its ties, stay valid
+        numbers[name] = detached.detach()
     for name, holder, key, buffer in buffers(model):
         setattr(holder, key, torch.empty_like(buffer, device="meta"))
         numbers[name] = buffer
@@ -53,9 +53,9 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         # reversed: an engine allocates all of a block when it reaches the block's own module
-        for part in reversed([*model.modules()]):
-            if part not in elsewhere:
-                part.to_empty(device=device, recurse=False)
+        for module in reversed([*model.modules()]):
+            if module not in elsewhere:
+                module.to_empty(device=device, recurse=False)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
@@ -64,13 +64,13 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
     """Receives the weights that rank 0 sends. Args: numbers: what `detach_weights` returned on rank 0, and is used up
     here; other ranks ignore theirs."""
-    here = dict(model.named_parameters(remove_duplicate=False))
-    here |= {name: buffer for name, _, _, buffer in buffers(model)}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):
-        held = here[name]
-        if not held.is_meta:  # a block of another stage
-            part = ranks.shard_of(held, full) if isinstance(held, nn.Parameter) else full
-            (held.detach().to_local() if isinstance(held, DTensor) else held).copy_(part)
+        tensor = tensors[name]
+        if not tensor.is_meta:  # a block of another stage
+            shard = ranks.shard_of(tensor, full) if isinstance(tensor, nn.Parameter) else full
+            (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor).copy_(shard)
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
@@ -80,7 +80,7 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
     theirs = ranks.broadcast(ours)  # each rank looks by itself; rank 0 has nothing to compare
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
-            f"strategy: {type(model).__name__} has another {differing[0]} with its weights than without them, so "
+            f"strategy: the weights of {type(model).__name__} have another {differing[0]} than its architecture, so "
             "that it cannot be loaded in parts. Type strategy=ddp."
         )
 

@@ -30,18 +30,18 @@ def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
         error: the error, or one that cleaning up has raised from it.
         timeout: strategy.timeout, the seconds after which a rank counts as lost.
     """
-    behind, seen = [error], {id(error)}
-    while (before := behind[-1].__cause__ or behind[-1].__context__) and id(before) not in seen:
-        behind.append(before)
+    chain, seen = [error], {id(error)}
+    while (before := chain[-1].__cause__ or chain[-1].__context__) and id(before) not in seen:
+        chain.append(before)
         seen.add(id(before))
-    return next(filter(None, (_lost(one, timeout) for one in reversed(behind))), None)
+    return next(filter(None, (_lost(cause, timeout) for cause in reversed(chain))), None)
 
 
 def _lost(error: BaseException, timeout: object) -> RankLost | None:
-    said, frames = str(error), traceback.extract_tb(error.__traceback__)
-    if not _is_of_torch(error, said, frames):
+    message, frames = str(error), traceback.extract_tb(error.__traceback__)
+    if not _is_of_torch(error, message, frames):
         return None
-    if re.search(TAKEN, said):
+    if re.search(TAKEN, message):
         return RankLost(
             "The port at which the ranks were to meet has been taken by another program since it was free. Type the "
             "same command again."
@@ -52,20 +52,20 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
             "they are only slow to start, type a larger strategy.timeout=<seconds>; where nobody has started several, "
             "unset RANK and WORLD_SIZE."
         )
-    what = collective(frames)
-    if re.search(SILENT, said):
+    call = collective(frames)
+    if re.search(SILENT, message):
         return RankLost(
-            f"{what}: another rank did not answer within {timeout} seconds: it hangs, or does other work than this "
+            f"{call}: another rank did not answer within {timeout} seconds: it hangs, or does other work than this "
             "one. If it is only slow, type a larger strategy.timeout=<seconds>."
         )
-    return RankLost(f"{what}: another rank is gone.")
+    return RankLost(f"{call}: another rank is gone.")
 
 
 def watchdog_message(words: str) -> str | None:
     """Returns the sentence for what NCCL's watchdog prints before it aborts the process; None: it is something else."""
-    if found := WATCHDOG.search(words):
+    if match := WATCHDOG.search(words):
         return (
-            f"{found[1].lower()}: another rank did not answer in time: it hangs, or does other work than this one. If "
+            f"{match[1].lower()}: another rank did not answer in time: it hangs, or does other work than this one. If "
             "it is only slow, type a larger strategy.timeout=<seconds>."
         )
     return None
@@ -76,22 +76,22 @@ def collective(frames: traceback.StackSummary) -> str:
     gradients inside autograd's engine, whose only Python frame is DDP's own."""
     names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
     if names:
-        what = names[-1]
+        call = names[-1]
     elif any(frame.name == "_engine_run_backward" for frame in frames):
-        what = "backward's all_reduce of gradients"
+        call = "backward's all_reduce of gradients"
     else:
-        what = "A collective"
+        call = "A collective"
     ours = [frame for frame in frames if PurePath(frame.filename).is_relative_to(OURS)]
-    return f"{what} in {ours[-1].name} ({PurePath(ours[-1].filename).name}:{ours[-1].lineno})" if ours else what
+    return f"{call} in {ours[-1].name} ({PurePath(ours[-1].filename).name}:{ours[-1].lineno})" if ours else call
 
 
-def _is_of_torch(error: BaseException, said: str, frames: traceback.StackSummary) -> bool:
+def _is_of_torch(error: BaseException, message: str, frames: traceback.StackSummary) -> bool:
     # DistError and the errors that derive from it
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
-    if not isinstance(error, RuntimeError) or not re.search(f"{GONE}|{SILENT}|{TAKEN}", said):
+    if not isinstance(error, RuntimeError) or not re.search(f"{GONE}|{SILENT}|{TAKEN}", message):
         return False
-    return "gloo" in said or "nccl" in said.lower() or any(map(_in_torch, frames))
+    return "gloo" in message or "nccl" in message.lower() or any(map(_in_torch, frames))
 
 
 def _in_torch(frame: traceback.FrameSummary) -> bool:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 HEADS = ("labels", "logits_to_keep", "return_dict")  # arguments of a model's forward pass that its body does not take
-SHOWN = 16  # tokens of the two rows for which the stages are compared with the full model
+SHOWN = 16  # tokens of each of the two rows that compare the stages with the full model
 
 
 class Pipeline(Divided):
@@ -112,12 +112,12 @@ class Pipeline(Divided):
 
     @property
     def neediest(self) -> tuple[int, ...]:
-        """Returns the stages that may need most memory: the first has the embedding, the last the logits; of those
-        between, one has most weights and one most activations, which are those of each block and, under 1F1B, of as
-        many micro-batches as there are stages from it on."""
+        """Returns the stages that may need most memory: the first, which has the embedding; the last, which has the
+        logits; the one with most weights; and the one with most activations. A stage stores activations of each block,
+        under 1F1B of as many micro-batches as there are stages from it to the last."""
         cuts, stages = self.stage.division.cuts, range(self.size)
-        kept = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
-        most = (max(stages, key=kept.__getitem__), max(stages, key=self.stage.division.bytes))
+        stored = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
+        most = (max(stages, key=stored.__getitem__), max(stages, key=self.stage.division.bytes))
         return tuple(sorted({0, *most, self.size - 1}))
 
     def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
@@ -125,8 +125,8 @@ class Pipeline(Divided):
         shared = {tuple(stages): None for stages in self.stage.holders.values() if len(stages) > 1}
         # every rank takes part in making each group
         groups = {stages: dist.new_group(stages, timeout=self.timeout) for stages in shared}
-        held = ((p, tuple(stages)) for p, stages in self.stage.holders.items() if self.rank in stages)
-        return [(p, groups[stages]) for p, stages in held if stages in groups and p.requires_grad]
+        own = ((p, tuple(stages)) for p, stages in self.stage.holders.items() if self.rank in stages)
+        return [(p, groups[stages]) for p, stages in own if stages in groups and p.requires_grad]
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
@@ -148,9 +148,9 @@ class Pipeline(Divided):
         return self._of_last(work.loss_sum), None
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
-        """Makes torch's schedule. Each window gets a new one, since it holds buffers for as many micro-batches of this
-        length. torch then lets all stages agree on shapes again, by one number that goes from the first to the last
-        and back. With fewer micro-batches than stages 1F1B is not defined; GPipe is, and holds the same."""
+        """Makes torch's schedule. Each window gets a new one, since its buffers fit so many micro-batches of this
+        length. torch then lets all stages agree on shapes again: one number goes from the first to the last and back.
+        With fewer micro-batches than stages 1F1B is not defined; GPipe is, and holds as many activations."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -214,7 +214,7 @@ class Pipeline(Divided):
         return tensor
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        return tensor  # the rows that all stages read
+        return tensor  # all stages read the same rows
 
     # --- parameters -----------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def process_group(run: Run) -> Iterator[OneDevice]:
             yield ranks
             with ranks.rank_0_first("write the model"):  # and the other things that rank 0 does alone
                 pass
-            ranks.barrier()  # and keeps the store open until all know it
+            ranks.barrier()  # keeps the store open until all ranks know that rank 0 is done
         leave(ranks)
     except Exception as error:
         if gone := lost_ranks.rank_lost(error, run.strategy.timeout):
@@ -106,21 +106,21 @@ def _join(run: Run) -> dist.Store:
 def _compare(ranks: OneDevice, run: Run) -> None:
     """Checks that all ranks run the same code with the same config: else they would wait for each other, or train
     another model."""
-    said = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
-    said |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
-    require_same(ranks, said, "would not train one model. Start all of them with the same command and the same code")
+    values = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
+    values |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
+    require_same(ranks, values, "would not train one model. Start all of them with the same command and the same code")
 
 
-def require_same(ranks: OneDevice, said: dict[str, object], why: str) -> None:
-    """Checks that all ranks have the same values. Args: said: this rank's values, by their names; why: the sentence
+def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
+    """Checks that all ranks have the same values. Args: values: this rank's values, by their names; why: the sentence
     that says why they must not differ, and what to do.
 
     Raises:
         Refused: on all ranks.
     """
-    every = ranks.all_gather(said)
+    every = ranks.all_gather(values)
     for number, other in enumerate(every):
-        if differing := [key for key in said | other if other.get(key) != every[0].get(key)]:
+        if differing := [key for key in values | other if other.get(key) != every[0].get(key)]:
             raise Refused(f"Rank {number} and rank 0 differ in {', '.join(differing)}: they {why}.")
 
 

@@ -40,18 +40,18 @@ class Turns:
             yield
             return
         self._say(BEAT, "0")
-        ended, how = threading.Event(), FAILED
+        ended, outcome = threading.Event(), FAILED
         thread = threading.Thread(target=self._beat, args=(ended,), daemon=True)
         thread.start()
         try:
             yield
-            how = DONE
+            outcome = DONE
         finally:
             ended.set()
             # A later beat would overwrite the last word, and a thread inside the store aborts the process when Python
             # ends.
             thread.join(EVERY)
-            if how == FAILED:
+            if outcome == FAILED:
                 self._say(BEAT, FAILED)
 
     def _beat(self, ended: threading.Event) -> None:
@@ -62,19 +62,19 @@ class Turns:
     @contextmanager
     def working(self, turn: str) -> Iterator[None]:
         """Marks a turn as done or failed; rank 0 calls it."""
-        how = FAILED
+        outcome = FAILED
         try:
             yield
-            how = DONE
+            outcome = DONE
         finally:
-            self._say(turn, how)
+            self._say(turn, outcome)
 
-    def _say(self, key: str, said: str) -> None:
+    def _say(self, key: str, value: str) -> None:
         with suppress(RuntimeError):  # the process that holds the store is gone; a collective will say so
-            self.store.set(key, said)
+            self.store.set(key, value)
 
-    def wait(self, turn: str, what: str) -> None:
-        """Waits until rank 0 has done a turn. Args: what: rank 0's work, for messages.
+    def wait(self, turn: str, work: str) -> None:
+        """Waits until rank 0 has done a turn. Args: work: what rank 0 does, for messages.
 
         Raises:
             RankLost: rank 0 has failed, has ended or gave no sign of life.
@@ -87,14 +87,14 @@ class Turns:
                     beat, since = look.beat, time.monotonic()
                 if time.monotonic() - since > self.timeout:
                     raise RankLost(
-                        f"Rank 0 was to {what}, and has not been heard of for {self.timeout:g} seconds: it is stopped, "
+                        f"Rank 0 was to {work}, and has not been heard of for {self.timeout:g} seconds: it is stopped, "
                         "or cannot be reached."
                     )
         finally:
             look.ended.set()
             look.thread.join(EVERY)  # as above, if the store answers
         if look.how != DONE:
-            raise RankLost(f"Rank 0 was to {what}, and has failed or is gone.")
+            raise RankLost(f"Rank 0 was to {work}, and has failed or is gone.")
 
 
 class _Look:

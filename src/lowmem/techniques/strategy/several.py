@@ -45,24 +45,24 @@ class Several(OneDevice):
     def data_ranks(devices: int, **_: object) -> int:
         return devices
 
-    def folder(self, of_run: Path) -> Path:
-        return rank_environment.folder(of_run, self.rank)
+    def folder(self, run_folder: Path) -> Path:
+        return rank_environment.folder(run_folder, self.rank)
 
     @contextmanager
-    def rank_0_first(self, what: str = "work alone") -> Iterator[None]:
+    def rank_0_first(self, work: str = "work alone") -> Iterator[None]:
         turn = self.turns.next()
         if self.rank:
-            self.turns.wait(turn, what)
+            self.turns.wait(turn, work)
         with nullcontext() if self.rank else self.turns.working(turn):
             yield
 
     @contextmanager
-    def leave_after_rank_0(self, what: str = "work alone") -> Iterator[None]:
+    def leave_after_rank_0(self, work: str = "work alone") -> Iterator[None]:
         turn = self.turns.next()
         with nullcontext() if self.rank else self.turns.working(turn):
             yield
         if self.rank:
-            self.turns.wait(turn, what)
+            self.turns.wait(turn, work)
 
     @property
     def place(self) -> torch.device:
@@ -103,18 +103,18 @@ class Several(OneDevice):
         return summed
 
     def all_max(self, number: int) -> int:
-        said = torch.tensor(number)
-        dist.all_reduce(said, dist.ReduceOp.MAX)
-        return int(said)
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
-    def broadcast(self, said: object) -> object:
-        box = [said]
+    def broadcast(self, value: object) -> object:
+        box = [value]
         dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
 
-    def all_gather(self, said: object) -> list:
+    def all_gather(self, value: object) -> list:
         box = [None] * self.size
-        dist.all_gather_object(box, said)
+        dist.all_gather_object(box, value)
         return box
 
     def barrier(self) -> None:
@@ -162,17 +162,17 @@ class Divided(Several):
             yield
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
-        """Returns a mesh of all processes. Args: timeout: of its groups, which torch would give their own; sizes: by
-        name."""
+        """Returns a mesh of all processes. Args: timeout: of its groups, to which torch would give its default; sizes:
+        of its dimensions, by name."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(group, timedelta(seconds=timeout))
         return mesh
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        part = nn.Parameter(p.detach().to_local(), p.requires_grad) if isinstance(p, DTensor) else p
-        self._holders[part] = self.holders(p)
-        return part
+        local = nn.Parameter(p.detach().to_local(), p.requires_grad) if isinstance(p, DTensor) else p
+        self._holders[local] = self.holders(p)
+        return local
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
@@ -185,7 +185,7 @@ class Divided(Several):
         if not isinstance(p, DTensor):
             return self.size
         # `is_shard` would be wrong: a tensor that is sharded twice along one dimension has a placement that denies it
-        sizes = (p.device_mesh.size(dim) for dim, one in enumerate(p.placements) if one.is_replicate())
+        sizes = (p.device_mesh.size(dim) for dim, placement in enumerate(p.placements) if placement.is_replicate())
         outside = self.size // p.device_mesh.size()
         return outside * torch.Size(sizes).numel()
 
@@ -263,6 +263,6 @@ class AmongSeveral(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Leaves the optimizer's state where it is: Lightning would bring that of all ranks into one host's memory."""
-        held, self.optimizers = self.optimizers, []
+        optimizers, self.optimizers = self.optimizers, []
         super().teardown()
-        self.optimizers = held
+        self.optimizers = optimizers

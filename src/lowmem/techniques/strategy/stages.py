@@ -54,15 +54,17 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     if model.base_model is model:
         raise refused(model, "is its own body")
     stack = blocks(model)
-    inside = {part for block in stack for part in block.modules()}
-    edges = [part for part in model.modules() if part not in inside and any(True for _ in part.parameters(False))]
+    inside = {module for block in stack for module in block.modules()}
+    edges = [
+        module for module in model.modules() if module not in inside and any(True for _ in module.parameters(False))
+    ]
     if any(block in set(edge.modules()) for edge in edges for block in stack):
         raise refused(model, "holds weights beside its blocks")
     called, outputs = _called(model, [*edges, *stack])
-    first, last = called.index(stack[0]), len(called) - called[::-1].index(stack[-1])
-    if called[first:last] != stack or set(called[:first]) & set(called[last:]):
+    start, end = called.index(stack[0]), len(called) - called[::-1].index(stack[-1])
+    if called[start:end] != stack or set(called[:start]) & set(called[end:]):
         raise refused(model, "does not call its blocks one after the other")
-    after = called[last:]
+    after = called[end:]
     return Anatomy([edge for edge in edges if edge not in after], stack, after, outputs)
 
 
@@ -140,8 +142,8 @@ class Division(NamedTuple):
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
         """Returns the modules whose own tensors a stage does not have. It has those of a tied weight."""
-        mine = {part for module in self.own(stage) for part in module.modules()}
-        others = {part for block in self.anatomy.blocks for part in block.modules()}
+        mine = {submodule for module in self.own(stage) for submodule in module.modules()}
+        others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
         return (others | edges) - mine
 
@@ -150,9 +152,9 @@ class Division(NamedTuple):
 
     def to_names(self, model: nn.Module) -> tuple:
         """Returns the division in names, which mean the same in another process's model."""
-        names, of = {module: name for name, module in model.named_modules()}, self.anatomy
-        each = ([names[module] for module in modules] for modules in (of.before, of.blocks, of.after))
-        return *each, {names[module]: output for module, output in of.outputs.items()}, self.cuts
+        names, layers = {module: name for name, module in model.named_modules()}, self.anatomy
+        each = ([names[module] for module in modules] for modules in (layers.before, layers.blocks, layers.after))
+        return *each, {names[module]: output for module, output in layers.outputs.items()}, self.cuts
 
     def bytes(self, stage: int) -> int:
         """Returns the bytes of a stage's weights, including one that another stage holds, too."""
@@ -161,20 +163,20 @@ class Division(NamedTuple):
 
 def divided(model: PreTrainedModel, stages: int) -> Division:
     """Divides a model into stages. Raises: Refused."""
-    of = anatomy(model)
-    cuts = balanced([_bytes([block]) for block in of.blocks], _bytes(of.before), _bytes(of.after), stages)
-    return _division(model, of, cuts)
+    layers = anatomy(model)
+    cuts = balanced([_bytes([block]) for block in layers.blocks], _bytes(layers.before), _bytes(layers.after), stages)
+    return _division(model, layers, cuts)
 
 
 def from_names(model: PreTrainedModel, names: tuple) -> Division:
     """Returns another process's division, in terms of this process's model."""
     *lists, outputs, cuts = names
-    each = ([model.get_submodule(name) for name in some] for some in lists)
-    return _division(model, Anatomy(*each, {model.get_submodule(name): one for name, one in outputs.items()}), cuts)
+    each = ([model.get_submodule(name) for name in section] for section in lists)
+    return _division(model, Anatomy(*each, {model.get_submodule(name): out for name, out in outputs.items()}), cuts)
 
 
-def _division(model: PreTrainedModel, of: Anatomy, cuts: list[int]) -> Division:
-    division = Division(of, cuts, {p: [] for p in model.parameters()})
+def _division(model: PreTrainedModel, layers: Anatomy, cuts: list[int]) -> Division:
+    division = Division(layers, cuts, {p: [] for p in model.parameters()})
     for stage in range(division.stages):
         for p in {p: None for module in division.own(stage) for p in module.parameters()}:
             division.holders[p].append(stage)
@@ -183,8 +185,8 @@ def _division(model: PreTrainedModel, of: Anatomy, cuts: list[int]) -> Division:
 
 def _bytes(modules: list[nn.Module]) -> int:
     """Returns the bytes of the modules' weights; a shared one counts once."""
-    held = {tensor: None for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    return sum(tensor.nbytes for tensor in held)
+    tensors = {tensor: None for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class Stage:
@@ -194,19 +196,19 @@ class Stage:
     def __init__(self, model: PreTrainedModel, division: Division, stage: int) -> None:
         self.model, self.division, self.number = model, division, stage
         self.first, self.last = stage == 0, stage == division.stages - 1
-        of = division.anatomy
-        self.width, self.dtype = of.outputs[of.blocks[0]].shape[-1], of.outputs[of.blocks[0]].dtype
+        layers = division.anatomy
+        self.width, self.dtype = layers.outputs[layers.blocks[0]].shape[-1], layers.outputs[layers.blocks[0]].dtype
         self.holders = division.holders
         self.works = False  # True during a forward pass, but not while blocks are recomputed
         self._entering: Tensor | None = None  # the hidden states that enter the stage in that pass
         self._changes = ExitStack()
-        numbers = {block: number for number, block in enumerate(of.blocks)}
-        for module in of.outputs.keys() - {*division.own(stage)}:
-            passed_on = partial(_passed_on, of.outputs[module], numbers.get(module))
-            answer = partial(_zeros, of.outputs[module]) if module in of.before else passed_on
+        numbers = {block: number for number, block in enumerate(layers.blocks)}
+        for module in layers.outputs.keys() - {*division.own(stage)}:
+            passed_on = partial(_passed_on, layers.outputs[module], numbers.get(module))
+            answer = partial(_zeros, layers.outputs[module]) if module in layers.before else passed_on
             self._changes.enter_context(patch.object(module, "forward", answer))
         if not self.first:
-            hook = of.blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            hook = layers.blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             self._changes.callback(hook.remove)
 
     def undo(self) -> None:
@@ -219,13 +221,13 @@ class Stage:
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
         }
-        others = {part for block in self.division.anatomy.blocks for part in block.modules()}
-        others -= {part for module in self.division.own(self.number) for part in module.modules()}
-        for part in self.model.modules():
-            for name, p in part.named_parameters(recurse=False):
-                setattr(part, name, now[p])
-            for name, buffer in part.named_buffers(recurse=False) if part in others else ():
-                setattr(part, name, buffer.to("meta"))
+        others = {submodule for block in self.division.anatomy.blocks for submodule in block.modules()}
+        others -= {submodule for module in self.division.own(self.number) for submodule in module.modules()}
+        for submodule in self.model.modules():
+            for name, p in submodule.named_parameters(recurse=False):
+                setattr(submodule, name, now[p])
+            for name, buffer in submodule.named_buffers(recurse=False) if submodule in others else ():
+                setattr(submodule, name, buffer.to("meta"))
         self.holders = {now[p]: stages for p, stages in self.holders.items()}
 
     def hidden(self, **inputs: object) -> Tensor:
@@ -237,7 +239,9 @@ class Stage:
         """
         hidden = self.model.base_model(**inputs)[0]
         if hidden.dtype != self.dtype:
-            raise refused(self.model, f"has hidden states in {hidden.dtype} between blocks whose weights have another")
+            raise refused(
+                self.model, f"has {hidden.dtype} hidden states between blocks whose weights have another dtype"
+            )
         return hidden.flatten(0, 1)
 
     @contextmanager
@@ -260,34 +264,34 @@ class Stage:
 @torch.no_grad()
 def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) -> bool:
     """Returns True if the stages in a row compute what the complete model does. The model must be without dropout."""
-    whole, hidden = model(**micro_batch.inputs, use_cache=False).logits, None
+    expected, hidden = model(**micro_batch.inputs, use_cache=False).logits, None
     for number in range(division.stages):
         stage = Stage(model, division, number)
         try:
             with stage.entered(hidden, micro_batch.input_ids):
                 if stage.last:
-                    return torch.equal(model(**micro_batch.inputs, use_cache=False).logits, whole)
+                    return torch.equal(model(**micro_batch.inputs, use_cache=False).logits, expected)
                 hidden = stage.hidden(**micro_batch.inputs, use_cache=False)
         finally:
             stage.undo()
 
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
-    """Replaces a block of another stage: returns its input. Args: number: of the block; it adds only its length to a
-    cache, which any block may be asked for."""
+    """Replaces a block of another stage: returns its input. A cache gets one zero per token, since a model may ask any
+    block for the cache's length. Args: number: of the block."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    for held in (one for one in (*args, *kwargs.values()) if isinstance(one, Cache)):
+    for kv_cache in (argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)):
         nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
-        held.update(nothing, nothing, number)
+        kv_cache.update(nothing, nothing, number)
     return hidden if output.others is None else (hidden, *[None] * output.others)
 
 
 def _zeros(output: Output, *args: object, **kwargs: object) -> Tensor:
     """Replaces a module that makes hidden states (B, T, width) from tokens, positions (B, T) or other hidden states:
     returns zeros."""
-    given = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    around = given.shape[: len(output.shape) - 1]
-    return torch.zeros(*around, output.shape[-1], dtype=output.dtype, device=given.device)
+    received = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
+    leading = received.shape[: len(output.shape) - 1]
+    return torch.zeros(*leading, output.shape[-1], dtype=output.dtype, device=received.device)
 
 
 def refused(model: nn.Module, why: str) -> Refused:

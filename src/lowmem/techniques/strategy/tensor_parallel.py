@@ -55,9 +55,9 @@ SUMMED = "replicated_with_grad_allreduce"  # a norm of each head: every rank has
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
 SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}  # in x A B, the matrix that is sharded like the layer
-# of a gradient's norm: other heads' gradients differ by far more, and another order of summation by far less
+# relative to a gradient's norm: other heads' gradients differ by far more, and another order of summation by far less
 SAME = 1e-3
-NOISE = 1e-6  # of the largest norm: smaller ones consist of rounding errors
+NOISE = 1e-6  # relative to the largest norm: smaller norms consist of rounding errors
 NUMBER = r"(?<=\.)\d+(?=\.|$)"  # a block's number, for which a plan writes a star
 
 
@@ -122,13 +122,13 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
     """Checks that heads and widths divide evenly over the ranks."""
     grouped = dist.is_initialized() and size < dist.get_world_size()  # then another number of devices would not help
     counts = {name: _counted(network, name, style) for name, style in styles.items() if style != SUMMED}
-    for name, (count, what) in counts.items():
+    for name, (count, unit) in counts.items():
         if count % size:
             fits = [n for n in range(2, size) if not any(number % n for number, _ in counts.values())]
             groups = [n for n in fits if size % n == 0]
             instead = f"Type devices={fits[-1]}" if fits and not grouped else "Type another strategy=, such as fsdp"
             raise Refused(
-                f"{type(network).__name__} cannot be divided over {size} ranks: {name} has {count} {what}. {instead}"
+                f"{type(network).__name__} cannot be divided over {size} ranks: {name} has {count} {unit}. {instead}"
                 + (f", or strategy=fsdp_tensor_parallel strategy.tensor_parallel_size={groups[-1]}." if groups else ".")
             )
 
@@ -153,16 +153,16 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 def _divide(module: nn.Module, style: str, group: Group) -> Layouts:
     """Shards a layer, and of an adapter's matrices x A B the one that multiplies the sharded side."""
-    layer, beside = _base(module), getattr(module, SMALL.get(style, ""), {}).values()
+    layer, adapters = _base(module), getattr(module, SMALL.get(style, ""), {}).values()
     if style in ROWS:
         layouts = divide_rows(layer, group, split=style == "rowwise_split_input")
-        for small in beside:
-            layouts |= divide_rows(small, group)
+        for matrix in adapters:
+            layouts |= divide_rows(matrix, group)
         return layouts
     fused = FUSED if style == QKV else 1
     layouts = divide_columns(layer, group, fused, gathered=style == "colwise_gather_output")
-    for small in beside:
-        layouts |= divide_columns(small, group, fused)
+    for matrix in adapters:
+        layouts |= divide_columns(matrix, group, fused)
     return layouts
 
 
@@ -172,7 +172,10 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> Layouts:
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
-        log.info(f"strategy: embedding and head are whole on each device: not of {group.size} equal parts of tokens.")
+        log.info(
+            f"strategy: each device has the full embedding and head: {group.size} does not divide their tokens, or "
+            "they are not torch's own modules."
+        )
         return {}
     tied = embedding.weight is head.weight
     layouts = divide_embedding(embedding, group) | divide_head(head, group)
@@ -227,27 +230,27 @@ class TensorParallel(Divided):
     def gather_gradients(self) -> None:
         """Adds gradients that are summands over the group: all of them at once, and once per window."""
         super().gather_gradients()
-        held = {p: self.local(p).grad for p, layout in self._layouts.items() if layout.dim is None}
-        held = {p: gradient for p, gradient in held.items() if gradient is not None}
-        if gradients := [gradient for p, gradient in held.items() if self._layouts[p].summed]:
-            together = self.group.all_reduced(torch.cat([gradient.flatten() for gradient in gradients]))
-            for gradient, total in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+        replicated = {p: self.local(p).grad for p, layout in self._layouts.items() if layout.dim is None}
+        replicated = {p: gradient for p, gradient in replicated.items() if gradient is not None}
+        if gradients := [gradient for p, gradient in replicated.items() if self._layouts[p].summed]:
+            reduced = self.group.all_reduced(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, total in zip(gradients, reduced.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
-        if held and not self._compared:
-            self._compare(held)
+        if replicated and not self._compared:
+            self._compare(replicated)
 
-    def _compare(self, held: dict[nn.Parameter, Tensor]) -> None:
+    def _compare(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Compares gradients of parameters that every rank has, before the first step: if a plan leaves out a sum, the
         ranks' weights would silently diverge.
 
         Raises:
             Refused: the gradients differ.
         """
-        norms = torch.stack([gradient.float().norm() for gradient in held.values()])
+        norms = torch.stack([gradient.float().norm() for gradient in gradients.values()])
         least, most = self.group.all_reduced(torch.stack([-norms, norms]), dist.ReduceOp.MAX)
         self._compared = bool(most.isfinite().all())  # else the loss scale is still too large
         wrong = most + least > SAME * most + NOISE * most.max()
-        for p, differs in zip(held, wrong.tolist(), strict=True):
+        for p, differs in zip(gradients, wrong.tolist(), strict=True):
             if differs:
                 raise Refused(
                     f"strategy: {self._names[p]} has another gradient on each device of a group: the model's plan "

@@ -97,5 +97,5 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(fit, precision, strategy
 
 
 def test_of_a_divided_model_it_would_not_be_saved(fit):
-    with pytest.raises(Refused, match=r"precision: Kahan holds something .* Type strategy=ddp\."):
+    with pytest.raises(Refused, match=r"precision: Kahan stores extra state .* Type strategy=ddp\."):
         fit(*chosen(Kahan), "strategy=fsdp", "max_steps=1")

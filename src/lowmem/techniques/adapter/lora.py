@@ -37,7 +37,7 @@ BASE, BASE_DTYPE = {"base": "nf4"}, "base_dtype"
 PREFIX = "base_model.model."  # begins every name in one of peft's folders
 RANK, ALL = 16, "all-linear"
 ROUTERS = ("gate", "router", "shared_expert_gate")
-# Keys of a folder that ask for more than matrices beside linear layers, or change these.
+# Keys of a folder's config that ask for more than matrices beside linear layers, or change the layers.
 NOT_HERE = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
 
 

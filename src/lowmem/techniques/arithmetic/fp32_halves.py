@@ -61,7 +61,7 @@ def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-# Trackers see each of both as one operator: in chunks, 70B parameters would be 200,000.
+# Trackers see one operator in each of these two: chunk by chunk, 70B parameters would be 200,000 operators.
 
 
 @torch.library.custom_op("lowmem::round_half_up", mutates_args=("upper",))

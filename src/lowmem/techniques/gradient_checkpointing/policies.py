@@ -39,7 +39,7 @@ def every_layer(model: nn.Module) -> None:
 def every_k(model: nn.Module, k: int) -> None:
     """Every k-th block keeps only its input: n / k boundaries and the interior of k blocks."""
     if not isinstance(k, int) or k < 1:
-        raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block.")
+        raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block. Type 1 or more.")
     stack = blocks(model)
     for start in range(0, len(stack), k):
         _segment(stack[start : start + k])

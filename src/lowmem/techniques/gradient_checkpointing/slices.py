@@ -82,7 +82,7 @@ class Tiles:
             raise self._refused(f"in slices of the sequence {', '.join(sorted(wrong))} is another function")
         cut = {name(module) for module in self.sliced if module.agrees}
         if not cut:
-            raise self._refused(f"no module in the blocks of {type(model).__name__} acts on each token by itself")
+            raise self._refused(f"no part of the blocks of {type(model).__name__} acts on each token by itself")
         log.info(f"tile.tokens={self.tokens}: {', '.join(sorted(cut))} are computed in slices of so many tokens.")
 
     def _refused(self, why: str) -> Refused:

@@ -124,7 +124,7 @@ def pageable(optimizer: Optimizer) -> list[Tensor]:
 
 def _restore_paged(optimizer: Optimizer) -> None:
     """Restores paged state as paged memory. bitsandbytes restores it as ordinary tensors on the device, which may lack
-    the room (its issues 782 and 1381); and on a CPU, a card's checkpoint would make it paged, which a CPU has not.
+    the room (its issues 782 and 1381); and on a CPU it would make a card's state paged, which a CPU does not support.
 
     Each buffer is allocated as in the first step, and is paged if that one was.
     """

@@ -198,7 +198,7 @@ class StochasticHostWeight(HostWeight):
         self.steps += 1
         if isinstance(optimizer, InPieces):
             optimizer.step_narrow(
-                step._replace(narrow=stored), lambda wide, here: stochastically(wide, here, random, on_host=True)
+                step._replace(narrow=stored), lambda wide, target: stochastically(wide, target, random, on_host=True)
             )
         else:
             self.wide.data = stored.float()

@@ -39,7 +39,7 @@ class OneDevice:
     side: Side = "device"  # where sharded tensors wait, and are stepped
     side_of_weights: Side = "device"  # where the module's parameters and their gradients are between passes
     divides = False  # True if a process has only a shard of the parameters
-    in_numbers = True  # `shard` reads values on every rank; False: until then only rank 0 has any
+    in_numbers = True  # True if every rank has the weights before `shard`; False: only rank 0 has them
     builds = True  # this rank reads or draws the model's weights; False: they come from rank 0
     neediest = (0,)  # ranks worth tracing: no other needs more memory than the worst of these
     factor = 1.0  # the engine averages gradients over this many ranks; the loss is multiplied by it to undo that

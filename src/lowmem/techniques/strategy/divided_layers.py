@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         return torch.cat([piece for matrix in matrices for piece in matrix], self.dim)
 
 
-WHOLE = Layout()
+UNDIVIDED = Layout()
 
 
 Layouts = dict[nn.Parameter, Layout]
@@ -81,9 +81,9 @@ class Group:
         """Returns a shard as a DTensor. Args: full: a tensor of the full shape; dim: the sharded dimension."""
         return DTensor.from_local(shard, self.mesh, [Shard(dim)], shape=full.shape, stride=full.stride())
 
-    def all_reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduced(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Returns the reduced tensor; it is reduced in place if it needs no gradient."""
-        dist.all_reduce(tensor, how, self.mesh.get_group())
+        dist.all_reduce(tensor, op, self.mesh.get_group())
         return tensor
 
 

@@ -68,10 +68,10 @@ class Resharding(Loss):
     def verify(self, model: nn.Module, batch: MicroBatch) -> None:
         self._read(self.loss.verify, model, batch)
 
-    def _read(self, read: Callable, model: nn.Module, batch: MicroBatch) -> Tensor | None:
+    def _read(self, compute: Callable, model: nn.Module, batch: MicroBatch) -> Tensor | None:
         self._reads = True
         try:
-            return read(model, batch)
+            return compute(model, batch)
         finally:
             self._reads = False
             self._put_away(model)

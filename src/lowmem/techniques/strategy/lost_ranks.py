@@ -1,8 +1,8 @@
 """Turns torch.distributed's errors about a lost or silent rank into a sentence that names what was waited for.
 
 gloo and NCCL only say which socket closed, or that so many milliseconds have passed. The traceback shows what the
-process was doing; for NCCL, which ends a process from its own thread, the words that it prints do. Nothing heavy is
-imported: the launcher reads such words, too.
+process was doing. NCCL ends a process from its own thread, so there only the words that it prints show it. This file
+imports nothing heavy, since the launcher reads such words, too.
 """
 
 import re

@@ -118,9 +118,9 @@ def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
     Raises:
         Refused: on all ranks.
     """
-    every = ranks.all_gather(values)
-    for number, other in enumerate(every):
-        if differing := [key for key in values | other if other.get(key) != every[0].get(key)]:
+    all_values = ranks.all_gather(values)
+    for number, other in enumerate(all_values):
+        if differing := [key for key in values | other if other.get(key) != all_values[0].get(key)]:
             raise Refused(f"Rank {number} and rank 0 differ in {', '.join(differing)}: they {why}.")
 
 

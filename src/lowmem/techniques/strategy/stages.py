@@ -142,10 +142,10 @@ class Division(NamedTuple):
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
         """Returns the modules whose own tensors a stage does not have. It has those of a tied weight."""
-        mine = {submodule for module in self.own(stage) for submodule in module.modules()}
+        own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
-        return (others | edges) - mine
+        return (others | edges) - own
 
     def _has(self, edge: nn.Module, stage: int) -> bool:
         return any(stage in self.holders[p] for p in edge.parameters(recurse=False))
@@ -217,7 +217,7 @@ class Stage:
 
     def empty(self) -> None:
         """Frees the memory of what other stages hold."""
-        now = {
+        replacements = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
         }
@@ -225,10 +225,10 @@ class Stage:
         others -= {submodule for module in self.division.own(self.number) for submodule in module.modules()}
         for submodule in self.model.modules():
             for name, p in submodule.named_parameters(recurse=False):
-                setattr(submodule, name, now[p])
+                setattr(submodule, name, replacements[p])
             for name, buffer in submodule.named_buffers(recurse=False) if submodule in others else ():
                 setattr(submodule, name, buffer.to("meta"))
-        self.holders = {now[p]: stages for p, stages in self.holders.items()}
+        self.holders = {replacements[p]: stages for p, stages in self.holders.items()}
 
     def hidden(self, **inputs: object) -> Tensor:
         """Returns (B x T, H), the output of every stage but the last. Call it within `entered`. Args: inputs: of the

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from lowmem.system.errors import Refused
 from lowmem.techniques.strategy import load_in_parts
 from lowmem.techniques.strategy.divided_layers import (
-    WHOLE,
+    UNDIVIDED,
     Group,
     Layout,
     Layouts,
@@ -220,7 +220,7 @@ class TensorParallel(Divided):
 
     def _lay_out(self, module: LightningModule) -> None:
         layouts = self.laid_out(module)
-        self._layouts = {p: layouts.get(name, WHOLE) for name, p in module.model.named_parameters()}
+        self._layouts = {p: layouts.get(name, UNDIVIDED) for name, p in module.model.named_parameters()}
         self._names = {p: name for name, p in module.model.named_parameters()}
 
     def laid_out(self, module: LightningModule) -> dict[str, Layout]:

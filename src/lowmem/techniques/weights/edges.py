@@ -106,10 +106,10 @@ class Edge(HeadSource):
             with host_side():
                 self._room = self.lane.staging(size)
             belongs(self._room, "other", "host")
-        here = self._room[:size].view(weight.dtype).view(len(at), -1)
-        torch.index_select(weight, 0, at, out=here)
-        rows = torch.empty_like(here, device=self.weight.device)
-        self._sent = self.lane.copy(rows, here, self.lane.mark())
+        staged = self._room[:size].view(weight.dtype).view(len(at), -1)
+        torch.index_select(weight, 0, at, out=staged)
+        rows = torch.empty_like(staged, device=self.weight.device)
+        self._sent = self.lane.copy(rows, staged, self.lane.mark())
         self.lane.hold(self._sent)
         return rows
 

@@ -127,18 +127,18 @@ class StagedLink(Link):
         complete = self.lane.mark()
         for start, piece in pieces(flat, self.slot_bytes):
             slot = self._down.get()
-            here = slot.view(piece.dtype)[: piece.numel()]
-            landed = self.lane.copy(here, piece, complete)
+            host = slot.view(piece.dtype)[: piece.numel()]
+            landed = self.lane.copy(host, piece, complete)
             self._ask(
-                lambda start=start, here=here, landed=landed, slot=slot: self._take(take, start, here, landed, slot)
+                lambda start=start, host=host, landed=landed, slot=slot: self._take(take, start, host, landed, slot)
             )
         self._raise()
 
-    def _take(self, take: Take, start: int, here: Tensor, landed: Mark, slot: Tensor) -> None:
+    def _take(self, take: Take, start: int, host: Tensor, landed: Mark, slot: Tensor) -> None:
         try:
             landed.synchronize()
             if self._failed is None:
-                take(start, here)
+                take(start, host)
         finally:
             self._down.put(slot)
 

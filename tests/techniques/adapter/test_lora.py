@@ -114,8 +114,8 @@ def test_patterns_choose_layers(target):
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        (["lm_head"], "lm_head is none"),
-        (["embed_tokens"], "model.embed_tokens is none"),
+        (["lm_head"], "lm_head is not one of them"),
+        (["embed_tokens"], "model.embed_tokens is not one of them"),
         (["q_porj"], r"LlamaForCausalLM has no layer of that name. Type some of \[down_proj,gate_proj"),
     ],
 )

@@ -237,7 +237,7 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
     for pattern in target:
         if not any(_meant(name, pattern) for name in linear):
             named = [name for name, _ in model.named_modules() if name and _meant(name, pattern)]
-            reason = f"{named[0]} is none" if named else f"{type(model).__name__} has no layer of that name"
+            reason = f"{named[0]} is not one of them" if named else f"{type(model).__name__} has no layer of that name"
             ends = sorted({name.rpartition(".")[2] for name in linear})
             raise Refused(
                 f"adapter.target={pattern}: linear layers are adapted, without the head, and {reason}. Type some of "

@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
     Args:
         gradient: of p's shape, in fp32, bf16 or fp16, as it is stored.
-        group: the options of p's group at the time when the step was asked for.
+        group: the options of p's group when the step was requested.
         p: fp32. Its data has no meaning if `narrow` holds the weight.
         reading: scales and limits the gradient before anything else.
         narrow: of p's shape, in bf16 or fp16; receives the new weight.

@@ -53,7 +53,7 @@ class HostMasters(BasePrecision):
         """Makes the masters. Lightning calls this once the weights are loaded or restored, before they move to the
         device."""
         module = super().convert_module(module)
-        for name, p in module.named_parameters():  # a tied parameter comes once
+        for name, p in module.named_parameters():  # a tied parameter is listed once
             if not p.requires_grad:
                 p.data = p.data.to(self.dtype)
             elif id(p) not in self.masters:

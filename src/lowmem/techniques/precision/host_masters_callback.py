@@ -19,7 +19,7 @@ class MasterWeights(Callback):
         clip, clip_value: the run's; a global norm needs all gradients before the first step.
         early_step: steps each master as soon as the window's last gradient of it has arrived, if nothing needs all
             gradients (a norm, or a loss scale): the step then overlaps with backward, and gradients need no memory.
-        skips_in_a_row: ends the run after so many steps in a row were skipped, since gradients were not finite.
+        skips_in_a_row: the run ends when this many steps in a row are skipped because gradients are not finite.
     """
 
     def __init__(

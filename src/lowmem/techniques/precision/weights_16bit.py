@@ -65,7 +65,7 @@ class SixteenBitWeights(BasePrecision):
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        named = module.named_parameters()  # a tied parameter comes once
+        named = module.named_parameters()  # a tied parameter is listed once
         if isinstance(ranks := getattr(module, "ranks", None), OneDevice):
             self._divided, named = ranks.divides, ((name, ranks.local(p)) for name, p in named)
         self._named = dict(named)

@@ -1,4 +1,4 @@
-"""Shards one layer over the ranks of a group, each of which computes with its shard.
+"""Shards one layer over the ranks of a group; each rank computes with its shard.
 
 A matrix that is sharded by columns needs the same input on every rank; the input's gradient is a sum over the ranks. If
 it is sharded by rows, its output is such a sum, and the gradient needs none. An embedding's output is a sum, too, since

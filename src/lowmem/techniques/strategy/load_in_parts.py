@@ -96,7 +96,7 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yields (name, module, its name in the module, buffer), also of buffers that no checkpoint holds. A buffer that
-    several modules share comes once for each, and each gets its own."""
+    several modules share is listed for each of them, and each gets its own."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):
             yield f"{path}.{key}".lstrip("."), holder, key, buffer

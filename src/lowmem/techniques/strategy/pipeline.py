@@ -148,8 +148,8 @@ class Pipeline(Divided):
         return self._of_last(work.loss_sum), None
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
-        """Makes torch's schedule. Each window gets a new one, since its buffers fit so many micro-batches of this
-        length. torch then lets all stages agree on shapes again: one number goes from the first to the last and back.
+        """Makes torch's schedule. Each window gets a new one, since its buffers fit one number of micro-batches of
+        one length. torch then lets all stages agree on shapes again: a number goes from the first to the last and back.
         With fewer micro-batches than stages 1F1B is not defined; GPipe is, and holds as many activations."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)

@@ -149,7 +149,7 @@ class Edge(HeadSource):
 
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first token of the vocabulary, tile (C, H)). A tile is valid until the next one is asked for."""
+        """Yields (first token of the vocabulary, tile (C, H)). A tile is valid until the next one is read."""
         self.home.arrived()
         pieces = self.home.tensors[self.weight].split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]

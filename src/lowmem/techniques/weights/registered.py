@@ -33,12 +33,13 @@ class Registered:
         self._last = lane.mark()  # reached when all copies are complete, since they keep their order
         results = [(tensor, lane.register(tensor)) for tensor in memory if lane.registers]
         self._memory = [tensor for tensor, why in results if why is None]
-        self._unregistered = {storage_key(tensor) for tensor, why in results if why is not None}
+        refused = [(tensor, why) for tensor, why in results if why is not None]
+        self._unregistered = {storage_key(tensor) for tensor, _ in refused}
         if self._memory:
             size, seconds = sum(tensor.nbytes for tensor in self._memory), time.perf_counter() - start
             log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {seconds:.1f} s.")
         if self._unregistered:
-            size, why = sum(tensor.nbytes for tensor, why in results if why), next(why for _, why in results if why)
+            size, why = sum(tensor.nbytes for tensor, _ in refused), refused[0][1]
             log.warning(
                 f"{size / GIB:.1f} GiB of host memory could not be registered ({why}); copies go through {SLOTS} x "
                 f"{slot_bytes / MIB:.0f} MiB of staging, at about half the speed."

@@ -9,13 +9,12 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lowmem.config.values import shown
 from lowmem.data.sources.reading import digests
-from lowmem.data.sources.records import Record, Records, held_out, place, records
+from lowmem.data.sources.records import Reader, Record, Records, identity, records
 from lowmem.data.sources.source import SplitName
 from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused
@@ -46,7 +45,7 @@ def hub(
     return Stream(rows, block, val_rows) if streaming else rows
 
 
-class Table:
+class Table(Reader):
     """The reader of a data set's rows. Args: splits: the names of its splits; without one for validation some rows are
     held out."""
 
@@ -62,8 +61,8 @@ class Table:
     ) -> None:
         folder = Path(os.path.expanduser(path))
         self.path, self.folder = str(folder.resolve()) if folder.is_dir() else path, folder.is_dir()
-        self.subset, self.splits, self.val_fraction, self.revision = subset, splits, val_fraction, revision
-        self.alone = splits["val"] is None
+        self.subset, self.splits, self.revision = subset, splits, revision
+        super().__init__(splits["val"] is None, val_fraction)
 
     def key(self) -> list:
         return [self.contents(), self.subset, [*self.splits.values()], self.val_fraction if self.alone else None]
@@ -83,17 +82,11 @@ class Table:
     def size(self, split: SplitName) -> None:
         return None
 
-    def records(self, split: SplitName) -> Iterator[Record]:
+    def every(self, split: SplitName) -> Iterator[Record]:
         name = self.splits[split] or self.splits["train"]
         with self._reached():
             for number, fields in enumerate(self.rows(name), 1):
-                raw = _identity(fields)
-                if not self.alone or (place(raw) < self._held_out) == (split == "val"):
-                    yield Record(f"{shown(self.path)}, {name}, row {number:,}", fields, len(raw))
-
-    @cached_property
-    def _held_out(self) -> float:
-        return held_out(map(_identity, self.rows(self.splits["train"])), self.val_fraction)
+                yield Record(f"{shown(self.path)}, {name}, row {number:,}", fields, identity(fields))
 
     def rows(self, name: str) -> Any:
         """Returns a datasets.IterableDataset, whose position can be saved.
@@ -125,7 +118,3 @@ class Table:
                 f"{shown(self.path)} --local-dir <folder>) and type data.path=<folder>."
             )
             raise Refused(f"data.path={shown(self.path)}: this data set cannot be read ({said}). {instead}") from None
-
-
-def _identity(fields: dict) -> bytes:
-    return str(fields).encode(errors="surrogatepass")

@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,12 +12,10 @@ from lowmem.config.values import shown
 from lowmem.system.errors import Refused
 
 BLOCK = 1 << 20  # bytes
+UTF_8 = "utf-8"  # stands in the keys of caches, from when there were other encodings
 BOUNDARIES = ("\n\n", "\n", " ")  # of paragraphs, lines and words
 OVER = object()
-MARKS = {
-    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-}
+INSTEAD = " data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
 T = TypeVar("T")
 
 
@@ -54,89 +51,57 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-class _NoText(Exception):
-    def __init__(self, reason: str, raw: bytes) -> None:
-        super().__init__(reason)
-        self.raw = raw
+class NotText(Refused):
+    """A file that is no text in UTF-8. Args: line: the first one that is not; instead: what else can be typed."""
+
+    def __init__(self, file: Path, line: int, instead: str = "") -> None:
+        super().__init__(
+            f"data: {shown(file)} is no text in UTF-8 (line {line:,}). If it is text, type iconv -f latin1 -t utf-8 "
+            f"{shown(file)} > NEW, with the encoding it has, which `file` guesses.{instead}"
+        )
 
 
-def blocks(file: Path, encoding: str, on_error: str | None) -> Iterator[str]:
-    """Yields the characters of a text file in blocks. Bytes that are no text are refused or, with on_error=replace,
-    replaced. Args: on_error: None: refuse them, and do not name the key.
+def check_utf8(encoding: str) -> None:
+    """Raises Refused for every other encoding."""
+    if encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
+        raise Refused(
+            f"data.encoding={encoding}: files are read as UTF-8 alone. Type iconv -f {encoding} -t utf-8 FILE > NEW, "
+            "and train on NEW."
+        )
+
+
+def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
+    """Yields the characters of a text file in blocks. With on_error=replace U+FFFD stands for bytes that are no text.
 
     Raises:
-        Refused: with the number of the first byte that is no text.
+        NotText: bytes are no UTF-8, or are zero, as binary files have them.
     """
-    try:
-        yield from _decoded(file, encoding, "replace" if on_error == "replace" else "strict")
-    except _NoText as error:
-        instead = (
-            "data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
-            if on_error
-            else "utf-8 takes every text, saved as that."
-        )
-        raise Refused(
-            f"data: {shown(file)} is no text in {encoding} ({error}). {_likely(error.raw)}{instead}"
-        ) from None
-
-
-def is_text(file: Path, encoding: str) -> bool:
-    """Returns True if a file is text. It is decoded twice, so that this is known before its first character is used."""
-    try:
-        for _ in _decoded(file, encoding, "strict"):
-            pass
-        return True
-    except _NoText:
-        return False
-
-
-def _decoded(file: Path, encoding: str, errors: str) -> Iterator[str]:
-    start = 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace" if on_error == "replace" else "strict")
+    line, raw = 1, b"more"
     with readable(file), file.open("rb") as stream:
-        head = raw = stream.read(BLOCK)
-        decoder = codecs.getincrementaldecoder(_of_stream(encoding, head))(errors)
-        while True:
-            waiting = len(decoder.getstate()[0])  # bytes of a character that began in the last block
+        while raw:
+            raw = stream.read(BLOCK)
             try:
                 text = decoder.decode(raw, final=not raw)
-            except UnicodeError as error:
-                at = start - waiting + getattr(error, "start", 0)
-                raise _NoText(f"see byte {at:,}", head) from None
-            if errors == "replace":
-                text = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+            except UnicodeDecodeError as error:
+                raise NotText(file, line + error.object[: error.start].count(b"\n"), INSTEAD) from None
+            if on_error == "replace":
+                text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
             elif "\0" in text:
-                raise _NoText("it has zero bytes, as binary files have", head)
-            elif not _has_no_half_pair(text):
-                raise _NoText("it has half a character", head)
-            start += len(raw)
+                raise NotText(file, line + text.partition("\0")[0].count("\n"), INSTEAD)
+            line += text.count("\n")
             if text:
                 yield text
-            if not raw:
-                return
-            raw = stream.read(BLOCK)
 
 
-def _of_stream(encoding: str, head: bytes) -> str:
-    """Returns the encoding to decode a stream with: for text without a byte order mark Python assumes the machine's
-    order, but refuses a stream."""
-    name = codecs.lookup(encoding).name
-    marked = any(head.startswith(mark) for mark in MARKS.get(name, (b"",)))
-    return encoding if marked else f"{name}-{sys.byteorder[0]}e"
-
-
-def _has_no_half_pair(text: str) -> bool:
-    """Returns True if the text has no half of a surrogate pair, which some encodings produce."""
+def is_text(file: Path) -> bool:
+    """Reads all of a file, so that this is known before its first character is used."""
     try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeError:
+        for _ in blocks(file):
+            pass
+        return True
+    except NotText:
         return False
-
-
-def _likely(raw: bytes) -> str:
-    """Guesses from a file's first bytes what else it may be."""
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "Type data.encoding=utf-16, as which it begins; "
-    return "" if b"\0" in raw else "Type data.encoding=latin-1, if that is what it is; "
 
 
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:

@@ -7,12 +7,12 @@ data.skip_bad=true the record is left out, and counted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -36,74 +36,87 @@ SMALLEST = 512  # the least bytes that a record counts, so that not too many are
 class Record(NamedTuple):
     where: str  # "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: it is no record
-    size: int = 0  # bytes in its file, if known
+    identity: bytes = b""  # the same for the same record, wherever it stands
 
 
-class Reader(Protocol):
-    """A source of records. Args: alone: some of the records are validation; aside: the key that gives other records for
-    validation."""
+class Row(NamedTuple):
+    """A record of a file."""
 
-    alone: bool
-    aside: str
+    number: int  # from 1 on
+    fields: dict | BadRecord
+    identity: bytes
+
+
+class Reader:
+    """The base class of sources of records.
+
+    Args:
+        alone: both splits are read from the same records, so some of them are validation: `val_fraction` of them.
+    """
+
+    aside: str  # the key that gives other records for validation
+
+    def __init__(self, alone: bool, val_fraction: float) -> None:
+        self.alone, self.val_fraction = alone, val_fraction
 
     def key(self) -> list:
         """Returns lists, texts and numbers that depend on contents, and on settings that change the records."""
+        raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
         """Returns about how many bytes will be read; None: unknown."""
+        raise NotImplementedError
+
+    def every(self, split: SplitName) -> Iterator[Record]:
+        """Yields the records that a split is chosen from, in order, again at each call. Raises Refused if nothing can
+        be read."""
+        raise NotImplementedError
 
     def records(self, split: SplitName) -> Iterator[Record]:
-        """Yields the records in order, again at each call. Raises Refused if nothing can be read."""
-
-
-class OfFiles:
-    """The base class of readers of files: of several files some are validation; of a single one, some of its records.
-
-    Args:
-        val_fraction: share of the records that is validation, if there is a single file.
-        how: settings that change the records.
-    """
-
-    unit: str  # what its records are called: lines, rows
-    aside = "val_path=<a file or folder>"
-
-    def __init__(self, files: Files, val_fraction: float, how: list) -> None:
-        self.files, self.val_fraction, self.how = files, val_fraction, how
-
-    @property
-    def alone(self) -> bool:
-        return self.files.alone
-
-    def numbered(self, file: Path) -> Iterator[tuple[int, Any]]:
-        """Yields (number, record as it was read), from 1 on."""
-        raise NotImplementedError
-
-    def identity(self, raw: Any) -> bytes:
-        """Returns bytes that are the same for the same record, wherever it stands."""
-        raise NotImplementedError
-
-    def fields(self, raw: Any) -> dict | BadRecord:
-        raise NotImplementedError
-
-    def key(self) -> list:
-        contents = [digests(files) for files in (self.files.train, self.files.val)]
-        return [contents, *self.how, self.val_fraction if self.files.alone else None]
-
-    def size(self, split: SplitName) -> int:
-        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.files.alone else 1
-        return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
-
-    def records(self, split: SplitName) -> Iterator[Record]:
-        for file in getattr(self.files, split):
-            name = shown(file.relative_to(self.files.root) if file.is_relative_to(self.files.root) else file)
-            for number, raw in self.numbered(file):
-                identity = self.identity(raw)
-                if not self.files.alone or (place(identity) < self._held_out) == (split == "val"):
-                    yield Record(f"{name}, {self.unit} {number:,}", self.fields(raw), len(identity))
+        """Yields the records of a split."""
+        for record in self.every(split):
+            if not self.alone or (place(record.identity) < self._held_out) == (split == "val"):
+                yield record
 
     @cached_property
     def _held_out(self) -> float:
-        return held_out((self.identity(raw) for _, raw in self.numbered(self.files.train[0])), self.val_fraction)
+        return held_out((record.identity for record in self.every("train")), self.val_fraction)
+
+
+class FileReader(Reader):
+    """The reader of the records of files: of several files some are validation; of a single one, some of its records.
+
+    Args:
+        settings: those that change the records.
+        unit: what a record is called: line, row.
+        rows: reads a file.
+    """
+
+    aside = "val_path=<a file or folder>"
+
+    def __init__(
+        self, files: Files, val_fraction: float, settings: list, unit: str, rows: Callable[[Path], Iterator[Row]]
+    ) -> None:
+        super().__init__(files.alone, val_fraction)
+        self.files, self.settings, self.unit, self.rows = files, settings, unit, rows
+
+    def key(self) -> list:
+        contents = [digests(files) for files in (self.files.train, self.files.val)]
+        return [contents, *self.settings, self.val_fraction if self.alone else None]
+
+    def size(self, split: SplitName) -> int:
+        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.alone else 1
+        return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
+
+    def every(self, split: SplitName) -> Iterator[Record]:
+        for file in getattr(self.files, split):
+            name = shown(file.relative_to(self.files.root) if file.is_relative_to(self.files.root) else file)
+            for row in self.rows(file):
+                yield Record(f"{name}, {self.unit} {row.number:,}", row.fields, row.identity)
+
+
+def identity(fields: dict) -> bytes:
+    return str(fields).encode(errors="surrogatepass")
 
 
 @dataclass(eq=False)
@@ -160,7 +173,7 @@ class Records(StoredSource):
         self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Encoded]:
         """Yields the documents of these records, and counts those that are left out."""
-        for batch in ahead(batches(records, lambda record: max(record.size, SMALLEST))):
+        for batch in ahead(batches(records, lambda record: max(len(record.identity), SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
             made = iter(self.encoder.encode(tokenizer, usable))

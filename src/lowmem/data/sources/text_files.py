@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lowmem.config.values import checked_encoding, checked_on_error, no_such, shown
+from lowmem.config.values import checked_on_error, no_such, shown
 from lowmem.data.opening import StoredSource
 from lowmem.data.sources.pieces import Cuts, batches, controls, end_of, ids_of, pieces, text_bytes
-from lowmem.data.sources.reading import ahead, between, blocks, cut_at, digests, is_text
+from lowmem.data.sources.reading import UTF_8, ahead, between, blocks, check_utf8, cut_at, digests, is_text
 from lowmem.data.sources.source import Encoded, SplitName
 from lowmem.system.errors import Refused
 
@@ -38,9 +38,8 @@ class Corpus(StoredSource):
     """Text files, each of which is a document. Names in keys and messages are relative to `root`.
 
     Args:
-        encoding: of the files; on_error: what to do with bytes that are no text in it: `refuse` the file, `replace`
-            them
-            by U+FFFD, or `skip` the file.
+        on_error: what to do with bytes that are no UTF-8: `refuse` the file, `replace` them by U+FFFD, or `skip` the
+            file.
         tail: share of the text that is validation, if `train` and `val` are the same single file.
         packing, too_long: see `Source`.
     """
@@ -49,7 +48,6 @@ class Corpus(StoredSource):
     root: Path
     train: list[Path]
     val: list[Path]
-    encoding: str = "utf-8"
     on_error: str = "refuse"
     tail: float | None = None
     packing: str = "joined"
@@ -59,7 +57,7 @@ class Corpus(StoredSource):
 
     def key(self) -> list:
         contents = [digests(getattr(self, split)) for split in ("train", "val")]
-        return [contents, self.encoding, self.on_error, self.tail]
+        return [contents, UTF_8, self.on_error, self.tail]
 
     def size(self, split: SplitName) -> int:
         share = {"train": 1 - self.tail, "val": self.tail}[split] if self.tail else 1
@@ -94,14 +92,14 @@ class Corpus(StoredSource):
     def _readable(self, split: SplitName) -> Iterator[Path]:
         self.skipped[split] = 0
         for file in getattr(self, split):
-            if self.on_error == "skip" and not is_text(file, self.encoding):
+            if self.on_error == "skip" and not is_text(file):
                 self.skipped[split] += 1
             else:
                 yield file
 
     def _blocks(self, file: Path, split: SplitName) -> Iterator[str]:
         def read() -> Iterator[str]:
-            return blocks(file, self.encoding, self.on_error)
+            return blocks(file, self.on_error)
 
         if self.tail is None:
             return read()
@@ -149,8 +147,8 @@ def text(
 ) -> Corpus:
     """Returns a file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing
     else."""
-    how = {"encoding": checked_encoding(encoding), "on_error": checked_on_error(on_error)}
-    how |= {"packing": packing, "too_long": too_long}
+    check_utf8(encoding)
+    how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long}
     root, train, val = files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
     return Corpus("text", root, train, val, tail=val_fraction if files.alone else None, **how)
 

@@ -30,8 +30,8 @@ def control(what: str, token: str) -> BadRecord:
     """Returns the error for a text that contains a control token, which would end a document or a message inside it.
     Args: what: a name for the text in messages."""
     return BadRecord(
-        f"{what} holds {token}, which the tokenizer reads as a control token. "
-        "data.control_tokens=text takes such as the text they are written as"
+        f"{what} holds {token}, which the tokenizer reads as a control token: it would end or begin something there. "
+        "Write it otherwise, as < | with spaces between"
     )
 
 

@@ -7,7 +7,7 @@ message without a role, a blank answer, control tokens in a text.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.config.values import shown
 from lowmem.data.sources.bad_record import BadRecord, checked, control, kind
-from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, SPLIT, TODAY, ChatTemplate, Messages, Rendered
-from lowmem.data.sources.source import Encoded, Encoder
+from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Messages, Rendered
+from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,10 +33,6 @@ class Chat(Encoder):
     Args:
         messages: the field that holds them.
         assistant: which answers are learnt: all, or the last.
-        control_tokens: what to do with a text that contains some: refuse the conversation, or encode them as plain
-            text.
-        boundary: what to do with an answer whose first white space a tokenizer joins to the header: refuse it, or strip
-            white space from the beginning of answers.
         template: the tokenizer's own, chatml, or a file.
     """
 
@@ -44,12 +40,9 @@ class Chat(Encoder):
         self,
         messages: str = "messages",
         assistant: Literal["all", "last"] = "all",
-        control_tokens: Literal["refuse", "text"] = "refuse",
-        boundary: Literal["refuse", "strip"] = "refuse",
         template: str | None = None,
     ) -> None:
         self.messages, self.assistant = messages, assistant
-        self.control_tokens, self.boundary = control_tokens, boundary
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
@@ -59,12 +52,12 @@ class Chat(Encoder):
 
     def key(self) -> list:
         """Returns the key; the tokenizer's own template is in the tokenizer's part of it."""
-        how = [self.messages, self.assistant, self.control_tokens, self.boundary]
+        how = [self.messages, self.assistant, REFUSE, REFUSE]
         return ["chat", *how, self.source, str(TODAY), transformers.__version__]
 
     def text(self, fields: dict) -> str:
         """Returns the contents alone: a BPE that saw the markup would learn it as words."""
-        return checked("\n".join(message["content"] for message in self._checked(fields)), "a message")
+        return checked("\n".join(message["content"] for message in messages_of(fields, self.messages)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Gives a tokenizer the template that is used, to be saved with it: the typed one; or ChatML, if the tokenizer
@@ -93,22 +86,12 @@ class Chat(Encoder):
 
     def _rendered(self, template: ChatTemplate, fields: dict) -> Rendered | BadRecord:
         try:
-            messages, tools = self._checked(fields), _tools(fields)
+            messages, tools = messages_of(fields, self.messages), _tools(fields)
             _check_calls(template, messages, tools)
-            _check_texts(messages, tools, template if self.control_tokens == "refuse" else None)
-            if self.control_tokens == "text":
-                messages, tools = _each_text(messages, template.as_text), _each_text(tools, template.as_text)
+            _check_texts(template, messages, tools)
             return template.render(messages, tools, self.assistant == "last")
         except BadRecord as error:
             return error
-
-    def _checked(self, fields: dict) -> Messages:
-        messages = messages_of(fields, self.messages)
-        if self.boundary == "strip":
-            for message in messages:
-                if message["role"] == "assistant":
-                    message["content"] = message["content"].lstrip()
-        return messages
 
     def _encoded(self, template: ChatTemplate, rendered: Rendered, encoding: Encoding) -> Encoded | BadRecord:
         ids = encoding.ids
@@ -120,8 +103,6 @@ class Chat(Encoder):
         learnt = np.zeros(len(ids), bool)
         for first, stop in spans:
             learnt[first:stop] = True
-        if self.control_tokens == "text":
-            learnt, ids = learnt[ids != template.split], ids[ids != template.split]
         if not learnt.any():
             return BadRecord(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
         return Encoded(ids, learnt, template.text_bytes(rendered))
@@ -203,17 +184,15 @@ def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None)
         raise BadRecord(f"it has tools, which {template.name} does not write")
 
 
-def _check_texts(messages: Messages, tools: list | None, template: ChatTemplate | None) -> None:
+def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
     """Refuses contents that are no text, or contain a token that the template uses as a control token: a user who
     writes one would end the message with it and begin the assistant's."""
     for number, message in enumerate([*messages, {"role": "", "tools": tools}], 1):
         where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):
             checked(text, where, empty=True)
-            if SPLIT in text:
-                raise BadRecord(f"{where} holds U+{ord(SPLIT):04X}, which is no character of any text")
-            if template and (found := template.in_text(text, message["role"] == "assistant")):
-                raise control(where, found)
+            if token := template.in_text(text, message["role"] == "assistant"):
+                raise control(where, token)
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -224,14 +203,6 @@ def _strings(value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for one in value:
             yield from _strings(one)
-
-
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _each_text(one, change) for key, one in value.items()}
-    return [_each_text(one, change) for one in value] if isinstance(value, list) else value
 
 
 def _tools(fields: dict) -> list | None:

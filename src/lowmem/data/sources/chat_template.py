@@ -12,7 +12,7 @@ from datetime import date
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -30,8 +30,6 @@ CHATML = (
 TODAY = date(2024, 7, 26)
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-SPLIT = "\ufdd0"  # is in no text; it splits a control token that is to be encoded as plain text, and is removed again
-
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -77,7 +75,7 @@ class ChatTemplate:
         written = {text for text in added if text in self.source and not text.isspace()}
         self.controls = frozenset(added[text][0] for text in special | written)
         self.special, self.control = _any_of(special), _any_of(special | written)
-        self.backend, self.split = _exact(tokenizer.backend_tokenizer)
+        self.backend = _exact(tokenizer.backend_tokenizer)
         if "strftime_now(" in self.source:
             raise Refused(
                 f"data=chat: {self.name} writes today's date in a way that cannot be held still, and the tokens would "
@@ -89,10 +87,6 @@ class ChatTemplate:
         <think>."""
         found = (self.special if by_assistant else self.control).search(text)
         return found and found[0]
-
-    def as_text(self, text: str) -> str:
-        """Returns the text with its control tokens split, so that they are encoded as plain text."""
-        return self.control.sub(lambda token: token[0][0] + SPLIT + token[0][1:], text)
 
     def render(self, messages: Messages, tools: list | None = None, last: bool = False) -> Rendered:
         """Renders a conversation. Args: last: only the last answer is learnt.
@@ -182,7 +176,7 @@ class ChatTemplate:
         first, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
         if first < len(ids) and encoding.token_to_chars(first)[0] < start:
             instead = (
-                "data.boundary=strip takes white space off the beginning of answers"
+                "Take the white space off the beginning of the answer"
                 if text[start].isspace()
                 else "Type data.template=<a file> with a copy of it whose header ends in no white space"
             )
@@ -209,19 +203,18 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
-    """Returns a pattern of these tokens, the longest first. `SPLIT` is not among them."""
-    return re.compile("|".join(map(re.escape, [SPLIT, *sorted(tokens, key=len, reverse=True)])))
+    """Returns a pattern of these tokens, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
-def _exact(backend: Tokenizer) -> tuple[Tokenizer, int]:
-    """Returns a copy of the tokenizer with true positions of its tokens, and the id of `SPLIT`: GPT-2's leaves the
-    space before a word out of its position, and would hide a header's space."""
+def _exact(backend: Tokenizer) -> Tokenizer:
+    """Returns a copy of the tokenizer with true positions of its tokens: GPT-2's leaves the space before a word out of
+    its position, and would hide a header's space."""
     copy = Tokenizer.from_str(backend.to_str())
     copy.post_processor = None
     copy.no_padding()
     copy.no_truncation()
-    copy.add_special_tokens([AddedToken(SPLIT, special=True, normalized=False)])
-    return copy, copy.token_to_id(SPLIT)
+    return copy
 
 
 def _token_from(encoding: Encoding, at: int, length: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -101,22 +100,6 @@ def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Returns the tokenizer's control tokens by their spelling: a text that contains one would get the token itself,
     such as the end of a document."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-@contextmanager
-def controls_as_text(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Makes the tokenizer encode control tokens as plain text inside the `with`."""
-    of, name = (
-        (tokenizer.backend_tokenizer, "encode_special_tokens")
-        if tokenizer.is_fast
-        else (tokenizer, "split_special_tokens")
-    )
-    before = getattr(of, name)
-    setattr(of, name, True)
-    try:
-        yield
-    finally:
-        setattr(of, name, before)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +18,9 @@ import numpy as np
 from lowmem.config.values import checked_fields, shown
 from lowmem.data.opening import StoredSource
 from lowmem.data.sources.bad_record import BadRecord, checked, control
-from lowmem.data.sources.pieces import batches, controls, controls_as_text, encode, end_of, text_bytes
+from lowmem.data.sources.pieces import batches, controls, encode, end_of, text_bytes
 from lowmem.data.sources.reading import ahead, digests
-from lowmem.data.sources.source import Encoded, Encoder, SplitName
+from lowmem.data.sources.source import REFUSE, Encoded, Encoder, SplitName
 from lowmem.data.sources.text_files import Files
 from lowmem.system.errors import Refused
 
@@ -221,17 +220,13 @@ def records(
 
 
 class _Fields(Encoder):
-    """The base class of encoders of text fields.
+    """The base class of encoders of text fields."""
 
-    Args:
-        control_tokens: what to do with a text that contains some: refuse the record, or encode them as plain text.
-    """
-
-    def __init__(self, *names: str, control_tokens: str) -> None:
-        self.names, self.control_tokens = names, control_tokens
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
     def key(self) -> list:
-        return [type(self).__name__.lower(), *self.names, self.control_tokens]
+        return [type(self).__name__.lower(), *self.names, REFUSE]
 
     def texts(self, fields: dict) -> list[str]:
         """Returns the texts of the fields. Raises: BadRecord: one cannot be used."""
@@ -245,28 +240,28 @@ class _Fields(Encoder):
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
         """Returns the documents of the readable records, with the errors of the others in their places."""
-        refused = controls(tokenizer) if self.control_tokens == "refuse" else ()
-        found = [self._read(fields, refused) for fields in batch]
-        with controls_as_text(tokenizer) if self.control_tokens == "text" else nullcontext():
-            made = iter(list(self.documents(tokenizer, [one for one in found if not isinstance(one, BadRecord)])))
-        return [one if isinstance(one, BadRecord) else next(made) for one in found]
+        tokens = controls(tokenizer)
+        texts = [self._read(fields, tokens) for fields in batch]
+        documents = self.documents(tokenizer, [good for good in texts if not isinstance(good, BadRecord)])
+        return [bad if isinstance(bad, BadRecord) else next(documents) for bad in texts]
 
-    def _read(self, fields: dict, refused: Collection[str]) -> list[str] | BadRecord:
+    def _read(self, fields: dict, tokens: Collection[str]) -> list[str] | BadRecord:
+        """Returns the texts of a record, unless one contains a control token."""
         try:
             texts = self.texts(fields)
         except BadRecord as bad:
             return bad
-        held = (
-            (name, token) for name, text in zip(self.names, texts, strict=True) for token in refused if token in text
-        )
-        return next((control(f'field "{name}"', token) for name, token in held), texts)
+        for name, text in zip(self.names, texts, strict=True):
+            if token := next((token for token in tokens if token in text), None):
+                return control(f'field "{name}"', token)
+        return texts
 
 
 class Text(_Fields):
     """The encoder of one field, all of which is learnt."""
 
-    def __init__(self, field: str, control_tokens: str = "refuse") -> None:
-        super().__init__(field, control_tokens=control_tokens)
+    def __init__(self, field: str) -> None:
+        super().__init__(field)
 
     def texts(self, fields: dict) -> list[str]:
         return [text_of(fields, *self.names)]
@@ -279,8 +274,8 @@ class Completion(_Fields):
     """The encoder of two fields, of which the second and the document's end are learnt. Each is encoded by itself, as
     at generation: a token across both would be learnt from half of it."""
 
-    def __init__(self, prompt: str, completion: str, control_tokens: str = "refuse") -> None:
-        super().__init__(prompt, completion, control_tokens=control_tokens)
+    def __init__(self, prompt: str, completion: str) -> None:
+        super().__init__(prompt, completion)
 
     def texts(self, fields: dict) -> list[str]:
         prompt, completion = self.names
@@ -288,9 +283,8 @@ class Completion(_Fields):
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
         prompts = encode(tokenizer, [prompt for prompt, _ in texts])
-        for (prompt, _), before, answer in zip(
-            texts, prompts, _documents(tokenizer, [completion for _, completion in texts]), strict=True
-        ):
+        answers = _documents(tokenizer, [completion for _, completion in texts])
+        for (prompt, _), before, answer in zip(texts, prompts, answers, strict=True):
             ids = np.concatenate([before, answer.ids])
             yield Encoded(ids, np.arange(len(ids)) >= len(before), text_bytes(prompt) + answer.text_bytes)
 
@@ -299,7 +293,7 @@ def encoder(field: str | None, prompt: str | None, completion: str | None, messa
     """Returns the encoder that a yaml's keys select; without any, the field "text".
 
     Args:
-        chat: arguments for conversations, besides the name of their field; control_tokens applies to all.
+        chat: arguments for conversations, besides the name of their field.
 
     Raises:
         Refused: keys of several encoders, or half of one's.
@@ -309,8 +303,7 @@ def encoder(field: str | None, prompt: str | None, completion: str | None, messa
         from lowmem.data.sources.chat import Chat  # templates are slow to import
 
         return Chat(messages, **chat)
-    how = chat.get("control_tokens", "refuse")
-    return Completion(prompt, completion, how) if prompt and completion else Text(field or "text", how)
+    return Completion(prompt, completion) if prompt and completion else Text(field or "text")
 
 
 def text_of(fields: dict, name: str, empty: bool = False) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SplitName = Literal["train", "val"]
+REFUSE = "refuse"  # stands in the keys of caches, from when control tokens and white space could be treated otherwise
 
 
 class Encoded(NamedTuple):

@@ -142,9 +142,8 @@ def test_of_a_single_file_the_end_is_validation(tmp_path):
     )
     assert train + val == text and val.startswith("Paragraph ") and 0.1 <= len(val) / len(text) < 0.15
     assert (made.val.ends.tolist(), made.val.text_bytes.tolist()) == ([len(made.val.ids)], [len(val.encode())])
-    nats = made.bits_per_byte(len(made.val.ids) - 1)(np.log(2))
-    first = len(made.tokenizer.decode(made.val.ids[:1]).encode())
-    assert nats == pytest.approx((len(made.val.ids) - 1) / (len(val.encode()) - first), rel=1e-12)
+    assert made.val_bytes(1) == len(made.tokenizer.decode(made.val.ids[:1]).encode())
+    assert made.val_bytes(len(made.val.ids)) == len(val.encode())
 
 
 def test_the_share_of_a_single_file_is_part_of_the_key(tmp_path):
@@ -285,14 +284,6 @@ def test_the_bytes_of_any_number_of_tokens(uneven):
     for count in range(len(SIGNS) + 1):  # also inside a sign of two bytes
         assert made.val_bytes(first + count) == len(WORDS) + count
     assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
-
-
-def test_bits_per_byte_are_those_of_what_was_predicted(uneven):
-    made, first = uneven
-    token_0 = len(made.tokenizer.decode(made.val.ids[:1]))
-    for predicted, text in ((first - 1, len(WORDS)), (first + 10, len(WORDS) + 11), (len(made.val.ids) - 1, 880)):
-        assert made.bits_per_byte(predicted)(np.log(2)) == pytest.approx(predicted / (text - token_0), rel=1e-12)
-    assert made.bits_per_byte(first - 1)(1.0) < 0.5 * made.bits_per_byte(len(made.val.ids) - 1)(1.0)
 
 
 def test_of_a_large_split_only_the_document_that_is_cut_is_looked_at(uneven, monkeypatch):

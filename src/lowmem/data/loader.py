@@ -28,8 +28,8 @@ class MicroBatch:
     tensors, of as many rows, and says by what the sum of the losses is divided.
     """
 
-    UNIT: ClassVar[str] = "tokens"  # that `weight` counts
-    ROWS: ClassVar[int] = 1  # of an example: those of a pair stay on one device
+    UNIT: ClassVar[str] = "tokens"  # what `weight` counts
+    ROWS: ClassVar[int] = 1  # rows of an example: those of a pair stay on one device
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
@@ -69,8 +69,8 @@ class MicroBatch:
     @property
     def nothing(self) -> Self:
         """Returns the first example without a label that counts, for a device that has no row and takes part."""
-        first = self.each(lambda tensor: tensor[: self.ROWS])
-        return replace(first, labels=torch.full_like(first.labels, IGNORED))
+        example = self.each(lambda tensor: tensor[: self.ROWS])
+        return replace(example, labels=torch.full_like(example.labels, IGNORED))
 
     @property
     def tokens(self) -> int:
@@ -95,9 +95,9 @@ class Window(NamedTuple):
     """The micro-batches of one optimizer step."""
 
     micro_batches: list[MicroBatch]
-    tokens: int  # of the whole window, on all devices
-    weight: int  # of the same, by which the sum of the losses is divided
-    end: Position  # of the next window
+    tokens: int  # tokens that count, on all devices
+    weight: int  # on all devices, the sum of losses is divided by it
+    end: Position  # where the next window begins
 
 
 class Rows:
@@ -124,8 +124,8 @@ class Rows:
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
         """Returns full rows of zeros, in as many tensors and as much memory as real ones, for a trace by shape."""
-        parts = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
-        return MicroBatch(*parts)
+        tensors = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
+        return MicroBatch(*tensors)
 
     def loader(self, *how: object) -> "WindowLoader":
         """Returns the loader of these rows. Args: how: the arguments of `WindowLoader` after the rows."""
@@ -158,7 +158,7 @@ class Share(NamedTuple):
     world_size: int = 1  # devices that read rows of their own
 
     @property
-    def rows_per_step(self) -> int:  # of one micro-batch of all devices
+    def rows_per_step(self) -> int:  # rows of one micro-batch of all devices
         return self.batch_size * self.world_size
 
     def rows_of(self, read: MicroBatch) -> MicroBatch:
@@ -210,8 +210,8 @@ class WindowLoader:
         per_step, end = self.share.rows_per_step, self._after(start)
         stop = end.sequence or len(order)
         micro_batches, tokens, weight = [], 0, 0
-        for first in range(start.sequence, stop, per_step):
-            rows = order[first : min(first + per_step, stop)]  # of all devices
+        for begin in range(start.sequence, stop, per_step):
+            rows = order[begin : min(begin + per_step, stop)]  # of all devices
             batch = self.sequences.micro_batch(rows)
             tokens, weight = tokens + batch.tokens, weight + batch.weight
             micro_batches.append(self.share.rows_of(batch))
@@ -253,5 +253,5 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         step = self.share.rows_per_step
-        for first in range(0, self.count, step):
-            yield self.share.rows_of(self.sequences.micro_batch(np.arange(first, min(first + step, self.count))))
+        for begin in range(0, self.count, step):
+            yield self.share.rows_of(self.sequences.micro_batch(np.arange(begin, min(begin + step, self.count))))

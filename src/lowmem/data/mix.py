@@ -21,8 +21,8 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 256  # rows of a part whose tokens that count are counted
-MOST = 1 << 30  # rows of an epoch: 8 GB of numbers
+LOOKED_AT = 256  # rows of a source in which the tokens that count are counted
+MOST = 1 << 30  # rows of an epoch: a permutation of them takes 8 GB
 
 
 class Mix(Openable):
@@ -32,22 +32,22 @@ class Mix(Openable):
 
     def __init__(self, parts: Mapping[str, Openable], shares: Mapping[str, float] | None = None) -> None:
         checked_shares(parts, shares)
-        for name, part in parts.items():
-            openable(part, f"data.parts.{name}._target_=<yours>")
-            if part.streams:
+        for name, source in parts.items():
+            openable(source, f"data.parts.{name}._target_=<yours>")
+            if source.streams:
                 raise Refused(
                     f"data.parts.{name}: a stream has no end, and a mixture is made of rows that are there. "
                     f"Type data.parts.{name}.streaming=false."
                 )
-            if type(part).example.__func__ is not Openable.example.__func__:
+            if type(source).example.__func__ is not Openable.example.__func__:
                 raise Refused(f"data.parts.{name}: its rows are not those of a text, and a mixture joins such rows.")
-            if part.packing == "padded":
+            if source.packing == "padded":
                 raise Refused(
                     f"data.parts.{name}.packing=padded: rows of a mixture are of one length. "
                     f"Type data.parts.{name}.packing=documents."
                 )
         self.parts, self.shares = dict(parts), shares
-        self.chats = {name: chat for name, part in parts.items() if (chat := part.chat)}
+        self.chats = {name: chat for name, source in parts.items() if (chat := source.chat)}
         if len({chat.source for chat in self.chats.values()}) > 1:
             raise Refused(
                 f"data.parts: {' and '.join(self.chats)} have different templates, and a model has one chat template. "
@@ -60,26 +60,29 @@ class Mix(Openable):
         return next(iter(self.chats.values()), None)
 
     def key(self) -> list:
-        return [part.key() for part in self.parts.values()]
+        return [source.key() for source in self.parts.values()]
 
     def size(self, split: SplitName) -> int | None:
-        sizes = [part.size(split) for part in self.parts.values()]
+        sizes = [source.size(split) for source in self.parts.values()]
         return None if None in sizes else sum(sizes)
 
     def texts(self) -> Iterator[str]:
-        for part in self.parts.values():
-            yield from part.texts()
+        for source in self.parts.values():
+            yield from source.texts()
 
     def opened(self, wanted: Wanted) -> Opened:
         tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
         if self.chat:
-            self.chat.dress(tokenizer)  # before any part is read: documents of all end in one token
-        each = {name: part.opened(wanted._replace(tokenizer=tokenizer)) for name, part in self.parts.items()}
-        train = Mixed({name: one.train for name, one in each.items()}, self.shares)
+            self.chat.dress(tokenizer)  # before any source is read: the documents of all end in the same token
+        wanted = wanted._replace(tokenizer=tokenizer)
+        opened = {name: source.opened(wanted) for name, source in self.parts.items()}
+        train = Mixed({name: source.train for name, source in opened.items()}, self.shares)
         log.info(f"data=mix: {'; '.join(train.describe())}.")
-        val = {f"{name}_{below}".rstrip("_"): rows for name, one in each.items() for below, rows in one.val.items()}
-        ofs = [one.tokens for one in each.values()]
-        return Opened(next((of for of in ofs if of.template), ofs[0]), train, val)
+        val = {
+            f"{name}_{below}".rstrip("_"): rows for name, source in opened.items() for below, rows in source.val.items()
+        }
+        tokens = [source.tokens for source in opened.values()]
+        return Opened(next((chat for chat in tokens if chat.template), tokens[0]), train, val)
 
 
 class Mixed(Rows):
@@ -88,13 +91,13 @@ class Mixed(Rows):
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
         self.seq_len = self.parts[0].seq_len
-        self.positions = any(part.positions for part in self.parts)
-        self.per_row = [_per_row(part) for part in self.parts]
+        self.positions = any(rows.positions for rows in self.parts)
+        self.per_row = [_per_row(rows) for rows in self.parts]
         self.shares = shares and [shares[name] for name in self.names]
-        self.counts = [len(part) for part in self.parts] if shares is None else self._counts()
+        self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
         self.ends = np.cumsum(self.counts)  # in rows of the mixture
-        # of what is left of a part's last pass, not always the same beginning
-        self.last_pass = [np.random.default_rng(0).permutation(len(part)) for part in self.parts]
+        # the last pass over a source reads some of its rows, which are drawn: else it would never read those at its end
+        self.last_pass = [np.random.default_rng(0).permutation(len(rows)) for rows in self.parts]
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -102,7 +105,7 @@ class Mixed(Rows):
     def _counts(self) -> list[int]:
         """Returns the rows of each source in an epoch."""
         shares = np.array(self.shares, float) / self.per_row
-        sizes = np.array([len(part) for part in self.parts])
+        sizes = np.array([len(rows) for rows in self.parts])
         counts = np.maximum(sizes, np.rint(shares * (sizes / shares).max()))
         if counts.sum() > MOST:
             much = self.names[int((counts / sizes).argmax())]
@@ -114,26 +117,27 @@ class Mixed(Rows):
 
     @property
     def order(self) -> dict:
-        orders = [part.order for part in self.parts]
-        return {"mix": [list(one) for one in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
+        orders = [rows.order for rows in self.parts]
+        return {"mix": [list(row) for row in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
     def describe(self) -> Iterator[str]:
         """Yields a sentence for each source: its share, and how often it is read."""
         tokens = np.array(self.counts) * self.per_row
-        asked = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
-        for name, share, wanted, count, part in zip(
-            self.names, tokens / tokens.sum(), asked, self.counts, self.parts, strict=True
+        shares = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
+        for name, share, typed, count, rows in zip(
+            self.names, tokens / tokens.sum(), shares, self.counts, self.parts, strict=True
         ):
-            of = "" if wanted is None else f" ({wanted:.1%} asked for)"
-            yield f"{name} has {share:.1%} of the tokens that count{of}, read {count / len(part):.2f} times an epoch"
+            asked_for = "" if typed is None else f" ({typed:.1%} asked for)"
+            times = f"{count / len(rows):.2f} times an epoch"
+            yield f"{name} has {share:.1%} of the tokens that count{asked_for}, read {times}"
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         shape = len(indices), self.seq_len
         ids, labels = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         positions = torch.arange(self.seq_len).repeat(len(indices), 1) if self.positions else None
-        part_of = np.searchsorted(self.ends, indices, side="right")
-        for number in np.unique(part_of):
-            here = np.flatnonzero(part_of == number)
+        numbers = np.searchsorted(self.ends, indices, side="right")  # of sources
+        for number in np.unique(numbers):
+            here = np.flatnonzero(numbers == number)
             batch = self.parts[number].micro_batch(self._rows(number, np.asarray(indices)[here]))
             ids[here], labels[here] = batch.input_ids, batch.labels
             if batch.position_ids is not None:
@@ -148,11 +152,11 @@ class Mixed(Rows):
         """Returns the rows of a source for rows of the mixture: full passes, then some rows of a last one."""
         size = len(self.parts[number])
         at = indices - (self.ends[number] - self.counts[number])
-        whole = self.counts[number] // size * size
-        return np.where(at < whole, at % size, self.last_pass[number][at % size])
+        full_passes = self.counts[number] // size * size
+        return np.where(at < full_passes, at % size, self.last_pass[number][at % size])
 
 
-def _per_row(part: Rows) -> float:
+def _per_row(rows: Rows) -> float:
     """Returns the tokens that count in a row, on average."""
-    looked_at = np.unique(np.linspace(0, len(part) - 1, LOOKED_AT).astype(int))
-    return sum(part.micro_batch(looked_at[i : i + 1]).tokens for i in range(len(looked_at))) / len(looked_at)
+    sample = np.unique(np.linspace(0, len(rows) - 1, LOOKED_AT).astype(int))
+    return sum(rows.micro_batch(sample[i : i + 1]).tokens for i in range(len(sample))) / len(sample)

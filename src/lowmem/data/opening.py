@@ -54,19 +54,19 @@ class Openable(Source):
 
 def source_class(target: str) -> type[Openable]:
     """Returns the class that a `_target_` names, or the base class where it is a function that makes a source."""
-    found = get_object(target)
-    return found if isinstance(found, type) and issubclass(found, Openable) else Openable
+    target = get_object(target)
+    return target if isinstance(target, type) and issubclass(target, Openable) else Openable
 
 
-def openable(source: object, said: str) -> Openable:
-    """Returns the source. Args: said: the typed line, such as data._target_=my.Source, for the message.
+def openable(source: object, typed: str) -> Openable:
+    """Returns the source. Args: typed: the line for the message, such as data._target_=my.Source.
 
     Raises:
         Refused: the object does not derive from `Openable`.
     """
     if not isinstance(source, Openable):
         raise Refused(
-            f"{said}: this makes a {type(source).__name__}, which cannot be opened. Derive it from StoredSource of "
+            f"{typed}: this makes a {type(source).__name__}, which cannot be opened. Derive it from StoredSource of "
             "lowmem.data.opening, or from Openable where it keeps no tokens on disk."
         )
     return source

@@ -31,9 +31,9 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-POOL = 4096  # documents whose lengths are sorted together: what is left of the padding, against how mixed a batch is
-AT_ONCE = 1 << 22  # tokens whose bits are looked at together
-SAMPLES, SAMPLE = 64, 1 << 14  # of a text's tokens so many times so many tell it from another
+POOL = 4096  # documents that are sorted by length: more leave less padding, and mix the batches less
+AT_ONCE = 1 << 22  # tokens whose bits are unpacked at once
+SAMPLES, SAMPLE = 64, 1 << 14  # so many stretches of so many tokens tell a text from another
 FILLER = 0  # an id that every vocabulary has
 
 
@@ -89,9 +89,9 @@ class Joined(Rows):
         return MicroBatch(inputs, labels)
 
     def starts(self, row: int) -> list[int]:
-        first = row * self.seq_len
-        within = slice(*np.searchsorted(self.split.ends, [first, first + self.seq_len], side="right"))
-        return [0, *(self.split.ends[within] - first).tolist()]
+        begin = row * self.seq_len
+        within = slice(*np.searchsorted(self.split.ends, [begin, begin + self.seq_len], side="right"))
+        return [0, *(self.split.ends[within] - begin).tolist()]
 
 
 class Pieces(NamedTuple):
@@ -102,11 +102,11 @@ class Pieces(NamedTuple):
     last: np.ndarray  # (pieces,) bool: whether a document ends with it
 
     def chosen(self, which: np.ndarray) -> "Pieces":
-        return Pieces(*(part[which] for part in self))
+        return Pieces(*(array[which] for array in self))
 
 
 class _Apart(Rows):
-    """The base class of `documents` and `padded`: it has the pieces, and counts of documents without one."""
+    """The base class of `documents` and `padded`: it has the pieces, and counts the documents without one."""
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         self.split, self.seq_len, self.too_long = split, seq_len, too_long
@@ -124,7 +124,7 @@ class _Apart(Rows):
         """Fills in a piece. Args: ids, labels: its slice of a row, (T,)."""
         start, length = int(self.pieces.starts[piece]), len(ids)
         ids[:] = self.split.ids[start : start + length]
-        known = length - int(self.pieces.last[piece])  # labels that there are
+        known = length - int(self.pieces.last[piece])  # a document's last token has no label
         following = slice(start + 1, start + 1 + known)
         labels[:known] = self.split.ids[following]
         if self.split.learnt_bits is not None:
@@ -138,7 +138,7 @@ class Documents(_Apart):
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
-        # pieces by row; how many there are up to the end of each
+        # the pieces, row after row, and their number up to the end of each row
         self.packed, self.ends = self._packed_once(split, name)
         tokens = int(self.pieces.lengths.sum())
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
@@ -152,8 +152,8 @@ class Documents(_Apart):
         if not file.exists():
             order, ends = packed(self.pieces.lengths, self.seq_len)
             _save(file, order=order, ends=ends)
-        with np.load(file) as kept:
-            return kept["order"], kept["ends"]
+        with np.load(file) as stored:
+            return stored["order"], stored["ends"]
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -195,9 +195,9 @@ class Padded(_Apart):
         ordered = np.concatenate(
             [pool[np.argsort(lengths[pool] * (-1) ** number, kind="stable")] for number, pool in enumerate(pools)]
         )
-        whole = len(ordered) // rows_per_step * rows_per_step
-        turns = np.random.default_rng(permutation[:4]).permutation(whole // rows_per_step)  # drawn by the epoch as well
-        return np.concatenate([ordered[:whole].reshape(-1, rows_per_step)[turns].ravel(), ordered[whole:]])
+        full = len(ordered) // rows_per_step * rows_per_step  # rows of full micro-batches
+        turns = np.random.default_rng(permutation[:4]).permutation(full // rows_per_step)  # other ones in each epoch
+        return np.concatenate([ordered[:full].reshape(-1, rows_per_step)[turns].ravel(), ordered[full:]])
 
     def grouping(self, rows_per_step: int) -> dict:
         return {"together": rows_per_step}
@@ -222,9 +222,9 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     """
     if packing == "joined":
         return Joined(split, seq_len, {"val": "validation"}.get(name, name))
-    made = PACKINGS[packing](split, seq_len, too_long, name)
-    log.info(describe_split(made.report, name, packing))
-    return made
+    packed_rows = PACKINGS[packing](split, seq_len, too_long, name)
+    log.info(describe_split(packed_rows.report, name, packing))
+    return packed_rows
 
 
 def describe_split(report: Mapping, name: str, packing: str) -> str:
@@ -234,10 +234,10 @@ def describe_split(report: Mapping, name: str, packing: str) -> str:
         "longer than a row were dropped": report["too_long"],
         "with nothing to learn were dropped": report["nothing_to_learn"],
     }
-    said = "".join(f"; {count:,} {what}" for what, count in left_out.items() if count)
+    notes = "".join(f"; {count:,} {fate}" for fate, count in left_out.items() if count)
     filled = f", {report['fill']:.1%} filled" if "fill" in report else ""
     return (
-        f"data.packing={packing}, {name}: {report['documents']:,} documents in {report['rows']:,} rows{filled}{said}."
+        f"data.packing={packing}, {name}: {report['documents']:,} documents in {report['rows']:,} rows{filled}{notes}."
     )
 
 
@@ -250,14 +250,15 @@ def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
 
 def with_positions(data: Mapping) -> bool:
     """Returns whether a model gets positions that show where documents begin. Args: data: arguments of a source."""
-    return any(PACKINGS[part["packing"]].positions for part in _parts(data))
+    return any(PACKINGS[source["packing"]].positions for source in _sources(data))
 
 
-def _parts(data: Mapping) -> Iterator[Mapping]:
+def _sources(data: Mapping) -> Iterator[Mapping]:
+    """Yields the arguments of each source of a mixture, or those of a single one."""
     if "packing" in data:
         yield data
-    for part in data.get("parts", {}).values():
-        yield from _parts(part)
+    for source in data.get("parts", {}).values():
+        yield from _sources(source)
 
 
 def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces, dict]:
@@ -273,20 +274,19 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
             f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, if the model "
             "has as many positions, or data.too_long=cut or drop."
         )
-    kept = ~above if too_long == "drop" else np.ones(len(ends), bool)
-    of = _cut(ends[kept] - lengths[kept], lengths[kept], seq_len)
-    learnt = _counted(split, of)
-    found = of.chosen(learnt > 0)
-    told_apart = np.searchsorted(ends, found.starts, side="right")  # documents that something is learnt from
+    usable = ~above if too_long == "drop" else np.ones(len(ends), bool)
+    cut = _cut(ends[usable] - lengths[usable], lengths[usable], seq_len)
+    learnt = cut.chosen(_labels_that_count(split, cut) > 0)
+    documents = np.searchsorted(ends, learnt.starts, side="right")  # the document of each piece
     report = {
-        "documents": len(np.unique(told_apart)),
+        "documents": len(np.unique(documents)),
         "cut": int(above.sum()) if too_long == "cut" else 0,
         "too_long": int(above.sum()) if too_long == "drop" else 0,
     }
-    report["nothing_to_learn"] = int(kept.sum()) - report["documents"]
-    if not len(found.starts):
+    report["nothing_to_learn"] = int(usable.sum()) - report["documents"]
+    if not len(learnt.starts):
         raise NothingToLearn(name, f" in at most seq_len={seq_len} tokens", report | {"rows": 0})
-    return found, report
+    return learnt, report
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
@@ -297,25 +297,25 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
     return Pieces(starts[document] + number * seq_len, np.minimum(left, seq_len), left <= seq_len)
 
 
-def _counted(split: Split, of: Pieces) -> np.ndarray:
+def _labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
     """Returns the number of labels that count in each piece, (pieces,)."""
-    known = of.lengths - of.last
+    known = cut.lengths - cut.last
     if split.learnt_bits is None:
         return known
-    before = _learnt_before(split, np.stack([of.starts + 1, of.starts + 1 + known], 1).ravel())
+    before = _learnt_before(split, np.stack([cut.starts + 1, cut.starts + 1 + known], 1).ravel())
     return np.diff(before.reshape(-1, 2), axis=1).ravel()
 
 
 def _learnt_before(split: Split, points: np.ndarray) -> np.ndarray:
     """Returns how many learnt tokens precede each of the ascending `points`. It reads a few million at a time."""
-    found, total = np.empty(len(points), np.int64), 0
+    counts, total = np.empty(len(points), np.int64), 0
     for start in range(0, len(split.ids) + 1, AT_ONCE):
         stop = min(start + AT_ONCE, len(split.ids))
         sums = np.concatenate([[0], np.cumsum(split.learnt(start, stop))])
         here = slice(*np.searchsorted(points, [start, start + AT_ONCE]))
-        found[here] = total + sums[points[here] - start]
+        counts[here] = total + sums[points[here] - start]
         total += int(sums[-1])
-    return found
+    return counts
 
 
 def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opening import Openable, Opened, Wanted
 from lowmem.data.token_store import NOTHING, Tokens, rows_of, train_tokenizer
 
-BYTES = 257  # tokens: each byte, and the end of text
+BYTES = 257  # tokens: one for each byte, and the end of text
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Drawn(Rows):
         return {"random": [*self.seed, self.vocab_size]}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
-        drawn = (np.random.default_rng([*self.seed, int(i)]) for i in indices)
-        rows = np.stack([one.integers(self.vocab_size, size=self.seq_len + 1) for one in drawn])
+        generators = (np.random.default_rng([*self.seed, int(i)]) for i in indices)
+        rows = np.stack([generator.integers(self.vocab_size, size=self.seq_len + 1) for generator in generators])
         rows = torch.from_numpy(rows)  # (B, T + 1)
         return MicroBatch(rows[:, :-1], rows[:, 1:])

@@ -54,14 +54,17 @@ class Stream(Openable):
         val = _split(self.documents(list(islice(stream, self.val_rows)), 0, "val"))
         rows = self.rows(val, "val")
         self._tell("val", rows.report)
-        self.records.forget("val")  # the log has it already
+        self.records.forget("val")  # the log has them already
         return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": rows})
 
-    def documents(self, fields: list[dict], first: int, name: SplitName) -> list[Encoded]:
-        """Encodes documents in memory. Args: first: the first one's number in the stream."""
-        of = self.table.splits[name] or self.table.splits["train"]
-        found = (Record(f"{self.table.path}, {of}, row {n:,}", one) for n, one in enumerate(fields, first + 1))
-        return list(self.records.documents(found, name, self.tokenizer))
+    def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
+        """Encodes documents in memory. Args: before: number of rows that the stream had before them."""
+        split = self.table.splits[name] or self.table.splits["train"]
+        records = (
+            Record(f"{self.table.path}, {split}, row {number:,}", fields)
+            for number, fields in enumerate(rows, before + 1)
+        )
+        return list(self.records.documents(records, name, self.tokenizer))
 
     def rows(self, split: Split, name: SplitName) -> Rows:
         if self.packing == "joined":
@@ -77,21 +80,21 @@ class Stream(Openable):
         each = islice(stream, 0 if state else aside, None)
         number, tail = (state["block"], state.get("tail", [])) if state else (0, [])
         counts, seen = Counter(), aside + number * self.block
-        of = f"train, rows {seen + 1:,} to"
+        title = f"train, rows {seen + 1:,} to"
         self.records.forget("train")
-        while fields := list(islice(each, self.block)):
-            split = _split([*starmap(Encoded, tail), *self.documents(fields, seen, "train")])
-            number, seen = number + 1, seen + len(fields)
+        while read := list(islice(each, self.block)):
+            split = _split([*starmap(Encoded, tail), *self.documents(read, seen, "train")])
+            number, seen = number + 1, seen + len(read)
             rows, report = self.rows_if_any(split)
             counts.update(report)
-            if not number & number - 1:  # ever less often
-                self._tell(f"{of} {seen:,}", counts)
+            if not number & number - 1:  # at powers of two, so ever less often
+                self._tell(f"{title} {seen:,}", counts)
             if rows:
                 yield Block(state, number - 1, rows)
             tail = _tail(split, self.seq_len) if self.packing == "joined" else []
             state = {"block": number, "stream": stream.state_dict(), "tail": tail}
         if number & number - 1:
-            self._tell(f"{of} {seen:,}", counts)
+            self._tell(f"{title} {seen:,}", counts)
 
     def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
         """Returns the rows, or None if a block has nothing to learn, and the counts of its documents."""
@@ -113,11 +116,12 @@ class Stream(Openable):
 def _split(documents: list[Encoded]) -> Split:
     if not documents:
         return NOTHING
-    learnt = [np.ones(len(one.ids), bool) if one.learnt is None else np.array(one.learnt) for one in documents]
+    ids = [np.asarray(document.ids, np.uint32) for document in documents]
+    learnt = [np.ones(len(d.ids), bool) if d.learnt is None else np.array(d.learnt) for d in documents]
     return Split(
-        np.concatenate([np.asarray(one.ids, np.uint32) for one in documents]),
-        np.cumsum([len(one.ids) for one in documents]),
-        np.cumsum([one.text_bytes for one in documents]),
+        np.concatenate(ids),
+        np.cumsum([*map(len, ids)]),
+        np.cumsum([document.text_bytes for document in documents]),
         None if all(map(np.all, learnt)) else np.packbits(np.concatenate(learnt)),
     )
 
@@ -154,9 +158,10 @@ class StreamLoader(WindowLoader):
 
     @property
     def order(self) -> dict:
-        of = self.sequences.stream
-        how = {"packing": of.packing, "too_long": of.records.too_long, "block": of.block, "val_rows": of.val_rows}
-        return {"stream": of.table.key(), "seq_len": of.seq_len, "seed": self.seed, **how}
+        source = self.sequences.stream
+        how = {"packing": source.packing, "too_long": source.records.too_long}
+        how |= {"block": source.block, "val_rows": source.val_rows}
+        return {"stream": source.table.key(), "seq_len": source.seq_len, "seed": self.seed, **how}
 
     def windows_in(self, epochs: int) -> int:
         raise Refused(
@@ -186,19 +191,20 @@ class StreamLoader(WindowLoader):
         blocks, at = ahead(self.sequences.stream.blocks(start.state)), start.sequence
         block, number, rows_per_step = next(blocks, None), start.window, self.share.rows_per_step
         while block:
-            wanted, parts = rows_per_step * self.window_size(start.epoch, number), []
-            while block and (missing := wanted - sum(len(indices) for _, indices in parts)):
+            wanted, pieces = rows_per_step * self.window_size(start.epoch, number), []
+            while block and (missing := wanted - sum(len(indices) for _, indices in pieces)):
                 order = np.random.default_rng([self.seed, start.epoch, block.number]).permutation(len(block.rows))
-                parts.append((block.rows, order[at : at + missing]))
+                pieces.append((block.rows, order[at : at + missing]))
                 at += missing
                 if at >= len(order):
                     block, at = next(blocks, None), 0
             number += 1
             end = Position(start.epoch, at, number, block.state) if block else Position(start.epoch + 1, 0, number)
-            read = [rows.micro_batch(indices) for rows, indices in parts]
+            read = [rows.micro_batch(indices) for rows, indices in pieces]
             yield self._window(type(read[0]).concatenated(read), rows_per_step, end)
 
-    def _window(self, whole: MicroBatch, rows_per_step: int, end: Position) -> Window:
-        rows = rows_per_step * whole.ROWS
-        read = (whole.each(lambda tensor, at=at: tensor[at : at + rows]) for at in range(0, len(whole.input_ids), rows))
-        return Window([self.share.rows_of(one) for one in read], whole.tokens, whole.weight, end)
+    def _window(self, batch: MicroBatch, rows_per_step: int, end: Position) -> Window:
+        """Cuts the rows of a window into micro-batches."""
+        rows = rows_per_step * batch.ROWS
+        cut = (batch.each(lambda tensor, at=at: tensor[at : at + rows]) for at in range(0, len(batch.input_ids), rows))
+        return Window([self.share.rows_of(micro_batch) for micro_batch in cut], batch.tokens, batch.weight, end)

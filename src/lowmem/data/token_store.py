@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 4  # raise it when what is written changes
 END_OF_TEXT = "<|endoftext|>"
-COUNTED_AT_ONCE = 1 << 20  # tokens: about 100 MB as Python's strings
+COUNTED_AT_ONCE = 1 << 20  # tokens, which are about 100 MB as Python's strings
 # Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB
 # takes minutes, and in pieces of 256 bytes 6 s. The longest of Python's standard library has 80.
 LONGEST_WORD = 256
@@ -57,9 +57,9 @@ class Split:
         """Returns which of these tokens are learnt, (stop - start,) bool."""
         if self.learnt_bits is None:
             return np.ones(stop - start, bool)
-        first = start // 8
-        bits = np.unpackbits(self.learnt_bits[first : (stop + 7) // 8])
-        return bits[start - 8 * first : stop - 8 * first].astype(bool)
+        byte = start // 8
+        bits = np.unpackbits(self.learnt_bits[byte : (stop + 7) // 8])
+        return bits[start - 8 * byte : stop - 8 * byte].astype(bool)
 
 
 NOTHING = Split(*(np.empty(0, dtype) for dtype in ("uint16", "int64", "int64")), None)
@@ -78,19 +78,11 @@ class Tokens:
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
 
-    def bits_per_byte(self, predicted: int) -> Callable[[float], float]:
-        """Converts nats per token to bits per byte for an evaluation that predicts tokens 1 .. `predicted` of `val`.
-
-        Only their bytes count: token 0 is never predicted. An end-of-text token costs nats and is no text.
-        """
-        text = self.val_bytes(predicted + 1) - self.val_bytes(1)
-        return lambda nats: nats / np.log(2) * predicted / (text or float("nan"))
-
     def val_bytes(self, count: int) -> int:
         """Returns the bytes of text of the first `count` tokens of `val`. It reads only the document that is cut
         there."""
-        whole = int(np.searchsorted(self.val.ends, count, side="right"))
-        start, text = (int(of[whole - 1]) if whole else 0 for of in (self.val.ends, self.val.text_bytes))
+        complete = int(np.searchsorted(self.val.ends, count, side="right"))  # documents
+        start, text = (int(ends[complete - 1]) if complete else 0 for ends in (self.val.ends, self.val.text_bytes))
         pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
         return text + sum(bytes_of(self.tokenizer, piece) for piece in pieces)
 
@@ -156,8 +148,8 @@ def _split(folder: Path, split: SplitName, dtype: str) -> Split:
 
 
 def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    what = [FORMAT, bpe if tokenizer is None else _identity(tokenizer), source.key()]
-    return f"{source.name}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
+    key = [FORMAT, bpe if tokenizer is None else _identity(tokenizer), source.key()]
+    return f"{source.name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> list:
@@ -239,10 +231,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
 
 def load_bpe(file: Path, chat: ChatFormat | None = None) -> PreTrainedTokenizerFast:
     names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
-    made = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
     if chat:
-        chat.dress(made)
-    return made
+        chat.dress(tokenizer)
+    return tokenizer
 
 
 def _write_split(
@@ -265,13 +257,13 @@ def _write_split(
             for name in ("", "_ends", "_text_bytes")
         }
         learnt = stack.enter_context(_Bits(draft / f"{split}_learnt.bin"))
-        for one in _shown(source.encoded(split, tokenizer), f"Tokenizing, {split}", source.size(split)):
-            raw = np.asarray(one.ids, dtype).tobytes()
+        for encoded in _with_progress(source.encoded(split, tokenizer), f"Tokenizing, {split}", source.size(split)):
+            raw = np.asarray(encoded.ids, dtype).tobytes()
             into[""].write(raw)
-            learnt.add(one.learnt, len(one.ids))
+            learnt.add(encoded.learnt, len(encoded.ids))
             digest.update(raw)
-            text += one.text_bytes
-            if one.ends:
+            text += encoded.text_bytes
+            if encoded.ends:
                 into["_ends"].write(np.int64(learnt.count).tobytes())
                 into["_text_bytes"].write(np.int64(text).tobytes())
                 document(digest.digest())
@@ -284,12 +276,12 @@ def _digest():
     return hashlib.blake2b(digest_size=8)
 
 
-def _shown(documents: Iterable[Encoded], what: str, size: int | None) -> Iterator[Encoded]:
+def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -> Iterator[Encoded]:
     """Shows a progress bar of bytes on a terminal if the work takes longer than 2 s."""
-    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
-        for one in documents:
-            yield one
-            bar.update(one.text_bytes)
+    with tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
+        for document in documents:
+            yield document
+            bar.update(document.text_bytes)
 
 
 class _Bits:
@@ -297,7 +289,7 @@ class _Bits:
 
     def __init__(self, file: Path) -> None:
         self.file, self.count, self.every = file, 0, True
-        self.waiting = np.empty(0, bool)  # less than a byte
+        self.waiting = np.empty(0, bool)  # bits that do not fill a byte yet
 
     def __enter__(self) -> "_Bits":
         self.out = self.file.open("wb")
@@ -308,9 +300,9 @@ class _Bits:
             learnt = np.ones(tokens, bool)
         self.count, self.every = self.count + tokens, self.every and bool(learnt.all())
         bits = np.concatenate([self.waiting, learnt])
-        whole = len(bits) // 8 * 8
-        self.out.write(np.packbits(bits[:whole]).tobytes())
-        self.waiting = bits[whole:]
+        full_bytes = len(bits) // 8 * 8
+        self.out.write(np.packbits(bits[:full_bytes]).tobytes())
+        self.waiting = bits[full_bytes:]
 
     def __exit__(self, *_: object) -> None:
         with self.out:
@@ -324,7 +316,7 @@ class Twice:
 
     def __init__(self) -> None:
         self.looked_for: set[bytes] = set()
-        self.found: set[bytes] = set()
+        self.repeated: set[bytes] = set()
 
     def held_out(self, document: bytes) -> None:
         if len(self.looked_for) < LOOKED_AT:
@@ -332,12 +324,12 @@ class Twice:
 
     def trained_on(self, document: bytes) -> None:
         if document in self.looked_for:
-            self.found.add(document)
+            self.repeated.add(document)
 
     def check(self) -> None:
-        if 2 * len(self.found) > len(self.looked_for):
+        if 2 * len(self.repeated) > len(self.looked_for):
             raise Refused(
-                f"data: {len(self.found):,} of {len(self.looked_for):,} different validation documents are training "
+                f"data: {len(self.repeated):,} of {len(self.looked_for):,} different validation documents are training "
                 "documents too, and validation would be of what was trained on. Leave the doubles out, or type "
                 "data.val_path=<other text>."
             )

@@ -5,37 +5,38 @@ class BadRecord(ValueError):
     """A record that cannot be used. The message says what was found in it, without a file's name or a full stop."""
 
 
-def checked(value: object, what: str, empty: bool = False) -> str:
-    """Returns a value if it is text. Args: what: a name for the value in messages; empty: accept text without a visible
+def checked(value: object, name: str, empty: bool = False) -> str:
+    """Returns a value if it is text. Args: name: of the value in messages; empty: accept text without a visible
     character.
 
     Raises:
         BadRecord: it is no text, or holds a code that is no character.
     """
     if not isinstance(value, str):
-        raise BadRecord(f"{what} is {kind(value)} and no text")
+        raise BadRecord(f"{name} is {kind(value)} and no text")
     if not empty and not value.strip():
-        raise BadRecord(f"{what} is empty")
+        raise BadRecord(f"{name} is empty")
     if "\0" in value:
-        raise BadRecord(f"{what} holds a zero byte")
+        raise BadRecord(f"{name} holds a zero byte")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeError:
-            raise BadRecord(f"{what} holds half a character") from None
+            raise BadRecord(f"{name} holds half a character") from None
     return value
 
 
-def control(what: str, token: str) -> BadRecord:
+def control(name: str, token: str) -> BadRecord:
     """Returns the error for a text that contains a control token, which would end a document or a message inside it.
-    Args: what: a name for the text in messages."""
+    Args: name: of the text in messages."""
     return BadRecord(
-        f"{what} holds {token}, which the tokenizer reads as a control token: it would end or begin something there. "
+        f"{name} holds {token}, which the tokenizer reads as a control token: it would end or begin something there. "
         "Write it otherwise, as < | with spaces between"
     )
 
 
 def kind(value: object) -> str:
+    """Returns words for a value that is not what it should be."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -23,8 +23,8 @@ from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-WRITTEN = ("tool_calls", "reasoning_content")  # parts of a message besides its content
-FIRST = ("system", "developer")  # instructions, which come once, before everything else
+WRITTEN = ("tool_calls", "reasoning_content")  # what an assistant writes besides a message's content
+SYSTEM = ("system", "developer")  # roles of instructions, which come once, before everything else
 
 
 class Chat(Encoder):
@@ -73,10 +73,11 @@ class Chat(Encoder):
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
         template = self._template(tokenizer)
         rendered = [self._rendered(template, fields) for fields in batch]
-        good = [one for one in rendered if not isinstance(one, BadRecord)]
-        encodings = iter(template.encode([one.text for one in good]))
+        texts = [result.text for result in rendered if not isinstance(result, BadRecord)]
+        encodings = iter(template.encode(texts))
         return [
-            one if isinstance(one, BadRecord) else self._encoded(template, one, next(encodings)) for one in rendered
+            result if isinstance(result, BadRecord) else self._encoded(template, result, next(encodings))
+            for result in rendered
         ]
 
     def _template(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
@@ -101,8 +102,8 @@ class Chat(Encoder):
             return error
         ids = np.array(ids, np.uint32)
         learnt = np.zeros(len(ids), bool)
-        for first, stop in spans:
-            learnt[first:stop] = True
+        for start, stop in spans:
+            learnt[start:stop] = True
         if not learnt.any():
             return BadRecord(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
         return Encoded(ids, learnt, template.text_bytes(rendered))
@@ -114,23 +115,24 @@ def messages_of(fields: dict, name: str) -> Messages:
     Raises:
         BadRecord: for mistakes that no template would complain about.
     """
-    given = fields.get(name)
+    value = fields.get(name)
     if name not in fields:
         raise BadRecord(f'there is no field "{name}"; its fields are {_names(fields)}')
-    if isinstance(given, str):  # a table's column holds JSON
-        given = _read_json(given)
-    if not isinstance(given, list) or not given:
-        raise BadRecord(f'field "{name}" is {kind(given) if given != [] else "an empty list"} and no list of messages')
-    messages = [_message(number, message) for number, message in enumerate(given, 1)]
+    if isinstance(value, str):  # a table's column holds JSON
+        value = _read_json(value)
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f'field "{name}" is {kind(value) if value != [] else "an empty list"} and no list of messages')
+    messages = [_message(number, message) for number, message in enumerate(value, 1)]
     _check_order(messages)
     return messages
 
 
-def _message(number: int, given: object) -> dict[str, Any]:
+def _message(number: int, value: object) -> dict[str, Any]:
+    """Returns a copy of a message, without fields that are null."""
     where = f"message {number}"
-    if not isinstance(given, dict):
-        raise BadRecord(f"{where} is {kind(given)} and not an object with role and content")
-    message = {key: value for key, value in given.items() if value is not None}
+    if not isinstance(value, dict):
+        raise BadRecord(f"{where} is {kind(value)} and not an object with role and content")
+    message = {key: field for key, field in value.items() if field is not None}
     if "role" not in message:
         raise BadRecord(f"{where} has no role; its fields are {_names(message)}")
     role = message["role"]
@@ -147,10 +149,10 @@ def _message(number: int, given: object) -> dict[str, Any]:
 def _content(where: str, content: object) -> str:
     """Returns a content as text; it may be a list of text parts."""
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in content
+        texts = [
+            piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in content
         ]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if not isinstance(content, str):
         raise BadRecord(f"the content of {where} is {kind(content)} and no text")
     return content
@@ -158,13 +160,13 @@ def _content(where: str, content: object) -> str:
 
 def _check_order(messages: Messages) -> None:
     roles = [message["role"] for message in messages]
-    first = [number for number, role in enumerate(roles, 1) if role in FIRST]
-    if len(first) > 1:
+    system = [number for number, role in enumerate(roles, 1) if role in SYSTEM]
+    if len(system) > 1:
         raise BadRecord(
-            f"messages {first[0]} and {first[1]} are both system messages: there can be one, at the beginning"
+            f"messages {system[0]} and {system[1]} are both system messages: there can be one, at the beginning"
         )
-    if first and first != [1]:
-        raise BadRecord(f"message {first[0]} is a system message: it can only be the first")
+    if system and system != [1]:
+        raise BadRecord(f"message {system[0]} is a system message: it can only be the first")
     if "assistant" not in roles:
         raise BadRecord("there is no answer of the assistant, so nothing to learn")
 
@@ -196,13 +198,14 @@ def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None)
 
 
 def _strings(value: object) -> Iterator[str]:
+    """Yields every text inside a value, names of fields too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         yield from _strings([*value, *value.values()])
     elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
+        for item in value:
+            yield from _strings(item)
 
 
 def _tools(fields: dict) -> list | None:
@@ -215,6 +218,7 @@ def _tools(fields: dict) -> list | None:
 
 
 def _read_json(text: str) -> object:
+    """Returns the value that a text writes as JSON, or the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

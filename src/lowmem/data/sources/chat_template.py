@@ -60,8 +60,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, named: str = "") -> None:
-        of = f" of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
-        self.name = named or f"the chat template{of}"
+        owner = f" of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
+        self.name = named or f"the chat template{owner}"
         if not tokenizer.is_fast:
             raise Refused(
                 f"data=chat: the tokenizer {tokenizer.name_or_path} has no fast version, which alone says where its "
@@ -85,8 +85,8 @@ class ChatTemplate:
     def in_text(self, text: str, by_assistant: bool) -> str | None:
         """Returns the first control token in a text. An assistant may write those that are not special, such as
         <think>."""
-        found = (self.special if by_assistant else self.control).search(text)
-        return found and found[0]
+        match = (self.special if by_assistant else self.control).search(text)
+        return match and match[0]
 
     def render(self, messages: Messages, tools: list | None = None, last: bool = False) -> Rendered:
         """Renders a conversation. Args: last: only the last answer is learnt.
@@ -100,26 +100,27 @@ class ChatTemplate:
         if not self.tagged:
             spans = [self._answer(messages, tools, i, text) for i in answers]
         elif last:
-            start = self._beginning(messages, tools, answers[0], text)
-            spans = [(max(first, start), stop) for first, stop in spans]
+            beginning = self._beginning(messages, tools, answers[0], text)
+            spans = [(max(start, beginning), stop) for start, stop in spans]
         return Rendered(text, [span for span in spans if span[0] < span[1]], len(answers), self.tagged)
 
-    def _answer(self, messages: Messages, tools: list | None, i: int, whole: str) -> Span:
-        start = self._beginning(messages, tools, i, whole)
+    def _answer(self, messages: Messages, tools: list | None, i: int, conversation: str) -> Span:
+        """Returns the span of answer `i`. Args: conversation: the rendered messages, all of them."""
+        start = self._beginning(messages, tools, i, conversation)
         if i + 1 == len(messages):
-            return start, len(whole)
+            return start, len(conversation)
         with_answer = self._render(messages[: i + 1], tools)[0]
-        if not whole.startswith(with_answer) or len(with_answer) < start:
+        if not conversation.startswith(with_answer) or len(with_answer) < start:
             raise BadRecord(self._otherwise(i + 1))
         return start, len(with_answer)
 
-    def _beginning(self, messages: Messages, tools: list | None, i: int, whole: str) -> int:
+    def _beginning(self, messages: Messages, tools: list | None, i: int, conversation: str) -> int:
         """Returns the position where answer `i` begins: after the text that the model gets when it is asked for the
         answer."""
-        asked = self._render(messages[:i], tools, True)[0]
-        if not whole.startswith(asked):
+        prompt = self._render(messages[:i], tools, True)[0]
+        if not conversation.startswith(prompt):
             raise BadRecord(self._otherwise(i))
-        return len(asked)
+        return len(prompt)
 
     def _otherwise(self, count: int) -> str:
         return (
@@ -159,7 +160,7 @@ class ChatTemplate:
             Refused: a template with which the model would never learn to stop.
         """
         spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
-        if sum(first < stop and ids[stop - 1] in self.controls for first, stop in spans) < rendered.answers:
+        if sum(start < stop and ids[stop - 1] in self.controls for start, stop in spans) < rendered.answers:
             raise Refused(
                 f"data=chat: {self.name} ends an answer with no token of its own, leaves that to the next message or "
                 "has it outside of its generation tag: the model would never learn to stop. Type data.template=chatml, "
@@ -172,9 +173,10 @@ class ChatTemplate:
         return len(self.control.sub("", rendered.text).encode())
 
     def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
+        """Returns the tokens of a span of characters."""
         text = rendered.text
-        first, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
-        if first < len(ids) and encoding.token_to_chars(first)[0] < start:
+        begin, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
+        if begin < len(ids) and encoding.token_to_chars(begin)[0] < start:
             instead = (
                 "Take the white space off the beginning of the answer"
                 if text[start].isspace()
@@ -187,9 +189,9 @@ class ChatTemplate:
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.controls:
             stop += 1  # some tokens include the white space after them
         if not rendered.exact:  # templates write white space after the token that ends an answer
-            last = next((i for i in range(stop - 1, first - 1, -1) if ids[i] in self.controls), stop - 1)
+            last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.controls), stop - 1)
             stop = stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
-        return first, stop
+        return begin, stop
 
 
 def _own(tokenizer: PreTrainedTokenizerBase) -> str:

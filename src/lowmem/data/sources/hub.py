@@ -110,11 +110,11 @@ class Table(Reader):
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             if isinstance(error, Refused):
                 raise
-            said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             instead = (
                 "Give a folder of parquet, csv or jsonl files, and a split that it has."
                 if self.folder
                 else "Give an id that there is and a network, or fetch it elsewhere (hf download --repo-type dataset "
                 f"{shown(self.path)} --local-dir <folder>) and type data.path=<folder>."
             )
-            raise Refused(f"data.path={shown(self.path)}: this data set cannot be read ({said}). {instead}") from None
+            raise Refused(f"data.path={shown(self.path)}: this data set cannot be read ({reason}). {instead}") from None

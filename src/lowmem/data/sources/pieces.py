@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 15  # the least characters of a piece: several for every core
+PIECE = 1 << 15  # characters that a piece has at least: a batch has several for every core
 BATCH = 1 << 20  # bytes that are encoded together: each token, at worst of one byte, takes more than 100
-EACH = 32  # bytes that count for each text in addition: its tokens come in an object of their own
+EACH = 32  # bytes that each text counts in addition: its tokens come in an object of their own
 AROUND = 128  # characters on each side of a cut that are encoded to prove it
-PROOFS = 8  # if none of the first so many cuts holds, no more are tried
+PROOFS = 8  # if each of the first 8 cuts changes the tokens, no more are tried
 CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 T = TypeVar("T")
 
@@ -34,19 +34,19 @@ class Cuts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.tried, self.held = 0, 0
+        self.tried, self.proofs = 0, 0
         self.never = not tokenizer.is_fast
 
     def proved(self, text: str, at: int) -> bool:
         """Returns True if the ids around position `at` are those of the text before it and the text after it."""
-        parts = text[max(0, at - AROUND) : at], text[at : at + AROUND]
-        whole, before, behind = ids_of(self.tokenizer, ["".join(parts), *parts])
-        holds = np.array_equal(whole, np.concatenate([before, behind]))
-        self.tried, self.held = self.tried + 1, self.held + holds
-        if self.tried == PROOFS and not self.held:
+        before, behind = text[max(0, at - AROUND) : at], text[at : at + AROUND]
+        uncut, *cut = ids_of(self.tokenizer, [before + behind, before, behind])
+        same = np.array_equal(uncut, np.concatenate(cut))
+        self.tried, self.proofs = self.tried + 1, self.proofs + same
+        if self.tried == PROOFS and not self.proofs:
             self.never = True
             log.info("data: this tokenizer gives other tokens to a text in pieces, so each text is encoded whole.")
-        return holds
+        return same
 
 
 def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[str, bool]]:
@@ -56,21 +56,22 @@ def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[st
         blocks: of one text.
         cuts: None: every cut is allowed, which holds for the tokenizers that are trained here.
     """
-    held: list[str] = []
+    piece: list[str] = []  # so far
     for block in blocks:
         start = 0
         for at in _places(block, cuts):
-            yield "".join([*held, block[start:at]]), False
-            held, start = [], at
-        held.append(block[start:])
-    if any(held):
-        yield "".join(held), True
+            yield "".join([*piece, block[start:at]]), False
+            piece, start = [], at
+        piece.append(block[start:])
+    if any(piece):
+        yield "".join(piece), True
 
 
 def _places(block: str, cuts: Cuts | None) -> Iterator[int]:
+    """Yields the positions of a block's cuts."""
     at = PIECE
-    while not (cuts and cuts.never) and (found := CUT.search(block, at, max(at, len(block) - AROUND))):
-        at = found.end()
+    while not (cuts and cuts.never) and (match := CUT.search(block, at, max(at, len(block) - AROUND))):
+        at = match.end()
         if cuts is None or cuts.proved(block, at):
             yield at
             at += PIECE
@@ -78,13 +79,13 @@ def _places(block: str, cuts: Cuts | None) -> Iterator[int]:
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
     """Returns the ids of each text, without special tokens: (tokens,) uint32."""
-    cuts, found = Cuts(tokenizer), [[] for _ in texts]
-    parts = ((i, part) for i, text in enumerate(texts) for part, _ in pieces([text], cuts))
-    for batch in batches(parts, lambda part: text_bytes(part[1])):
-        of_each = ids_of(tokenizer, [part for _, part in batch])
-        for (i, _), ids in zip(batch, of_each, strict=True):
-            found[i].append(ids)
-    return [of_one[0] if len(of_one) == 1 else np.concatenate([np.empty(0, np.uint32), *of_one]) for of_one in found]
+    cuts, ids_by_text = Cuts(tokenizer), [[] for _ in texts]
+    numbered = ((number, piece) for number, text in enumerate(texts) for piece, _ in pieces([text], cuts))
+    for batch in batches(numbered, lambda item: text_bytes(item[1])):
+        ids_by_piece = ids_of(tokenizer, [piece for _, piece in batch])
+        for (number, _), ids in zip(batch, ids_by_piece, strict=True):
+            ids_by_text[number].append(ids)
+    return [ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.uint32), *ids]) for ids in ids_by_text]
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
@@ -114,12 +115,12 @@ def text_bytes(text: str) -> int:
 def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Yields groups of about `BATCH` bytes: enough for every core, and little memory."""
     batch: list[T] = []
-    held = 0
+    total = 0
     for item in items:
         batch.append(item)
-        held += size(item) + EACH
-        if held >= BATCH:
+        total += size(item) + EACH
+        if total >= BATCH:
             yield batch
-            batch, held = [], 0
+            batch, total = [], 0
     if batch:
         yield batch

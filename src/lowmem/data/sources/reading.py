@@ -117,11 +117,11 @@ def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
     lowest = max(1, 2 * at - length)
     last, start, before = {}, 0, ""
     for block in text():
-        joined, first = before + block, start - len(before)  # a boundary may lie across two blocks
+        joined, offset = before + block, start - len(before)  # a boundary may lie across two blocks
         for boundary in BOUNDARIES:
-            found = joined.rfind(boundary, max(0, lowest - first), max(0, at - first))
-            if found >= 0:
-                last[boundary] = first + found + len(boundary)
+            position = joined.rfind(boundary, max(0, lowest - offset), max(0, at - offset))
+            if position >= 0:
+                last[boundary] = offset + position + len(boundary)
         start, before = start + len(block), block[-1:]
     return next((last[boundary] for boundary in BOUNDARIES if boundary in last), at)
 
@@ -130,6 +130,6 @@ def between(text: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
     """Yields the blocks of the characters from `start` to `stop`."""
     at = 0
     for block in text:
-        if part := block[max(0, start - at) : None if stop is None else max(0, stop - at)]:
-            yield part
+        if wanted := block[max(0, start - at) : None if stop is None else max(0, stop - at)]:
+            yield wanted
         at += len(block)

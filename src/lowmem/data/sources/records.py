@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIELDS = ("field", "prompt", "completion", "messages")  # the keys that say what a record is made of
-NAMED = 3  # the log names so many of the records that are left out
-SMALLEST = 512  # the least bytes that a record counts, so that not too many are encoded together
+NAMED = 3  # records that the log names of those that are left out
+SMALLEST = 512  # bytes that a record counts at least, so that not too many are encoded together
 
 
 class Record(NamedTuple):
@@ -175,13 +175,13 @@ class Records(StoredSource):
         for batch in ahead(batches(records, lambda record: max(len(record.identity), SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
-            made = iter(self.encoder.encode(tokenizer, usable))
+            encoded = iter(self.encoder.encode(tokenizer, usable))
             for record in batch:
-                one = record.fields if isinstance(record.fields, BadRecord) else next(made)
-                if isinstance(one, BadRecord):
-                    self._leave_out(split, record.where, one)
+                document = record.fields if isinstance(record.fields, BadRecord) else next(encoded)
+                if isinstance(document, BadRecord):
+                    self._leave_out(split, record.where, document)
                 else:
-                    yield one
+                    yield document
 
     def notes(self) -> list[str]:
         return [
@@ -215,8 +215,7 @@ def records(
     **chat: str | None,
 ) -> Records:
     """Makes the source of a reader, with the keys that all yamls of records have. Args: chat: those of `Chat`."""
-    of_each = encoder(field, prompt, completion, messages, **chat)
-    return Records(reader, of_each, name, packing, too_long, skip_bad)
+    return Records(reader, encoder(field, prompt, completion, messages, **chat), name, packing, too_long, skip_bad)
 
 
 class _Fields(Encoder):
@@ -313,8 +312,8 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
         BadRecord: no such field, or it is no text that a tokenizer takes.
     """
     if name not in fields:
-        there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
-        raise BadRecord(f'there is no field "{name}"; its fields are {there}')
+        names = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
+        raise BadRecord(f'there is no field "{name}"; its fields are {names}')
     return checked(fields[name], f'field "{name}"', empty)
 
 

@@ -70,10 +70,10 @@ class Corpus(StoredSource):
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
         end, cuts, known = end_of(tokenizer), Cuts(tokenizer), list(controls(tokenizer).values())
         self.controls[split] = 0
-        parts = (part for file in self._readable(split) for part in pieces(self._blocks(file, split), cuts))
-        for batch in ahead(batches(parts, lambda part: text_bytes(part[0]))):
-            of_each = ids_of(tokenizer, [text for text, _ in batch])
-            for (text, ends), ids in zip(batch, of_each, strict=True):
+        texts = (piece for file in self._readable(split) for piece in pieces(self._blocks(file, split), cuts))
+        for batch in ahead(batches(texts, lambda piece: text_bytes(piece[0]))):
+            ids_by_piece = ids_of(tokenizer, [text for text, _ in batch])
+            for (text, ends), ids in zip(batch, ids_by_piece, strict=True):
                 self.controls[split] += int(np.isin(ids, known).sum())
                 yield Encoded(np.append(ids, end).astype(ids.dtype) if ends else ids, None, text_bytes(text), ends)
 
@@ -107,7 +107,7 @@ class Corpus(StoredSource):
         return between(read(), 0, at) if split == "train" else between(read(), at, None)
 
 
-# Its tests, other people's packages and generated files are not the library: rows of code points, help texts.
+# Tests, other people's packages and generated files, such as tables of code points, are not the library.
 _NOT_STDLIB = {
     "site-packages",
     "dist-packages",
@@ -131,8 +131,7 @@ def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") 
             f"data=stdlib: there are no .py files under {root}; this Python ships its library without sources. "
             "Type data=text data.path=<your text files>."
         )
-    held = split(root, files, val_fraction)
-    return Corpus("stdlib", *held, on_error="replace", packing=packing, too_long=too_long)
+    return Corpus("stdlib", *split(root, files, val_fraction), on_error="replace", packing=packing, too_long=too_long)
 
 
 def text(
@@ -205,30 +204,30 @@ def find_files(
 
 
 def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], list[Path]]) -> tuple[Path, list[Path]]:
-    given = shown(path)
-    if not given.strip():
+    typed = f"{key}={shown(path)}"
+    if not path.strip():
         raise Refused(f"{key}=: it is empty. Type {key}=<a file or folder>, and {key}=. for this one.")
     try:
         root = Path(os.path.expanduser(path)).resolve()
         if root.is_file():
             root, files = root.parent, [root]
         elif root.is_dir():
-            files = _matching(root, f"{key}={given}", pattern)
+            files = _matching(root, typed, pattern)
         else:
             raise no_such(key, path)
         files = [f for f in files if f.is_file() and f.stat().st_size]
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         where = getattr(error, "filename", None)
-        of = f" ({shown(where)})" if where and str(where) != path else ""
-        raise Refused(f"{key}={given}: {reason}{of}. Give files and folders that you can read.") from None
+        place = f" ({shown(where)})" if where and str(where) != path else ""
+        raise Refused(f"{typed}: {reason}{place}. Give files and folders that you can read.") from None
     files = usable(files)
     if not files:
-        raise Refused(f"{key}={given}: there is no text in it. Give files that hold some.")
+        raise Refused(f"{typed}: there is no text in it. Give files that hold some.")
     return root, files
 
 
-def _matching(root: Path, given: str, pattern: str) -> list[Path]:
+def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
     """Returns the matching files. The log says how many others there are: a default pattern that finds a tenth of the
     text should be noticed."""
     everything = _all_files(root)
@@ -242,10 +241,10 @@ def _matching(root: Path, given: str, pattern: str) -> list[Path]:
     kinds = ", ".join(f"{count:,} {shown(suffix) or 'without an ending'}" for suffix, count in others.most_common(3))
     likely = next((suffix for suffix, _ in others.most_common() if suffix.isprintable() and suffix), ".md")
     if not files:
-        there = f"; there are {kinds}" if others else ""
-        raise Refused(f"{given}: no file there matches {pattern}{there}. Type data.pattern='**/*{likely}', say.")
+        others_are = f"; there are {kinds}" if others else ""
+        raise Refused(f"{typed}: no file there matches {pattern}{others_are}. Type data.pattern='**/*{likely}', say.")
     if others:
-        log.info(f"{given}: data.pattern={pattern} passes over {others.total():,} other files ({kinds}).")
+        log.info(f"{typed}: data.pattern={pattern} passes over {others.total():,} other files ({kinds}).")
     return files
 
 
@@ -259,11 +258,11 @@ def _all_files(root: Path) -> set[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    found = set()
+    files = set()
     for folder, below, names in os.walk(root, onerror=refuse):
         below[:] = [name for name in below if not name.startswith(".")]
-        found |= {Path(folder, name) for name in names if not name.startswith(".")}
-    return found
+        files |= {Path(folder, name) for name in names if not name.startswith(".")}
+    return files
 
 
 def _plain(files: Sequence[Path], on_error: str) -> list[Path]:

@@ -124,7 +124,7 @@ BAD = [
     (b'{"text": null}', 'field "text" is null and no text'),
     (b'{"text": ["a"]}', 'field "text" is a list and no text'),
     (b'{"text": " \\n"}', 'field "text" is empty'),
-    ('{"text": "Größe"}'.encode("latin-1"), "it is no UTF-8 (see byte 12 of the line), which iconv makes"),
+    ('{"text": "Größe"}'.encode("latin-1"), "it is no UTF-8 (see byte 12 of the line): type iconv -f latin1 -t utf-8"),
     (b'{"text": ' + b"9" * 5000 + b"}", "it is no JSON that can be read (exceeds the limit"),
     (b"[" * 100_000, "it is no JSON that can be read (maximum recursion depth"),
     (b'{"text": "' + b"x" * 300_000 + b'"}', "it is longer than 200,000 bytes"),
@@ -163,8 +163,13 @@ def test_of_a_line_that_is_too_long_no_more_is_held_than_may_be(tmp_path, monkey
     lines = [b'{"text": "a"}', b'"' + b"x" * (100_000 + longer - 1), b'{"text": "b"}']
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\n".join(lines))
-    numbers, _, found = zip(*jsonl.lines(file), strict=True)
-    assert numbers == (1, 2, 3) and found[0] == lines[0] and found[2] == lines[2] and len(found[1]) == 100_001
+    where, _, found = zip(*jsonl.lines(file), strict=True)
+    assert (
+        where == ("line 1", "line 2", "line 3")
+        and found[0] == lines[0]
+        and found[2] == lines[2]
+        and len(found[1]) == 100_001
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,7 +325,7 @@ def test_any_lines_end_in_tokens_or_in_a_sentence(cases, tmp_path):
 def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
     """Each fault, planted, ends the property in the error that it is."""
     for of, name, fault in (
-        (jsonl, "record_of", json.loads),
+        (jsonl, "fields_of", json.loads),
         (records, "place", lambda line: 1 / (len(line) - 20)),
     ):
         with monkeypatch.context() as planted, pytest.raises((ValueError, AttributeError, ZeroDivisionError)):

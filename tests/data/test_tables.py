@@ -56,7 +56,7 @@ def test_rows_of_parquet_come_back_as_they_were_written(tmp_path, rows, group):
     table = pa.table({"text": pa.array(rows, pa.string()), "other": list(range(len(rows)))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
     read = parquet_rows(tmp_path / "a.parquet", ["text"])
-    assert [row[:2] for row in read] == [*enumerate(({"text": text} for text in rows), 1)]
+    assert [record[:2] for record in read] == [(f"row {i}", {"text": text}) for i, text in enumerate(rows, 1)]
 
 
 @CASES

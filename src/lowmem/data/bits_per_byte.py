@@ -33,13 +33,13 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
     """Returns the number of labels that count, and the bytes of their text."""
     if val.sequences.without_gaps:
-        known = replace(tokens, val=val.sequences.split)  # of a mixture each part has its own
+        known = replace(tokens, val=val.sequences.split)  # each source of a mixture has its own split
         return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
     return label_bytes(tokens.tokenizer, val)
 
 
 def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[MicroBatch]) -> tuple[int, int]:
-    """Returns the same for any rows, by reading them."""
+    """Returns the same numbers for any rows, by reading them."""
     count = text = 0
     special = [IGNORED, *tokenizer.all_special_ids]
 

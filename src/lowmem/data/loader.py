@@ -33,7 +33,7 @@ class MicroBatch:
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
-    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: a row is one
+    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: each row is one document
 
     @property
     def weight(self) -> int:
@@ -211,7 +211,7 @@ class WindowLoader:
         stop = end.sequence or len(order)
         micro_batches, tokens, weight = [], 0, 0
         for begin in range(start.sequence, stop, per_step):
-            rows = order[begin : min(begin + per_step, stop)]  # of all devices
+            rows = order[begin : min(begin + per_step, stop)]  # rows of all devices
             batch = self.sequences.micro_batch(rows)
             tokens, weight = tokens + batch.tokens, weight + batch.weight
             micro_batches.append(self.share.rows_of(batch))

@@ -146,7 +146,7 @@ class Documents(_Apart):
     def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Packs once and stores the result beside the tokens on disk: 5 million documents take seconds."""
         where = getattr(split.ids, "filename", None)
-        if where is None:  # in memory alone
+        if where is None:  # the tokens are in memory alone
             return packed(self.pieces.lengths, self.seq_len)
         file = Path(where).with_name(f"{name}_rows_{self.seq_len}_{self.too_long}.npz")
         if not file.exists():
@@ -191,7 +191,7 @@ class Padded(_Apart):
         make a micro-batch depends on its size, so a resumed run keeps the size that it began with."""
         lengths = self.pieces.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
-        # up and down by turns: a micro-batch of two pools has no long ones beside short ones
+        # ascending and descending in turn, so that a micro-batch across two pools does not mix long and short ones
         ordered = np.concatenate(
             [pool[np.argsort(lengths[pool] * (-1) ** number, kind="stable")] for number, pool in enumerate(pools)]
         )
@@ -331,7 +331,7 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     rooms, count = 0, 0  # bit r: there is a row with room r
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         if fitting := rooms >> length:
-            left = length + (fitting & -fitting).bit_length() - 1  # the least that is enough
+            left = length + (fitting & -fitting).bit_length() - 1  # the smallest room that is enough
             row = with_room[left].pop()
             if not with_room[left]:
                 rooms ^= 1 << left
@@ -341,7 +341,9 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
         left -= length
         with_room[left].append(row)
         rooms |= 1 << left
-    row_of = np.random.default_rng(0).permutation(count)[row_of]  # or the first rows would hold the longest
+    row_of = np.random.default_rng(0).permutation(count)[
+        row_of
+    ]  # otherwise the first rows would hold the longest pieces
     by_row = order[np.argsort(row_of[order], kind="stable")]
     return by_row, np.cumsum(np.bincount(row_of, minlength=count))
 

@@ -76,13 +76,13 @@ class Stream(Openable):
         stream = self.table.rows(self.table.splits["train"])
         if state:
             stream.load_state_dict(state["stream"])
-        aside = self.val_rows if self.table.alone else 0
-        each = islice(stream, 0 if state else aside, None)
+        held_out = self.val_rows if self.table.alone else 0
+        rows_to_read = islice(stream, 0 if state else held_out, None)
         number, tail = (state["block"], state.get("tail", [])) if state else (0, [])
-        counts, seen = Counter(), aside + number * self.block
+        counts, seen = Counter(), held_out + number * self.block
         title = f"train, rows {seen + 1:,} to"
         self.records.forget("train")
-        while read := list(islice(each, self.block)):
+        while read := list(islice(rows_to_read, self.block)):
             split = _split([*starmap(Encoded, tail), *self.documents(read, seen, "train")])
             number, seen = number + 1, seen + len(read)
             rows, report = self.rows_if_any(split)

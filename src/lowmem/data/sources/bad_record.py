@@ -30,8 +30,8 @@ def control(name: str, token: str) -> BadRecord:
     """Returns the error for a text that contains a control token, which would end a document or a message inside it.
     Args: name: of the text in messages."""
     return BadRecord(
-        f"{name} holds {token}, which the tokenizer reads as a control token: it would end or begin something there. "
-        "Write it otherwise, as < | with spaces between"
+        f"{name} holds {token}, which the tokenizer reads as a control token. Write it otherwise, such as with a space "
+        "inside"
     )
 
 

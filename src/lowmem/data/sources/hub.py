@@ -49,7 +49,7 @@ class Table(Reader):
     """The reader of a data set's rows. Args: splits: the names of its splits; without one for validation some rows are
     held out."""
 
-    aside = "val_split=<another split>"
+    val_key = "val_split=<another split>"
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Table(Reader):
     def size(self, split: SplitName) -> None:
         return None
 
-    def every(self, split: SplitName) -> Iterator[Record]:
+    def all_records(self, split: SplitName) -> Iterator[Record]:
         name = self.splits[split] or self.splits["train"]
         with self._reached():
             for number, fields in enumerate(self.rows(name), 1):

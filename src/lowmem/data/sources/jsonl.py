@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowmem.data.sources.bad_record import BadRecord, kind
 from lowmem.data.sources.reading import UTF_8, check_utf8, readable
-from lowmem.data.sources.records import FileReader, Records, Row, records
+from lowmem.data.sources.records import FileReader, Record, Records, records
 from lowmem.data.sources.text_files import find_files
 
 LONGEST = 1 << 24  # bytes of a line
@@ -27,11 +27,11 @@ def jsonl(
     """Returns the source of the lines of a file, or of the files of a folder that match `pattern`. Of several files
     some are validation; of one, some of its lines. Args: how: those of `records`."""
     check_utf8(encoding)
-    reader = FileReader(find_files(path, pattern, val_fraction, val_path), val_fraction, [UTF_8], "line", lines)
+    reader = FileReader(find_files(path, pattern, val_fraction, val_path), val_fraction, [UTF_8], lines)
     return records(reader, "chat" if how.get("messages") else "jsonl", **how)
 
 
-def lines(file: Path) -> Iterator[Row]:
+def lines(file: Path) -> Iterator[Record]:
     """Yields the record of every line that is not blank. Of a line that is too long only the beginning is read."""
     with readable(file), file.open("rb") as stream:
         number = 0
@@ -41,17 +41,19 @@ def lines(file: Path) -> Iterator[Row]:
             while len(rest) > LONGEST and not rest.endswith(b"\n"):
                 rest = stream.readline(LONGEST + 1)
             if stripped := line.removeprefix(BOM if number == 1 else b"").strip():
-                yield Row(number, record_of(stripped), stripped)
+                yield Record(f"line {number:,}", fields_of(stripped), stripped)
 
 
-def record_of(line: bytes) -> dict | BadRecord:
+def fields_of(line: bytes) -> dict | BadRecord:
     """Returns the fields of a line. As `json` does, it takes NaN, and the last of several fields of one name."""
     if len(line) > LONGEST:
         return BadRecord(f"it is longer than {LONGEST:,} bytes")
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return BadRecord(f"it is no UTF-8 (see byte {error.start:,} of the line), which iconv makes of other encodings")
+        return BadRecord(
+            f"it is no UTF-8 (see byte {error.start:,} of the line): type iconv -f latin1 -t utf-8 FILE > NEW"
+        )
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 10) : error.pos + 10]
         return BadRecord(f'it is no JSON ({error.msg.lower().rstrip(".")} at character {error.pos:,}, near "{near}")')

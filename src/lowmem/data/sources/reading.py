@@ -12,7 +12,7 @@ from lowmem.config.values import shown
 from lowmem.system.errors import Refused
 
 BLOCK = 1 << 20  # bytes
-UTF_8 = "utf-8"  # stands in the keys of caches, from when there were other encodings
+UTF_8 = "utf-8"  # is part of the keys of caches, as it was when files could have other encodings
 BOUNDARIES = ("\n\n", "\n", " ")  # of paragraphs, lines and words
 OVER = object()
 INSTEAD = " data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turns an error while reading a text into a refusal: the text is the user's, and the cache is not at fault."""
+    """Turns an error while reading a file into a refusal that names it; otherwise the cache would seem to fail."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def digests(files: Iterable[Path]) -> list[str]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields the same items; a thread makes the next one while one is used."""
+    """Yields the same items; a thread makes the next item while the last one is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, OVER)
         while (item := coming.result()) is not OVER:
@@ -95,7 +95,7 @@ def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
 
 
 def is_text(file: Path) -> bool:
-    """Reads all of a file, so that this is known before its first character is used."""
+    """Returns whether a file is UTF-8; it reads all of it, before the first character is used."""
     try:
         for _ in blocks(file):
             pass

@@ -38,14 +38,6 @@ class Record(NamedTuple):
     identity: bytes = b""  # the same for the same record, wherever it stands
 
 
-class Row(NamedTuple):
-    """A record of a file."""
-
-    number: int  # from 1 on
-    fields: dict | BadRecord
-    identity: bytes
-
-
 class Reader:
     """The base class of sources of records.
 
@@ -53,7 +45,7 @@ class Reader:
         alone: both splits are read from the same records, so some of them are validation: `val_fraction` of them.
     """
 
-    aside: str  # the key that gives other records for validation
+    val_key: str  # the key that gives other records for validation
 
     def __init__(self, alone: bool, val_fraction: float) -> None:
         self.alone, self.val_fraction = alone, val_fraction
@@ -66,20 +58,20 @@ class Reader:
         """Returns about how many bytes will be read; None: unknown."""
         raise NotImplementedError
 
-    def every(self, split: SplitName) -> Iterator[Record]:
+    def all_records(self, split: SplitName) -> Iterator[Record]:
         """Yields the records that a split is chosen from, in order, again at each call. Raises Refused if nothing can
         be read."""
         raise NotImplementedError
 
     def records(self, split: SplitName) -> Iterator[Record]:
         """Yields the records of a split."""
-        for record in self.every(split):
+        for record in self.all_records(split):
             if not self.alone or (place(record.identity) < self._held_out) == (split == "val"):
                 yield record
 
     @cached_property
     def _held_out(self) -> float:
-        return held_out((record.identity for record in self.every("train")), self.val_fraction)
+        return held_out((record.identity for record in self.all_records("train")), self.val_fraction)
 
 
 class FileReader(Reader):
@@ -87,17 +79,16 @@ class FileReader(Reader):
 
     Args:
         settings: those that change the records.
-        unit: what a record is called: line, row.
-        rows: reads a file.
+        read: yields the records of a file.
     """
 
-    aside = "val_path=<a file or folder>"
+    val_key = "val_path=<a file or folder>"
 
     def __init__(
-        self, files: Files, val_fraction: float, settings: list, unit: str, rows: Callable[[Path], Iterator[Row]]
+        self, files: Files, val_fraction: float, settings: list, read: Callable[[Path], Iterator[Record]]
     ) -> None:
         super().__init__(files.alone, val_fraction)
-        self.files, self.settings, self.unit, self.rows = files, settings, unit, rows
+        self.files, self.settings, self.read = files, settings, read
 
     def key(self) -> list:
         contents = [digests(files) for files in (self.files.train, self.files.val)]
@@ -107,14 +98,15 @@ class FileReader(Reader):
         share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.alone else 1
         return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
 
-    def every(self, split: SplitName) -> Iterator[Record]:
+    def all_records(self, split: SplitName) -> Iterator[Record]:
         for file in getattr(self.files, split):
             name = shown(file.relative_to(self.files.root) if file.is_relative_to(self.files.root) else file)
-            for row in self.rows(file):
-                yield Record(f"{name}, {self.unit} {row.number:,}", row.fields, row.identity)
+            for record in self.read(file):
+                yield record._replace(where=f"{name}, {record.where}")
 
 
 def identity(fields: dict) -> bytes:
+    """Returns bytes that are the same for the same row of a table."""
     return str(fields).encode(errors="surrogatepass")
 
 
@@ -161,7 +153,7 @@ class Records(StoredSource):
         if self.reader.alone and not self._counts[split][1]:
             raise Refused(
                 f"data: no record of data.path fell to {'validation' if split == 'val' else 'training'}: there are too "
-                f"few, or all are the same. Type data.{self.reader.aside}, or give more."
+                f"few, or all are the same. Type data.{self.reader.val_key}, or give more."
             )
 
     def forget(self, split: SplitName) -> None:
@@ -219,7 +211,7 @@ def records(
 
 
 class _Fields(Encoder):
-    """The base class of encoders of text fields."""
+    """The base class of encoders of text fields. Args: names: of the fields."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -259,9 +251,6 @@ class _Fields(Encoder):
 class Text(_Fields):
     """The encoder of one field, all of which is learnt."""
 
-    def __init__(self, field: str) -> None:
-        super().__init__(field)
-
     def texts(self, fields: dict) -> list[str]:
         return [text_of(fields, *self.names)]
 
@@ -272,9 +261,6 @@ class Text(_Fields):
 class Completion(_Fields):
     """The encoder of two fields, of which the second and the document's end are learnt. Each is encoded by itself, as
     at generation: a token across both would be learnt from half of it."""
-
-    def __init__(self, prompt: str, completion: str) -> None:
-        super().__init__(prompt, completion)
 
     def texts(self, fields: dict) -> list[str]:
         prompt, completion = self.names

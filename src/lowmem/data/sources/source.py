@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SplitName = Literal["train", "val"]
-REFUSE = "refuse"  # stands in the keys of caches, from when control tokens and white space could be treated otherwise
+REFUSE = "refuse"  # is part of the keys of caches, as it was when records with control tokens could be read, too
 
 
 class Encoded(NamedTuple):

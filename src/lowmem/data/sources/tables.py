@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lowmem.config.values import shown
 from lowmem.data.sources.reading import UTF_8, NotText, check_utf8, readable
-from lowmem.data.sources.records import FIELDS, BadRecord, FileReader, Records, Row, identity, records
+from lowmem.data.sources.records import FIELDS, BadRecord, FileReader, Record, Records, identity, records
 from lowmem.data.sources.text_files import find_files
 from lowmem.system.errors import Refused
 
@@ -38,7 +38,7 @@ def table_csv(
     check_utf8(encoding)
     files, columns = find_files(path, pattern, val_fraction, val_path), columns_of(how)
     settings = [UTF_8, delimiter]
-    reader = FileReader(files, val_fraction, settings, "line", lambda file: csv_rows(file, columns, delimiter))
+    reader = FileReader(files, val_fraction, settings, lambda file: csv_rows(file, columns, delimiter))
     return records(reader, "csv", **how)
 
 
@@ -53,7 +53,7 @@ def table_parquet(
     columns in use are read. Args: how: those of `records`."""
     columns, optional = columns_of(how), [TOOLS] if how.get("messages") else []
     files, settings = find_files(path, pattern, val_fraction, val_path), [columns + optional]
-    reader = FileReader(files, val_fraction, settings, "row", lambda file: parquet_rows(file, columns, optional))
+    reader = FileReader(files, val_fraction, settings, lambda file: parquet_rows(file, columns, optional))
     return records(reader, "parquet", **how)
 
 
@@ -62,7 +62,7 @@ def columns_of(how: dict) -> list[str]:
     return [how[name] for name in FIELDS if how.get(name)] or ["text"]
 
 
-def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Row]:
+def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Record]:
     """Yields the rows of a table whose first line names the columns; a row has the number of its last line.
 
     Raises:
@@ -85,7 +85,7 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
                 if None in fields or None in fields.values():  # too many cells, or too few
                     cells = "more" if None in fields else "fewer"
                     fields = BadRecord(f"it has {cells} cells than the first line has names, {len(table.fieldnames)}")
-                yield Row(number, fields, raw)
+                yield Record(f"line {number:,}", fields, raw)
         except UnicodeDecodeError:
             raise NotText(file, table.reader.line_num + 1) from None
         except csv.Error as error:
@@ -95,7 +95,7 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
             ) from None
 
 
-def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Record]:
     """Yields the values of these columns in each row, and of the optional ones that the file has.
 
     Raises:
@@ -114,7 +114,7 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
             batches = table.iter_batches(AT_ONCE, columns=read, use_threads=False)
             for fields in chain.from_iterable(batch.to_pylist() for batch in batches):
                 number += 1
-                yield Row(number, fields, identity(fields))
+                yield Record(f"row {number:,}", fields, identity(fields))
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             raise Refused(
@@ -125,7 +125,7 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
 def _check_columns(names: Sequence[str], columns: Sequence[str], file: Path) -> None:
     for column in columns:
         if column not in names:
-            known = ", ".join(f'"{shown(name)}"' for name in names[:8])
+            known = ", ".join(f'"{shown(name)}"' for name in names[:8]) or "none"
             raise Refused(f'data: {shown(file)} has no column "{column}"; its columns are {known}. Type one of them.')
         if names.count(column) > 1:
             raise Refused(f'data: {shown(file)} has two columns "{column}". Rename one.')

@@ -18,7 +18,7 @@ from lowmem.data.sources.text_files import find_files
 from lowmem.system.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # spellings that can be typed
-LONGEST = 1 << 24  # characters of a cell: beyond it a quotation mark is missing
+LONGEST = 1 << 28  # characters of a cell: beyond it a quotation mark is missing
 AT_ONCE = 64  # rows of parquet: conversations of 100 kB make 6 MB
 BUFFER = 1 << 20  # bytes of a column that are read at once
 TOOLS = "tools"  # a column that belongs to conversations, like the field of this name

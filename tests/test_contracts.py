@@ -23,8 +23,6 @@ THEIRS = {
     ("techniques/adapter/lora.py", "bias"): "a setting of peft",
     ("model/auxiliary_loss.py", "config"): "of a model of transformers, or of a bare nn.Module",
     ("command/cli.py", "stream"): "of a handler of logging",
-    ("data/sources/jsonl.py", "start"): "of an error in decoding",
-    ("data/sources/reading.py", "start"): "the same",
     (
         "techniques/loss/head_tiles.py",
         "source",

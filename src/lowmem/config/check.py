@@ -112,7 +112,7 @@ def _check_texts(of: str, data: Mapping) -> None:
     if template not in (None, "chatml") and not _is_there(template):
         raise values.no_such(f"{of}.template", template)
     if "encoding" in data:
-        values.checked_encoding(data["encoding"])
+        values.check_utf8(data["encoding"])
     if "on_error" in data:
         values.checked_on_error(data["on_error"])
 

@@ -323,8 +323,6 @@ ARGUMENTS: dict[str, Any] = {
         "one character, such as ';', or the word tab", Annotated[str, Field(pattern=r'^([^"\n\r]|tab)$')]
     ),
     "assistant": _words("all or last", Literal["all", "last"]),
-    "control_tokens": _words("refuse or text", Literal["refuse", "text"]),
-    "boundary": _words("refuse or strip", Literal["refuse", "strip"]),
     "template": _words("chatml, a file, or null for the tokenizer's own", Place | None),
     **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("a field's name, or null", Text | None)),
     "init_scale": Positive,

@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowmem.config.values import check_utf8
 from lowmem.data.sources.bad_record import BadRecord, kind
-from lowmem.data.sources.reading import UTF_8, check_utf8, readable
+from lowmem.data.sources.reading import UTF_8, readable
 from lowmem.data.sources.records import FileReader, Record, Records, records
 from lowmem.data.sources.text_files import find_files
 

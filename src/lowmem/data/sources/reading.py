@@ -61,15 +61,6 @@ class NotText(Refused):
         )
 
 
-def check_utf8(encoding: str) -> None:
-    """Raises Refused for every other encoding."""
-    if encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
-        raise Refused(
-            f"data.encoding={encoding}: files are read as UTF-8 alone. Type iconv -f {encoding} -t utf-8 FILE > NEW, "
-            "and train on NEW."
-        )
-
-
 def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
     """Yields the characters of a text file in blocks. With on_error=replace U+FFFD stands for bytes that are no text.
 

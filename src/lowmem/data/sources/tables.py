@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from lowmem.config.values import shown
-from lowmem.data.sources.reading import UTF_8, NotText, check_utf8, readable
+from lowmem.config.values import check_utf8, shown
+from lowmem.data.sources.reading import UTF_8, NotText, readable
 from lowmem.data.sources.records import FIELDS, BadRecord, FileReader, Record, Records, identity, records
 from lowmem.data.sources.text_files import find_files
 from lowmem.system.errors import Refused

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lowmem.config.values import checked_on_error, no_such, shown
+from lowmem.config.values import check_utf8, checked_on_error, no_such, shown
 from lowmem.data.opening import StoredSource
 from lowmem.data.sources.pieces import Cuts, batches, controls, end_of, ids_of, pieces, text_bytes
-from lowmem.data.sources.reading import UTF_8, ahead, between, blocks, check_utf8, cut_at, digests, is_text
+from lowmem.data.sources.reading import UTF_8, ahead, between, blocks, cut_at, digests, is_text
 from lowmem.data.sources.source import Encoded, SplitName
 from lowmem.system.errors import Refused
 

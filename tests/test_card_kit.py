@@ -14,7 +14,21 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from benchmarks.card import __main__ as command
-from benchmarks.card import auto, correctness, kit, link, memory, page, pages, process, several, speed, streamed, xl
+from benchmarks.card import (
+    auto,
+    correctness,
+    kit,
+    link,
+    memory,
+    page,
+    pages,
+    process,
+    sanitizer,
+    several,
+    speed,
+    streamed,
+    xl,
+)
 from benchmarks.card.case import SIZES, Case, Here, LeftOut, Stage, text
 from benchmarks.card.kit import Kit
 
@@ -205,6 +219,7 @@ def test_a_case_that_begins_when_the_kit_is_stopped_ends_at_once(made_up, tmp_pa
 def test_what_is_set_where_the_kit_is_typed_does_not_change_what_it_measures(monkeypatch, tmp_path):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
     for visible, first in (("2,3", "2"), ("", ""), (None, "0")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
@@ -313,7 +328,7 @@ def test_without_a_card_it_is_a_sentence_and_exit_code_2(monkeypatch, capsys, tm
     assert not (tmp_path / "card.json").exists()
 
 
-@pytest.mark.parametrize("typed", ["9", "0", "x", "1,9", "", "²", "1 2", "-1", "01"])
+@pytest.mark.parametrize("typed", ["10", "0", "x", "1,10", "", "²", "1 2", "-1", "01"])
 def test_a_stage_that_there_is_not_is_a_sentence(typed, capsys):
     assert command.main([f"--stages={typed}"]) == 2
     assert "there is no stage" in capsys.readouterr().err
@@ -367,7 +382,7 @@ def here(tmp_path):
 
 
 def test_every_stage_has_its_time_and_no_case_more_than_it():
-    for module in (*REAL.values(), auto, streamed, several):
+    for module in (*REAL.values(), auto, streamed, several, sanitizer):
         assert module.STAGE.seconds < 8 * 60 and module.STAGE.module == module.__name__
         for size in SIZES.values():
             assert all(isinstance(c, Case) and c.seconds <= module.STAGE.seconds for c in module.cases(size).values())
@@ -646,6 +661,72 @@ def test_a_copy_is_hidden_that_the_device_did_not_stand_still_for(copied, waited
     assert streamed.hidden({"copied_seconds": copied, "waited_seconds": waited}) == share
 
 
+@pytest.mark.slow
+def test_streamed_weights_have_no_race_that_the_sanitizer_sees(here):
+    found = sanitizer.cases(here.size)[sanitizer.RIGHT].run(here)
+    assert found["right"] and not found["races"], found["races"]
+    assert found["copies"]["seen"] > 100 and "no race in" in sanitizer.says({sanitizer.RIGHT: found})
+
+
+def test_a_race_is_reported_as_a_failure_with_both_accesses(here, monkeypatch):
+    import races
+
+    races.copy_before_the_gradient_is_complete(monkeypatch)
+    found = sanitizer.cases(here.size)[sanitizer.RIGHT].run(here)
+    assert found["right"] is False and page.is_wrong({"result": found})
+    report = sanitizer.table({sanitizer.RIGHT: found})
+    assert "CSAN detected a possible data race" in report and "Previous access by stream device" in report
+    assert "boundary.py" in report and "/lib/python" not in report
+    assert sanitizer.says({sanitizer.RIGHT: found}).startswith("streamed weights: 1 race in")
+
+
+def test_a_wait_that_the_stage_leaves_out_must_be_found(here, monkeypatch):
+    """A sanitizer that finds nothing there is not right."""
+    case = sanitizer.cases(here.size)[sanitizer.WRONG]
+    found = case.run(here)
+    assert found["right"] and found["races"], found
+    monkeypatch.setattr(sanitizer.Seen, "launch", lambda self, checked: lambda *_: self.operators.update("ab") or [])
+    assert case.run(here)["right"] is False
+
+
+@pytest.mark.parametrize(
+    ("races", "copies", "streams", "on_purpose", "is_right"),
+    [
+        (0, 9, 3, False, True),
+        (1, 9, 3, False, False),
+        (0, 0, 3, False, False),
+        (0, 9, 1, False, False),
+        (1, 9, 3, True, True),
+        (0, 9, 3, True, False),
+    ],
+)
+def test_no_race_says_something_only_where_copies_were_seen(races, copies, streams, on_purpose, is_right):
+    found = {"races": ["a race"] * races, "copies": {"seen": copies, "not seen": 5}}
+    assert sanitizer.right(found | {"operators": dict.fromkeys("abc"[:streams], 7)}, on_purpose) == is_right
+
+
+def test_torchs_own_sanitizer_is_read_where_it_is_on_and_a_run_without_it_fails(monkeypatch):
+    """On made-up accesses: it watches tensors on CUDA alone."""
+    from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
+
+    for size in SIZES.values():
+        environments = [case.environment for case in sanitizer.cases(size).values()]
+        assert environments == [{"TORCH_CUDA_SANITIZER": "1"} if size.whole else {}] * 2
+    with pytest.raises(SystemExit, match="torch was imported without TORCH_CUDA_SANITIZER=1"), sanitizer._by_torch():
+        pass
+    monkeypatch.setattr(cuda_sanitizer, "enabled", True)
+    handler = cuda_sanitizer.dispatch.event_handler
+    with sanitizer._by_torch() as (seen, _):
+        for stream in (1, 2):
+            errors = handler._handle_kernel_launch(stream, set(), {7}, set(), "aten::copy_", {7: ["self"]})
+    assert len(errors) == len(seen.races) == 1 and "writing to argument(s) self" in seen.races[0]
+    assert seen.operators == {"1": 1, "2": 1} and issubclass(CUDASanitizerErrors, Exception)
+    handler._handle_kernel_launch(3, set(), {7}, set(), "aten::copy_", {7: ["self"]})
+    assert len(seen.races) == 1  # it is no longer read
+    handler.tensors_accessed.delete_tensor(7)
+    monkeypatch.setattr(cuda_sanitizer, "enabled", False)
+
+
 def test_with_one_card_several_are_not_run(here, monkeypatch):
     monkeypatch.setattr(several, "counted", lambda _: 1)
     for one in several.cases(SIZES["cuda"]).values():
@@ -756,7 +837,7 @@ def test_the_whole_kit_runs_on_stand_ins(tmp_path):
     found = json.loads(file.read_text())
     whys = [case["why"] for stage in found["stages"].values() for case in stage["cases"].values() if "why" in case]
     assert done.returncode == 0 and not whys, whys
-    assert list(found["stages"]) == list("12345678")
+    assert list(found["stages"]) == list("123456789")
     assert all(stage["cases"].keys() == set(stage["planned"]) for stage in found["stages"].values())
     assert done.stdout.count("| ") > 50 and "cannot be told" not in done.stdout
     assert not Path(ROOT / "docs" / "card.md").exists() or "no card: a rehearsal" not in kit.PAGE.read_text()

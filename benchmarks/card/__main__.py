@@ -1,6 +1,6 @@
-"""Measures everything that only a card can show, in eight stages: speed, memory, correctness and the link to the host.
+"""Measures everything that only a card can show, in nine stages: speed, memory, correctness, races and the link.
 
-    python -m benchmarks.card                  # all eight, on CUDA: forty minutes, or fifty with two devices
+    python -m benchmarks.card                  # all nine, on CUDA: forty minutes, or fifty with two devices
     python -m benchmarks.card --stages 3,5     # only these stages; earlier results of the others stay in the file
     python -m benchmarks.card --resume         # the cases that have no record yet
     python -m benchmarks.card --retry          # the same, and those that failed or were ended
@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if old := list(_too_old()):
         return _refused(f"{', '.join(old)}. Type pip install -e . first.")
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # imports this checkout, even if another one is installed
-    from benchmarks.card import auto, correctness, link, memory, several, speed, streamed, xl
+    from benchmarks.card import auto, correctness, link, memory, sanitizer, several, speed, streamed, xl
     from benchmarks.card.kit import Kit
     from lowmem.system.errors import Refused
 
-    modules = (link, correctness, memory, speed, xl, auto, streamed, several)
+    modules = (link, correctness, memory, speed, xl, auto, streamed, several, sanitizer)
     stages = {str(module.STAGE.number): module.STAGE for module in modules}
     wanted = dict.fromkeys(word.strip() for word in options.stages.split(",")) if options.stages is not None else stages
     if unknown := [word for word in wanted if word not in stages]:

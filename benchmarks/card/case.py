@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -166,11 +166,18 @@ class Here:
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a case. Args: seconds: its time limit; imports: the module that its process imports before it runs."""
+    """Describes a case.
+
+    Args:
+        seconds: its time limit.
+        imports: the module that its process imports before it runs.
+        environment: environment variables that its process begins with, for what torch reads when it is imported.
+    """
 
     run: Callable[[Here], dict]
     seconds: float
     imports: str = "lowmem.fit"
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

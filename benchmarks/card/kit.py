@@ -141,8 +141,10 @@ class Kit:
             left = start + size.patience * stage.seconds - time.monotonic()
             if left < LEAST:
                 return None
-            seconds = size.patience * stage.cases(size)[name].seconds
-            found = process.case(stage.module, name, self.device, words, min(seconds, left), threads)
+            case = stage.cases(size)[name]
+            seconds = size.patience * case.seconds
+            limit = min(seconds, left)
+            found = process.case(stage.module, name, self.device, words, limit, threads, case.environment)
             # a case that the stage's end cut short did not have its full time: --resume begins it again
             return None if found["status"] == "ended" and left < seconds else found
 

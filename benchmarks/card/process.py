@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,21 +21,29 @@ LINES, CHARACTERS = 12, 2000  # at most so many of the last output are recorded
 # Environment variables that the user may have set and that would change the measurements.
 NOT_OURS = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
-    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_CUDA_SANITIZER"),
 )
 
+NONE: Mapping[str, str] = {}
 EVERY_CARD = "CARDS_OF_THE_KIT"  # CUDA_VISIBLE_DEVICES as the user set it; empty: all
 
 stopped = threading.Event()  # set when the kit stops: no further case may begin
 _running: set[subprocess.Popen] = set()
 
 
-def case(module: str, name: str, device: str, text: Path, seconds: float, threads: int | None = None) -> dict:
-    """Runs one case and returns its record. Args: threads: CPU threads that its operators may use; None: all."""
-    return ended(["-m", "benchmarks.card.case", module, name, device, str(text)], seconds, threads)
+def case(
+    module: str, name: str, device: str, text: Path, seconds: float, threads: int | None = None, more: Mapping = NONE
+) -> dict:
+    """Runs one case and returns its record.
+
+    Args:
+        threads: CPU threads that its operators may use; None: all.
+        more: environment variables of this case alone.
+    """
+    return ended(["-m", "benchmarks.card.case", module, name, device, str(text)], seconds, threads, more)
 
 
-def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) -> dict:
+def ended(arguments: Sequence[str], seconds: float, threads: int | None = None, more: Mapping = NONE) -> dict:
     """Runs `python` in a temporary folder, for at most some seconds. Args: arguments: the arguments of `python`.
 
     Returns:
@@ -50,7 +58,7 @@ def ended(arguments: Sequence[str], seconds: float, threads: int | None = None) 
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=ROOT,
-                env=_environment(folder, threads),
+                env=_environment(folder, threads) | dict(more),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ from benchmarks.card.case import Case, LeftOut
 
 
 def well(here):
+    assert os.environ["OF_THIS_CASE"] == "1"
     return {"device": here.device, "text": here.text.is_dir()}
 
 
@@ -40,8 +41,8 @@ def left_out(here):
 
 def cases(size):
     ways = {"well": well, "fails": fails, "endless": endless, "dies": dies, "left out": left_out, "wrong": wrong}
-    limit = 2.0 / size.patience
-    return {name: Case(run, limit if run is endless else 60.0, imports="json") for name, run in ways.items()}
+    limit, environment = 2.0 / size.patience, {"OF_THIS_CASE": "1"}
+    return {name: Case(run, limit if run is endless else 60.0, "json", environment) for name, run in ways.items()}
 
 
 def says(results):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -424,6 +425,41 @@ def test_the_link_and_the_products_are_measured(here):
         if not isinstance(rate, str)
     )
     assert "pinned up" in link.says(found) and "| products in TF32 |" in link.table(found)
+
+
+def test_on_a_card_each_way_over_the_link_is_also_measured_against_the_other(tmp_path, monkeypatch):
+    """With made-up streams: the measured copy is on the present one, and more go the other way on another."""
+    import torch
+
+    copied, zeros, other = [], torch.zeros, [False]
+
+    @contextmanager
+    def stream(_):
+        other[0] = True
+        yield
+        other[0] = False
+
+    class Memory(torch.Tensor):
+        def copy_(self, source, non_blocking=False):
+            copied.append(("up" if self.place else "down", other[0]))
+
+    def made(size, dtype, device=None, pin_memory=False):
+        memory = Memory(zeros(size, dtype=dtype))
+        memory.place = device
+        return memory
+
+    monkeypatch.setattr(torch, "zeros", made)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    calls = []
+    monkeypatch.setattr(link, "seconds", lambda call, here: (copied.clear(), call(), calls.append([*copied]), 2.0)[-1])
+    rates = link.link(Here("cuda", SIZES["cpu"], tmp_path, tmp_path))["bytes_per_second"]
+    against = {name: rate for name, rate in rates.items() if "against the other way" in name}
+    assert against == dict.fromkeys(against, SIZES["cpu"].moved / 2.0) and len(against) == 2
+    for way, back in (("up", "down"), ("down", "up")):
+        assert [*[(back, True)] * link.OTHER_WAY, (way, False)] in calls
+    said = link.says({"link": {"bytes_per_second": {"pinned up": 25e9, "pinned up, against the other way": 12e9}}})
+    assert said == "pinned up 25.0 GB/s, pinned up, against the other way 12.0 GB/s"
 
 
 def test_a_technique_is_compared_with_the_oracle_and_a_wrong_one_is_not_right(here, monkeypatch):

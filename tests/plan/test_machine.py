@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import nullcontext
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def test_a_card_with_a_name_has_its_own_rates(monkeypatch):
         for name in cards.cards():
             found = machine.machine(True, cards.card(name))
             assert found.flops == cards.named(name).rates["flops"] and found.link == cards.named(name).rates["link"]
+            assert found.against == cards.named(name).rates["against"]
         assert machine.machine(False, size).name == "measured-cpu"
         assert (machine.machine(True, size).name == "measured-cuda") == here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -73,11 +75,48 @@ def test_a_measured_card_has_a_rate_of_tf32_products(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory: torch.zeros(1))
     high = {"highest": 2.0, "high": 1.0}
     monkeypatch.setattr(machine, "fastest", lambda call, device: high[torch.get_float32_matmul_precision()])
+    monkeypatch.setattr(machine, "_against", lambda big, pinned: 2.0)
     flops, *_ = machine._rates("cuda")
     assert flops["tensorfloat32"] == 2 * flops["float32"]
     assert torch.get_float32_matmul_precision() == "highest"
     here = machine.Machine("a card", flops, 1.0, 1.0, link=1.0, fp32_products="tensorfloat32")
     assert here.rate("float32") == flops["tensorfloat32"] and free_from(here, "tensorfloat32") > 0
+
+
+@pytest.mark.parametrize(("taken", "share"), [(4.0, 0.5), (2.0, 1.0), (1.9, 1.0)])
+def test_a_link_is_measured_alone_and_while_bytes_come_the_other_way(monkeypatch, taken, share):
+    """With made-up clocks and streams: a copy takes two seconds alone. Nothing goes up faster than alone."""
+    copies, stream = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            copies.append("a mark")
+
+        def elapsed_time(self, end):
+            return 1000 * taken
+
+    class Memory(torch.Tensor):
+        def copy_(self, *_, **__):
+            copies.append(stream[-1])
+
+    made = iter(("down", "up"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: next(made))
+    monkeypatch.setattr(torch.cuda, "stream", lambda name: nullcontext(stream.append(name)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(fp32_weights, "has_tf32", lambda device: True)
+    monkeypatch.setattr(torch, "randn", lambda *size, device: torch.zeros(2, 2))
+    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(1))
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory: torch.zeros(1))
+    monkeypatch.setattr(torch, "empty_like", lambda of, pin_memory=False: Memory(1))
+    monkeypatch.setattr(machine, "fastest", lambda call, device: 2.0)
+    queued = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: (queued.append([*copies]), copies.clear()))
+    *_, link, against = machine._rates("cuda")
+    assert (link, against) == (2.0, share)  # four bytes in two seconds
+    assert queued[1] == [*["down"] * machine.OTHER_WAY, "a mark", "up", "a mark"]
 
 
 @pytest.fixture
@@ -149,6 +188,7 @@ def test_who_gets_half_of_a_processor_shares_it(monkeypatch, had, busy):
         {"bandwidth": 0.0},
         {"overhead": -1.0},
         {"fresh": float("nan")},
+        {"against": 0.0},
         {"flops": {"float32": float("inf")}},
         {"flops": {}},
         {"updates": {"any": 0.0}},

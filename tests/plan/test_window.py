@@ -20,11 +20,11 @@ def cfg(*typed):
     return resolved(run_of(["model=gpt2", "batch_size=1", *typed]), on_card=True)
 
 
-def card(link, bandwidth=1.0, updates=1.0):
+def card(link, bandwidth=1.0, updates=1.0, against=None):
     """With a host whose updates take `updates` times what they are counted for. Rates are per second."""
     host = Machine("host", FLOPS, bandwidth, 0.0)
     host.updates = dict.fromkeys((update_time._kind(cfg(f"precision={of}")) for of in ("bf16-master", "32")), updates)
-    return Machine("card", FLOPS, 1.0, 0.0, link=link, host=host)
+    return Machine("card", FLOPS, 1.0, 0.0, link=link, against=against, host=host)
 
 
 def shapes(**said):
@@ -107,12 +107,12 @@ def test_an_update_is_timed_over_what_is_counted(monkeypatch, precision, optim):
 FROZEN = {"trained_parameters": 2, "largest_trained": 1}  # most weights are: hardly a gradient leaves
 
 
-def streamed(link, *typed, micro_batches=1, **said):
+def streamed(link, *typed, micro_batches=1, against=None, **said):
     """Returns a trace of 10 parameters, 8 of which wait on the host, in 4 blocks: 16 bytes come in forward, and 12 in
     backward."""
     asked = cfg("precision=bf16-master", *typed)
     found = shapes(**({"streamed": 16, "blocks": (4, 4)} | said))
-    return step_time.window(card(link, 1e9), asked, found, TAKEN, micro_batches)
+    return step_time.window(card(link, 1e9, against=against), asked, found, TAKEN, micro_batches)
 
 
 @pytest.mark.parametrize(("link", "waits"), [(8.0, 0.0), (4.0, 2 + 1), (2.0, 6 + 6)])
@@ -133,6 +133,53 @@ def test_boundaries_come_back_beside_the_weights_and_leave_against_them():
     """6 bytes: 2 seconds that are hidden in forward, and 2 that are not in backward, where weights take 4 of 4."""
     alone, both = streamed(3.0, "clip=1.0", **FROZEN), streamed(3.0, "clip=1.0", **FROZEN, pinned=[4, 2])
     assert alone.transfers == pytest.approx(16 / 3 - 2) and both.transfers == pytest.approx(16 / 3 - 2 + 2)
+
+
+@pytest.mark.parametrize(
+    ("against", "up", "down", "takes"),
+    [(None, 6, 4, 6), (1.0, 6, 4, 6), (0.5, 6, 4, 8), (0.5, 2, 4, 4), (0.5, 1, 4, 4), (0.5, 6, 0, 6), (0.25, 0, 4, 4)],
+)
+def test_what_goes_up_against_what_comes_down_has_a_share_of_the_link(against, up, down, takes):
+    """A share of 0.5: in 4 seconds 2 of 6 seconds' bytes have gone up, and the other 4 follow alone."""
+    assert step_time._both_ways(card(1.0, against=against), up, down) == takes
+
+
+def test_weights_come_more_slowly_while_gradients_leave():
+    """10 seconds of gradients beside 6 of weights, which have half of the link meanwhile: 5 of 6, and 1 follows."""
+    assert streamed(2.0, "clip=1.0", against=0.5).transfers == pytest.approx(6 + (10 + 1 - 4))
+    assert streamed(2.0, "clip=1.0", against=0.9).transfers == pytest.approx(6 + 6)  # they fit beside the gradients
+    assert streamed(2.0, "clip=1.0", **FROZEN, against=0.5).transfers == pytest.approx(6 + 2 + 0.5 * 2)
+
+
+def test_boundaries_that_leave_slow_down_the_weights_that_come():
+    """2 seconds of boundaries in forward, and 2 of gradients in backward: half of that is added."""
+    alone, against = (streamed(3.0, "clip=1.0", **FROZEN, pinned=[4, 2], against=share) for share in (1.0, 0.5))
+    assert against.transfers == pytest.approx(alone.transfers + 2 / 2 + 4 / 3 / 2)
+
+
+def both_shares(asked, found):
+    return [step_time.window(card(2.0, against=share), asked, found, TAKEN, 2) for share in (None, 0.5)]
+
+
+def test_runs_that_move_one_way_at_a_time_are_predicted_as_before():
+    """Masters whose gradients leave in backward and whose weights come back in forward, and boundaries of a run that
+    steps on the card."""
+    for asked, found in (
+        (cfg("precision=bf16-master", "clip=1.0"), shapes()),
+        (cfg("precision=bf16"), shapes(steps_on_host=False, pinned=[4, 2])),
+    ):
+        alone, against = both_shares(asked, found)
+        assert alone == against
+
+
+def test_weights_of_an_early_step_come_back_against_gradients_that_leave():
+    """10 seconds each: half of the weights have come back when the last gradient has left, and 5 seconds follow."""
+    alone, against = both_shares(cfg("precision=bf16-master", "clip=null"), shapes())
+    host = 0.5 + 3 + 2 * 20 / 1 - 10  # which reads and writes slots at one byte a second, and is slower here
+    assert alone.step == against.step == pytest.approx(host)
+    early = cfg("precision=bf16-master", "clip=null")
+    fast = [step_time.window(card(2.0, 1e9, against=share), early, shapes(), TAKEN, 1) for share in (None, 0.5)]
+    assert [one.step for one in fast] == pytest.approx([1.2, 5.0])
 
 
 def test_weights_are_stepped_where_they_wait():

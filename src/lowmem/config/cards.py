@@ -91,6 +91,7 @@ def named(name: str) -> Card:
         "bandwidth": REACHED * 1e9 * said["bandwidth"],
         "overhead": OVERHEAD,
         "link": 1e9 * said["link"],
+        "against": said["against"],
         "peer": 1e9 * said["peer"],
         "network": 1e9 * said["network"],
     }

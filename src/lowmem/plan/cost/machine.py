@@ -36,10 +36,11 @@ log = logging.getLogger(__name__)
 
 CACHE = Path(os.environ.get("LOWMEM_RATES") or "~/.cache/lowmem").expanduser().absolute()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RATES = 6  # raise it when the measurement changes: older files are then ignored
+RATES = 7  # raise it when the measurement changes: older files are then ignored
 KEPT = timedelta(days=7)
 OWN = 0.8  # share of the processors' time: a process that gets less shares them with others
 NOT_STORED = ("host", "busy", "fp32_products")
+OTHER_WAY = 4  # copies that come down while one goes up: so many that they are still coming when it has arrived
 STEADY = 1.5  # slowest over fastest of equal calls: above this, others use the card
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -57,6 +58,7 @@ class Machine:
     overhead: Rate  # seconds per operator
     fresh: Rate | None = None  # bytes per second of new pages for malloc; None: a card reuses freed memory
     link: Rate | None = None  # bytes per second between host and device; None: they share one memory
+    against: Rate | None = None  # share of `link` for what goes up while other bytes come down; None: all of it
     peer: Rate | None = None  # bytes per second to a device from others of its node; None: its memory's bandwidth
     network: Rate | None = None  # bytes per second from other nodes; None: the same as `peer`
     host: "Machine | None" = None  # the host of a card
@@ -164,8 +166,8 @@ def others_compute(device: str) -> bool:
     return share < OWN
 
 
-def _rates(device: str) -> tuple[dict[str, float], float, float, float | None, float | None]:
-    """Measures (flops, bandwidth, overhead, fresh, link) of a `Machine`."""
+def _rates(device: str) -> tuple[dict[str, float], float, float, float | None, float | None, float | None]:
+    """Measures (flops, bandwidth, overhead, fresh, link, against) of a `Machine`."""
     flops = {}
     for dtype_name, dtype in DTYPES.items():
         n = 4096 if device == "cuda" else 1024
@@ -182,10 +184,30 @@ def _rates(device: str) -> tuple[dict[str, float], float, float, float | None, f
     overhead = fastest(lambda: [small.mul(1.0) for _ in range(1000)], device) / 1000
     if device == "cpu":
         fresh = big.nbytes / fastest(lambda: torch.empty_like(big).fill_(1.0), device)
-        return flops, bandwidth, overhead, fresh, None
+        return flops, bandwidth, overhead, fresh, None, None
     pinned = torch.empty(1 << 25, pin_memory=True)
-    link = pinned.nbytes / fastest(lambda: big.copy_(pinned), device)
-    return flops, bandwidth, overhead, None, link
+    alone = fastest(lambda: big.copy_(pinned), device)
+    return flops, bandwidth, overhead, None, pinned.nbytes / alone, min(1.0, alone / _against(big, pinned))
+
+
+def _against(big: torch.Tensor, pinned: torch.Tensor) -> float:
+    """Measures the seconds of a copy to a card while other bytes come down on a second stream, as nvbandwidth does
+    (its issues 11, 15 and 53 show why). The fastest of five counts, after one to warm up."""
+    down, up, taken = torch.cuda.Stream(), torch.cuda.Stream(), []
+    to, other = torch.empty_like(big), torch.empty_like(pinned, pin_memory=True)
+    for _ in range(6):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(down):
+            for _ in range(OTHER_WAY):
+                other.copy_(big, non_blocking=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(up):
+            start.record()
+            to.copy_(pinned, non_blocking=True)
+            end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end) / 1000)
+    return min(taken[1:])
 
 
 def fastest(call: Callable[[], object], device: str) -> float:

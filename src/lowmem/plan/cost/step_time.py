@@ -5,9 +5,10 @@ pass (`techniques/gradient_checkpointing/boundary.py`). Gradients of masters lea
 slot if the link, or the host that sums them, is slower (`techniques/weights/link.py`). With an early step the host
 updates during the last backward pass; else it waits for all gradients and their norm, and updates during the next
 window's first forward pass. Weights that wait on the host (`techniques/weights/streamed.py`) come for every pass while
-other data leaves: a link has two directions. They are stepped on the host, and do not travel again after the step. On a
-CPU everything is done one after the other. Exchanges between devices hide behind the pass in which an engine sends
-them. Sums that the next operator needs do not hide, and a pass waits at its end for exchanges that are still under way.
+other data leaves: a link has two directions, which on many machines slow each other down (`_both_ways`). They are
+stepped on the host, and do not travel again after the step. On a CPU everything is done one after the other. Exchanges
+between devices hide behind the pass in which an engine sends them. Sums that the next operator needs do not hide, and a
+pass waits at its end for exchanges that are still under way.
 """
 
 from collections.abc import Mapping
@@ -93,17 +94,19 @@ def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float]
     # When backward begins, the last block is still on the device from the forward pass.
     comes = (shapes.streamed + shapes.head) / machine.link
     again = (max(0, shapes.streamed - shapes.blocks[1]) + shapes.head) / machine.link
-    forward_takes = max(forward, offloaded, comes)
-    backward_takes = max(backward, offloaded + again, travel, taken["sum"])
+    forward_takes = max(forward, _both_ways(machine, up=comes, down=offloaded))
+    backward_takes = max(backward, _both_ways(machine, up=offloaded + again, down=travel), taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)
     # Backward reaches the embeddings last, and they are most often the largest: nothing hides their update.
     first = update * shapes.largest_trained / shapes.trained_parameters
+    back = element * kept / machine.link
     if run.early:
-        taken_by_host, up = taken["sum"] + taken["step"] + update, offloaded + again + element * kept / machine.link
-        step = max(first, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, up))
+        taken_by_host = taken["sum"] + taken["step"] + update
+        moved = _both_ways(machine, up=offloaded + again + back, down=travel)
+        step = max(first, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, moved))
     else:
-        up = comes + element * kept / machine.link
-        step = taken["step"] + max(first, _beyond(forward_takes, update), _beyond(forward_takes, up))
+        moved = _both_ways(machine, up=comes + back, down=offloaded)
+        step = taken["step"] + max(first, _beyond(forward_takes, update), _beyond(forward_takes, moved))
     return Window(passes, micro_batches * waits, step)
 
 
@@ -111,6 +114,14 @@ def free_from(machine: Machine, products: str) -> float:
     """Returns the tokens per micro-batch from which streaming weights costs no time: for any model, each weight takes
     two operations per token of the forward pass, and two bytes over the link."""
     return REACHED * machine.rate(products) / machine.link
+
+
+def _both_ways(machine: Machine, up: float, down: float) -> float:
+    """Returns the seconds in which both directions of a link have moved what each would move alone in `up` and `down`
+    seconds. While bytes come down at their full rate, those that go up have a share of theirs: on PCIe 4 about half
+    (NVIDIA/nvbandwidth issues 11, 15 and 53)."""
+    share = 1.0 if machine.against is None else machine.against
+    return max(down, up + (1 - share) * down)
 
 
 def _beyond(hidden: float, whole: float) -> float:

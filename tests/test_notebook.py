@@ -1,0 +1,172 @@
+"""examples/prove_on_a_t4.ipynb runs without a card, and what it asserts fails where it is not so."""
+
+import ast
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import ROOT
+from lowmem.config.check import check
+from lowmem.config.settle import run_of
+from lowmem.plan.job import resolved
+
+NOTEBOOK = ROOT / "examples" / "prove_on_a_t4.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text())["cells"]
+CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
+MIB = 2**20
+
+
+def cell(words: str) -> str:
+    """Returns the code of the one cell that has these words."""
+    (found,) = (code for code in CODE if words in code)
+    return found
+
+
+def test_its_cells_are_python_and_no_output_is_stored():
+    for code in CODE:
+        ast.parse(code)
+    cells = [cell for cell in CELLS if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    assert max(code.count("\n") for code in CODE) < 22 and len(CELLS) > 2 * len(CODE) - 6
+
+
+def test_it_is_cloned_and_installed_where_it_is_not_there(monkeypatch):
+    typed = []
+    monkeypatch.setattr("subprocess.run", lambda command, check: typed.append(command))
+    exec(cell("git"), {})
+    assert not typed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.path", [])
+    exec(cell("git"), {})
+    assert [command[-1] for command in typed] == ["lowmem", "lowmem"]
+
+
+@pytest.mark.parametrize("weights", ["streamed", "resident"])
+def test_on_a_card_it_types_a_run_that_nothing_refuses(monkeypatch, weights):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up card")
+    scope = {}
+    exec(cell("CARD ="), scope)
+    cfg = resolved(run_of([*scope["TYPED"], f"weights={weights}", "device=cpu"]), on_card=True)
+    check(cfg, {})
+    assert cfg.limit == 4 * 2**30 and cfg.multiplies_in == "float16" and cfg.seq_len == 1024
+    assert cfg.model.architecture["n_layer"] == 24
+
+
+# --- what it asserts --------------------------------------------------------------------------------------------------
+
+
+def two_runs(folder, change=lambda weights: None, **summary):
+    """Returns what the cells know after two runs whose weights are equal, but for a change of the second one's."""
+    runs = {}
+    for name, held in (("streamed", 10), ("resident", 30)):
+        weights = {"a": torch.ones(4), "b": torch.ones(2)}
+        if name == "resident":
+            change(weights)
+        (folder / name / "model").mkdir(parents=True)
+        save_file(weights, folder / name / "model" / "model.safetensors")
+        runs[name] = {"steps": 6, "skipped_steps": 1, "peak_bytes_by_category": {"weights": held}} | summary
+    return {"runs": runs, "FOLDER": folder, "STEPS": 6, "torch": torch}
+
+
+def a_bit_more(weights):
+    weights["b"][1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({}, None),
+        ({"change": a_bit_more}, "1 of 2 tensors differ, such as b"),
+        ({"change": lambda weights: weights["a"].fill_(float("nan"))}, "1 of 2 tensors differ, such as a"),
+        ({"peak_bytes_by_category": {"weights": 30}}, "the weights did not stream"),
+        ({"skipped_steps": 6}, "a run has not trained"),
+    ],
+)
+def test_weights_must_be_equal_to_the_bit_and_have_streamed(tmp_path, how, message):
+    scope = two_runs(tmp_path, **how)
+    if message is None:
+        exec(cell("assert not different"), scope)
+    else:
+        with pytest.raises(AssertionError, match=message):
+            exec(cell("assert not different"), scope)
+
+
+@pytest.mark.parametrize(
+    ("card", "predicted", "measured", "message"),
+    [
+        (False, 10, 10.05, None),
+        (False, 10, 10.2, "predicted wrong"),
+        (False, 10, 9.8, "predicted wrong"),
+        (False, 16.5, 16.5, "of 16777216"),
+        (True, 10, 10.4 + 32, "of 16777216"),
+        (True, 1, 15, None),
+        (True, 15, 15.7, None),
+    ],
+)
+def test_peaks_must_be_within_the_limit_and_as_predicted(card, predicted, measured, message):
+    summary = {"predicted": {"device_peak_bytes": predicted * MIB}, "peak_bytes": {"device": measured * MIB}}
+    scope = {"runs": {"streamed": summary}, "LIMIT": "16MiB", "CARD": card}
+    if message is None:
+        exec(cell("parse_bytes"), scope)
+    else:
+        with pytest.raises(AssertionError, match=message):
+            exec(cell("parse_bytes"), scope)
+
+
+@pytest.mark.parametrize(("reserved", "fails"), [(16, False), (17, True)])
+def test_what_a_card_reserves_must_be_within_the_limit_too(tmp_path, reserved, fails):
+    (tmp_path / "streamed").mkdir()
+    (tmp_path / "streamed" / "memory.csv").write_text(f"step,reserved_peak_bytes\n0,\n1,{reserved}\n2,3\n")
+    scope = {"runs": ["streamed"], "FOLDER": tmp_path, "CARD": True, "limit": 16}
+    if fails:
+        with pytest.raises(AssertionError):
+            exec(cell("import csv"), scope)
+    else:
+        exec(cell("import csv"), scope)
+
+
+# --- as a whole -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """(code, what stands in its place) -> the notebook after all of its cells have run, in a kernel of their own."""
+    why = "pip install -e '.[dev]' installs what runs a notebook"
+    nbclient = pytest.importorskip("nbclient", reason=why)
+    pytest.importorskip("ipykernel", reason=why)
+    import nbformat
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+
+    def run(before="", after=""):
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        nbformat.validate(notebook)
+        for one in notebook.cells:
+            one.source = one.source.replace(before, after) if before else one.source
+        client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+        return client.execute().cells
+
+    return run
+
+
+@pytest.mark.slow
+def test_it_runs_without_a_card_and_shows_both_pictures(execute):
+    outputs = [output for cell in execute() for output in cell.get("outputs", [])]
+    said = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    assert "tensors are equal to the bit" in said and "streamed: predicted " in said and "resident: predicted " in said
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+
+@pytest.mark.slow
+def test_another_seed_of_one_run_is_found_out(execute):
+    """The deliberately wrong variant."""
+    from nbclient.exceptions import CellExecutionError
+
+    with pytest.raises(CellExecutionError) as raised:
+        execute('run("resident")', 'run("resident", seed=1)')
+    assert raised.value.ename == "AssertionError" and "52 of 52 tensors differ" in raised.value.evalue

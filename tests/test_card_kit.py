@@ -295,7 +295,7 @@ def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsy
     assert "| well |" in (tmp_path / "card.md").read_text()
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}', '{"format": 1, "machine": []}'])
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"stages": {}}', '{"format": 2, "machine": []}'])
 def test_a_page_of_no_results_is_a_sentence_and_exit_code_2(tmp_path, capsys, content):
     file = tmp_path / "card.json"
     if content is not None:

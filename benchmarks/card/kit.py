@@ -25,7 +25,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import GIB
 
 PAGE = ROOT / "docs" / "card.md"
-FORMAT = 1  # raise it when the results of a case change: older files are then renamed, not read
+FORMAT = 2  # raise it when the results of a case change: older files are then renamed, not read
 SAME = ("name", "driver", "versions")  # equal on two machines whose results may share a file
 LEAST = 5.0  # seconds: with less of a stage's time left no case is begun
 REHEARSED = 4  # cases that run at once in a rehearsal, in which nothing is timed

@@ -7,11 +7,15 @@ from lowmem.system.units import GIB
 
 
 def out_of_memory(
-    held: Mapping[str, int], choices: Mapping[str, str], batch_size: int, seq_len: int, planned: str | None = None
+    bytes_at_peak: Mapping[str, int],
+    choices: Mapping[str, str],
+    batch_size: int,
+    seq_len: int,
+    planned: str | None = None,
 ) -> str:
-    """Args: held: bytes by category at the peak; choices: group -> what the run used; planned: what the plan says."""
+    """Args: bytes_at_peak: by category; choices: group -> what the run used; planned: what the plan says."""
     lines = ["Out of memory. Held at the peak, by category:"]
-    lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in held.items()]
+    lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in bytes_at_peak.items()]
     lines += [planned] if planned else []
     lines += ["Try, one after the other:", *(f"  {line}" for line in advice(choices, batch_size, seq_len))]
     return "\n".join(lines)
@@ -22,7 +26,10 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
     tries = []
     for group in groups():
         known = techniques(group)
-        used, first = known.get(choices.get(group)), next((name for name, one in known.items() if one.advised), None)
+        used, first = (
+            known.get(choices.get(group)),
+            next((name for name, technique in known.items() if technique.advised), None),
+        )
         if first is None:  # it needs other choices beside it, which a plan makes
             continue
         if group != "accumulation":

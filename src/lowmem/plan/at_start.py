@@ -91,12 +91,12 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
         log.info(f"No recipe was found: {error}")
         return None
     predicted = f"{prediction.device_need / GIB:.2f} GiB"
-    said = f"Predicted were {predicted} of the device, so either more was taken or less was free."
+    reason = f"Predicted were {predicted} of the device, so either more was taken or less was free."
     if plan.chosen is None:
-        return f"{said} No recipe is predicted to need a tenth less: type a smaller seq_len or model."
+        return f"{reason} No recipe is predicted to need a tenth less: type a smaller seq_len or model."
     need = plan.chosen.prediction.device_need / GIB
     return (
-        f"{said} The fastest recipe that is predicted to need a tenth less, {need:.2f} GiB ({plan.chosen.says}):\n  "
+        f"{reason} The fastest recipe that is predicted to need a tenth less, {need:.2f} GiB ({plan.chosen.says}):\n  "
         + command(typed, plan.chosen)
     )
 
@@ -108,7 +108,7 @@ def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
     try:
         if rates is None or not knows_update(rates, run):
             return None
-        return of_trace(rates, run, prediction.shapes).seconds
+        return of_trace(rates, run, prediction.trace).seconds
     except Exception as error:  # an estimate must not end a run
         log.info(f"How long a step takes is not known: {error}")
         return None
@@ -117,7 +117,7 @@ def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
 def log_duration(steps: int, seconds: float) -> None:
     """Logs how long the steps take if it is more than a minute. Args: seconds: of one step."""
     if steps * seconds > LONG:
-        log.info(f"{steps} steps of about {seconds:.2g} s take about {duration(steps * seconds)}, and what evaluates.")
+        log.info(f"{steps} steps of about {seconds:.2g} s take about {duration(steps * seconds)}, without evaluation.")
 
 
 def _rates(run: Run, prediction: Prediction) -> Machine | None:
@@ -164,10 +164,10 @@ def _host() -> int:
 
 
 def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target: Target) -> str:
-    held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
+    by_category = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
     lines = [
-        f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({held}; highest in "
-        f"{prediction.peak_phase}) and {prediction.host_need(target.device_memory) / GIB:.1f} GiB of the host."
+        f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({by_category}; highest "
+        f"in {prediction.peak_phase}) and {prediction.host_need(target.device_memory) / GIB:.1f} GiB of the host."
     ]
     if target.device_memory is not None:
         lines.append(f"The device has {target.device_memory / GIB:.2f} GiB free.")
@@ -187,8 +187,8 @@ def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target
 def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Collection[str] | None = None) -> Plan:
     if not GlobalHydra.instance().is_initialized():
         raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
-    asked = Typed(run, typed, lambda recipe: _composed(run, typed, recipe), may_change)
-    return search(asked, replace(_target(run), card=card))
+    typed_run = Typed(run, typed, lambda recipe: _composed(run, typed, recipe), may_change)
+    return search(typed_run, replace(_target(run), card=card))
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:

@@ -4,7 +4,7 @@ The plan says which is the largest; where a try shows that it is wrong, or with 
 is a process of its own that trains two steps and evaluates once under the memory cap, so that what it leaves behind,
 and what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live tensors and ends
 the try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with it the update, is
-the same whichever it is. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning
+the same for every divisor. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning
 #9625, #11295).
 """
 
@@ -53,7 +53,7 @@ def _is_predicted_to_fit(run: Run, batch_size: int) -> bool:
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of ascending sizes that fits, by bisection: what fits, fits when smaller."""
+    """Returns the largest of ascending sizes that fits, by bisection: if a size fits, every smaller one does."""
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
@@ -84,7 +84,7 @@ def fits(run: Run, batch_size: int) -> bool:
 
 
 def main() -> None:
-    """One try: a run on stdin, the answer as exit code. What it writes, curves alone, goes with it."""
+    """Runs one try: reads a run from stdin and answers by the exit code. Its only files, curves, are deleted."""
     quiet()
     run = Run.read(json.loads(sys.stdin.read()))
     try:

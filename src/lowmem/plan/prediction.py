@@ -30,7 +30,7 @@ from lowmem.training import build
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or with all of it read or written by the host
 OUTLINED = (
-    "Counted is a transformer of its widths, which in small runs was from a third too little to a fifth too much."
+    "This counts a transformer of the same widths, which in small runs was from a third too low to a fifth too high."
 )
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: a margin, not a measurement
@@ -65,7 +65,7 @@ class Prediction:
     estimate: str | None = None  # why this is only an estimate
     context_bytes: int = 0  # bytes of a card that torch cannot reserve: the context, unless the card's size excludes it
     advice: str | None = None  # what to type if attention takes the math kernel
-    shapes: Trace | None = None  # its work tells the time
+    trace: Trace | None = None  # its work tells the time
     mapped: int = 0  # bytes of a file while it is loaded: resident in that phase, and given up if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA moves: to the card if there is room, else to the host
     devices: int = 1  # devices of the run; all figures are for the one that needs most
@@ -106,9 +106,9 @@ class Prediction:
 
         Each process needs as much, but only rank 0 needs `first` while it loads.
         """
-        there = self.paged_on_host(gpu)
+        pages = self.paged_on_host(gpu)
         more = dict.fromkeys(BY_HOST, 0) | {"load": -self.mapped}
-        each = {name: need.host + more.get(name, there) for name, need in self.phases.items()}
+        each = {name: need.host + more.get(name, pages) for name, need in self.phases.items()}
         every = {name: self.on_host * size for name, size in each.items()}
         every["load"] -= (self.on_host - 1) * self.first
         return max(every.values())
@@ -163,25 +163,23 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
     if compiled := [group for group in groups() if run.technique(group).compiles_blocks]:
         for group in compiled:
             run = run.replacing(group, choice(group, run.technique(group).traced_as))
-        why = (
-            "compiled blocks cannot be traced, and keep less: this is the run without checkpointing, the most it needs."
-        )
+        why = "compiled blocks cannot be traced. They keep less than the run without checkpointing, which is counted."
         return replace(needs(traces(run), run, target, libraries), estimate=why)
     if run.technique("strategy").package:
-        why = f"the engine of this strategy is counted by its rule: what it divides is 1/{run.devices} on each device."
+        why = f"this strategy's engine is counted by its rule: each device holds 1/{run.devices} of what it divides."
         return replace(needs(outline(run, target.on_card), run, target, libraries), estimate=f"{why} {OUTLINED}")
     try:
-        first = traces(run)
-        found = [first, *(traces(run, rank=rank) for rank in first.neediest if rank)]
-        return max((needs(one, run, target, libraries) for one in found), key=lambda need: need.device_peak)
+        rank_0 = traces(run)
+        by_rank = [rank_0, *(traces(run, rank=rank) for rank in rank_0.neediest if rank)]
+        return max((needs(traced, run, target, libraries) for traced in by_rank), key=lambda need: need.device_peak)
     except Refused:
         raise
     except NotTraced as error:
         why = f"{error} {OUTLINED}"
         return replace(needs(outline(run, target.on_card), run, target, libraries), estimate=why)
     except Exception as error:
-        why, shapes = f"{untraceable(error)} {OUTLINED}", outline(run, target.on_card)
-        return replace(needs(shapes, run, target, libraries), estimate=why)
+        why, estimated = f"{untraceable(error)} {OUTLINED}", outline(run, target.on_card)
+        return replace(needs(estimated, run, target, libraries), estimate=why)
 
 
 def outline(run: Run, on_card: bool) -> Trace:
@@ -203,26 +201,26 @@ def outline(run: Run, on_card: bool) -> Trace:
     state = round(count * rate) - paged
     gradients = 0 if on_host else sum(p.nbytes for p in own)
     tokens, layers = run.batch_size * run.seq_len, getattr(text, "num_hidden_layers", 1)
-    whole = 0
+    undivided = 0
     if run.saves_parts:
-        whole = weights if run.any("steps_wide") and not run.any("gathers_in_hooks") else 0
+        undivided = weights if run.any("steps_wide") and not run.any("gathers_in_hooks") else 0
         wide = 4 * count if run.any("steps_wide") else 0
         weights, gradients, state = (size // run.devices for size in (weights, gradients, state + wide))
-        weights = whole or weights
-    held = tokens * element
-    boundary = held * getattr(text, "hidden_size", 1024)
+        weights = undivided or weights
+    feature_bytes = tokens * element
+    boundary = feature_bytes * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.technique("gradient_checkpointing").saves else layers
     columns = min(text.vocab_size, run.loss.arguments.get("columns", text.vocab_size))
     logits = 3 * 4 * min(tokens, run.loss.arguments.get("rows", tokens)) * columns
-    activations = boundary * layers + held * _kept_per_token(text) * blocks + logits
+    activations = boundary * layers + feature_bytes * _kept_per_token(text) * blocks + logits
     master = getattr(torch, run.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else element)) + state if on_host else 0
     if run.any("offloads") or run.strategy.arguments.get("offload"):  # shards wait and are stepped on the host
-        host, weights, gradients, state = gradients + state + (0 if whole else weights), whole, 0, 0
+        host, weights, gradients, state = gradients + state + (0 if undivided else weights), undivided, 0, 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
-        held = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
-        return Point(phase, dict.fromkeys(CATEGORIES, 0) | held | {"activations": activations}, host)
+        by_category = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
+        return Point(phase, dict.fromkeys(CATEGORIES, 0) | by_category | {"activations": activations}, host)
 
     phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
     phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
@@ -241,9 +239,9 @@ def outline(run: Run, on_card: bool) -> Trace:
     )
 
 
-def _communicators(shapes: Trace, run: Run) -> int:
+def _communicators(trace: Trace, run: Run) -> int:
     """Returns NCCL's bytes, which torch does not count: each process group allocates them at its first exchange."""
-    groups = {one.ranks for _, one in shapes.sent} or {None}  # an engine that was not traced has at least one group
+    groups = {sent.ranks for _, sent in trace.sent} or {None}  # an engine that was not traced has at least one group
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
 
@@ -269,111 +267,111 @@ def _kept_per_token(text: PretrainedConfig) -> int:
     return 9 * hidden + max(1, experts) * 4 * width + 2 * experts * hidden
 
 
-def needs(shapes: Trace, run: Run, target: Target, libraries: int) -> Prediction:
+def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     """Computes the needs of a traced run. Args: libraries: resident bytes after imports, before anything is built."""
     on_card = target.on_card
     size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
     windows = run.windows if run.several else None
-    steps_beside_card = on_card and shapes.steps_on_host
+    steps_beside_card = on_card and trace.steps_on_host
     # bytes of a gradient on its way to the host
-    largest = shapes.leaves if shapes.streamed else shapes.largest_trained * run.product_bytes
+    largest = trace.leaves if trace.streamed else trace.largest_trained * run.product_bytes
     leaving = largest if steps_beside_card else 0
-    if on_card and shapes.waits_on_host:  # a block's shard on its way to the card, and its gradient's on the way back
-        leaving = 2 * shapes.blocks[1]
+    if on_card and trace.waits_on_host:  # a block's shard on its way to the card, and its gradient's on the way back
+        leaving = 2 * trace.blocks[1]
     built_on = {
         "libraries": libraries,
         "cuda": CUDA_ON_HOST if on_card else 0,
-        "generator": GENERATOR if shapes.generated else 0,
+        "generator": GENERATOR if trace.generated else 0,
         "staging": 2 * SLOTS * SLOT_BYTES if steps_beside_card else 0,
     }
     base = sum(built_on.values())
-    device = _device_bytes(shapes, on_card, leaving)
-    host = _host_bytes(shapes, run, on_card, size, loaded)
-    host["save"] += _merged(run, shapes)
-    mapped = _mapped(run, shapes.parameters, loaded)
+    device = _device_bytes(trace, on_card, leaving)
+    host = _host_bytes(trace, run, on_card, size, loaded)
+    host["save"] += _merged(run, trace)
+    mapped = _mapped(run, trace.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
-    reserved, smallest = _by_the_allocator(shapes, max(device.values()), leaving) if on_card else (0, 0)
-    top = max((shapes.phases[name] for name in ("forward", "backward", "step", "evaluation")), key=lambda p: p.total)
+    reserved, smallest = _by_the_allocator(trace, max(device.values()), leaving) if on_card else (0, 0)
+    top = max((trace.phases[name] for name in ("forward", "backward", "step", "evaluation")), key=lambda p: p.total)
     return Prediction(
         phases=phases,
         by_category={category: top.bytes[category] for category in CATEGORIES},
         host_categories=built_on | {"tensors": max(need.host for need in phases.values()) - base},
         reserved=reserved,
         smallest=smallest,
-        parameters=shapes.parameters,
+        parameters=trace.parameters,
         on_card=on_card,
-        context_bytes=target.context_bytes + _communicators(shapes, run) if on_card else 0,
-        advice=shapes.advice,
-        shapes=replace(shapes, events=[], places={}),
+        context_bytes=target.context_bytes + _communicators(trace, run) if on_card else 0,
+        advice=trace.advice,
+        trace=replace(trace, events=[], places={}),
         mapped=mapped,
-        paged=shapes.paged,
-        estimate=shapes.estimate,
+        paged=trace.paged,
+        estimate=trace.estimate,
         devices=run.devices,
         node=target.node,
-        first=host["load"] - shapes.largest * loaded - mapped if run.loads_once else 0,
+        first=host["load"] - trace.largest * loaded - mapped if run.loads_once else 0,
         traffic=of_window(
-            shapes.sent, windows.largest if windows and not run.any("overlaps_micro_batches") else 1, target.node
+            trace.sent, windows.largest if windows and not run.any("overlaps_micro_batches") else 1, target.node
         ),
     )
 
 
-def _device_bytes(shapes: Trace, on_card: bool, leaving: int) -> dict[str, int]:
+def _device_bytes(trace: Trace, on_card: bool, leaving: int) -> dict[str, int]:
     """Returns the peak device bytes of each phase."""
-    traced = {name: point.total for name, point in shapes.phases.items()}
-    resting = shapes.weights + shapes.phases["evaluation"].bytes["optimizer"]  # memory between two windows
+    traced = {name: point.total for name, point in trace.phases.items()}
+    resting = trace.weights + trace.phases["evaluation"].bytes["optimizer"]  # memory between two windows
     return {
-        "load": shapes.weights,
+        "load": trace.weights,
         "forward": traced["forward"],
         "backward": traced["backward"] + leaving,
-        "step": traced["step"] + (0 if shapes.steps_on_host or shapes.waits_on_host or not on_card else shapes.unseen),
+        "step": traced["step"] + (0 if trace.steps_on_host or trace.waits_on_host or not on_card else trace.unseen),
         "evaluation": traced["evaluation"],
         "save": resting,
         "resume": resting,
     }
 
 
-def _host_bytes(shapes: Trace, run: Run, on_card: bool, size: int, loaded: int) -> dict[str, int]:
+def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int) -> dict[str, int]:
     """Returns, by phase, the bytes of tensors that lie only on the host.
 
     Args: size: bytes per element of a trainable weight; loaded: bytes per element of the weights as they are read.
     """
-    traced = {name: point.host for name, point in shapes.phases.items()}
-    largest, weights = shapes.largest * loaded, max(shapes.parameters * loaded, shapes.weights)
-    masters = shapes.trained_parameters * size if shapes.steps_on_host else 0
+    traced = {name: point.host for name, point in trace.phases.items()}
+    largest, weights = trace.largest * loaded, max(trace.parameters * loaded, trace.weights)
+    masters = trace.trained_parameters * size if trace.steps_on_host else 0
     # on a CPU weights are loaded where they stay, and frozen ones are narrowed there
-    load = masters + weights if on_card else max(masters, weights - shapes.weights)
-    if shapes.streamed:  # none of these is on the device yet, and weights are split one at a time
-        load = shapes.host_bytes + (shapes.weights if on_card else 0)
+    load = masters + weights if on_card else max(masters, weights - trace.weights)
+    if trace.streamed:  # none of these is on the device yet, and weights are split one at a time
+        load = trace.host_bytes + (trace.weights if on_card else 0)
     # with a card, pinned memory is allocated in powers of two
-    rounding = sum((1 << (n - 1).bit_length()) - n for n in shapes.pinned) if on_card else 0
+    rounding = sum((1 << (n - 1).bit_length()) - n for n in trace.pinned) if on_card else 0
     if not on_card:
         copies = 0
     elif run.technique(
         "strategy"
     ).package:  # before it saves, each process gathers its shards, with the two states of AdamW
-        copies = (shapes.parameters + 2 * shapes.trained_parameters) * size
+        copies = (trace.parameters + 2 * trace.trained_parameters) * size
     elif run.saves_parts:  # parameters are copied and written one after the other
-        copies = shapes.largest * size
+        copies = trace.largest * size
     else:  # when a run ends Lightning copies the weights to the host, and with one device also the optimizer state
-        copies = shapes.weights + (0 if run.several else shapes.phases["evaluation"].bytes["optimizer"])
+        copies = trace.weights + (0 if run.several else trace.phases["evaluation"].bytes["optimizer"])
     return {
         "load": largest + load,
         "forward": traced["forward"] + rounding,
         "backward": traced["backward"] + rounding,
-        "step": traced["step"] + rounding + (0 if on_card and not shapes.steps_on_host else shapes.unseen),
+        "step": traced["step"] + rounding + (0 if on_card and not trace.steps_on_host else trace.unseen),
         "evaluation": traced["evaluation"],
-        "save": traced["evaluation"] + copies + shapes.paged,  # paged state moves when it is read: no copy
-        "resume": traced["evaluation"] + shapes.largest_trained * size + shapes.paged,
+        "save": traced["evaluation"] + copies + trace.paged,  # paged state moves when it is read: no copy
+        "resume": traced["evaluation"] + trace.largest_trained * size + trace.paged,
     }
 
 
-def _merged(run: Run, shapes: Trace) -> int:
+def _merged(run: Run, trace: Trace) -> int:
     """Returns the bytes by which a base stored in fewer bits grows when an adapter is merged into it."""
     if not run.merge:
         return 0
     written = getattr(torch, run.export_dtype or "float32").itemsize
-    return max(0, shapes.parameters * written - shapes.weights)
+    return max(0, trace.parameters * written - trace.weights)
 
 
 def _mapped(run: Run, parameters: int, size: int) -> int:
@@ -385,14 +383,14 @@ def _mapped(run: Run, parameters: int, size: int) -> int:
     folder = Path(run.model.name).expanduser()
     if not (run.model.pretrained and folder.is_dir()):
         return 0
-    held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return 0 if round(held / parameters) == size else held
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return 0 if round(stored / parameters) == size else stored
 
 
-def _by_the_allocator(shapes: Trace, device_peak: int, leaving: int) -> tuple[int, int]:
+def _by_the_allocator(trace: Trace, device_peak: int, leaving: int) -> tuple[int, int]:
     """Returns (bytes reserved if there is room, the least bytes that must be reserved)."""
-    if not shapes.events:
+    if not trace.events:
         return round(device_peak * RESERVED), round(device_peak * SMALLEST)
     # The events lack the scratch of generated code, hence the comparison with the peak.
-    reserved, smallest = replay(shapes.events).reserved, smallest_limit(shapes.events)
+    reserved, smallest = replay(trace.events).reserved, smallest_limit(trace.events)
     return max(reserved + leaving, device_peak), max(smallest + leaving, device_peak)

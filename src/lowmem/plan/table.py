@@ -32,8 +32,8 @@ def of_plan(plan: Plan, rows: int) -> str:
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     lines, rows_left = [_line(head, widths)], iter(cells)
-    for says, together in groupby(plan.recipes[:rows], attrgetter("says")):
-        recipes = list(together)
+    for says, same_changes in groupby(plan.recipes[:rows], attrgetter("says")):
+        recipes = list(same_changes)
         shared = [line for line in recipes[0].overrides if all(line in recipe.overrides for recipe in recipes)]
         lines.append(f"{says}:{''.join(f' {line}' for line in shared)}")
         for recipe in recipes:
@@ -96,38 +96,38 @@ def _others(plan: Plan) -> list[str]:
         return []
     if plan.chosen.changes:
         return ["Nothing closer to what was typed fits: each heading says what its recipes change."]
-    return ["None changes what is computed. may_change=precision,optim ranks what does beside them."]
+    return ["None changes what is computed. may_change=precision,optim also ranks recipes that do."]
 
 
 def _facts(plan: Plan) -> list[str]:
     if not plan.recipes[0].prediction.on_card:
-        return ["GiB. Device and host are one here: device is what the tensors take, host all resident memory."]
-    found = [
+        return ["GiB. Device and host share one memory: device is what the tensors take, host all resident memory."]
+    notes = [
         "GiB. device: the smallest card that works; reserves: what CUDA's allocator takes of one with room; both with "
         f"{_context(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
     ]
     if plan.recipes[0].prediction.paged:
-        found.append(_paged(plan.recipes[0].prediction, plan.target.device_memory))
-    if plan.recipes[0].prediction.shapes.streamed:
-        found.append(_streams(plan))
+        notes.append(_paged(plan.recipes[0].prediction, plan.target.device_memory))
+    if plan.recipes[0].prediction.trace.streamed:
+        notes.append(_streams(plan))
     if plan.recipes[0].prediction.devices > 1:
-        found.append(_ranks(plan.recipes[0].prediction))
+        notes.append(_ranks(plan.recipes[0].prediction))
     card = plan.target.card
-    return found if card is None else [*found, f"the card: {card.says}: {card.size / GIB:.2f} GiB."]
+    return notes if card is None else [*notes, f"the card: {card.says}: {card.size / GIB:.2f} GiB."]
 
 
 def _context(prediction: Prediction) -> str:
-    what = "CUDA's context, kernels and NCCL's buffers" if prediction.devices > 1 else "CUDA's context and kernels"
-    return f"{prediction.context_bytes / GIB:.2f} GiB for {what}"
+    users = "CUDA's context, kernels and NCCL's buffers" if prediction.devices > 1 else "CUDA's context and kernels"
+    return f"{prediction.context_bytes / GIB:.2f} GiB for {users}"
 
 
 def _ranks(prediction: Prediction) -> str:
-    inside, between = (part / GIB for part in prediction.traffic)
-    shared = f"{prediction.devices} devices: device is of each, host of {prediction.on_host} that share one"
+    inside, between = (size / GIB for size in prediction.traffic)
+    shared = f"{prediction.devices} devices: device is for each, host for the {prediction.on_host} that share one"
     if not any(prediction.traffic):  # nothing was traced
         return shared
     return (
-        f"{shared}. To each come {inside:.2f} GiB per optimizer step from those of its node, and {between:.2f} GiB "
+        f"{shared}. Each receives {inside:.2f} GiB per optimizer step from devices of its node, and {between:.2f} GiB "
         "from other nodes"
     )
 
@@ -144,7 +144,7 @@ def _streams(plan: Plan) -> str:
 def _paged(prediction: Prediction, gpu: int | None) -> str:
     state, host = prediction.paged / GIB, prediction.paged_on_host(gpu) / GIB
     return (
-        f"beside that {state:.2f} GiB of state are paged: {state - host:.2f} lie on the card, where there is room, and "
+        f"A further {state:.2f} GiB of state are paged: {state - host:.2f} lie on the card, where there is room, and "
         f"{host:.2f} on the host (all of it while a checkpoint is written or read)"
     )
 
@@ -163,8 +163,8 @@ def of_prediction(prediction: Prediction, target: Target) -> str:
     if prediction.on_card:
         reserved, need = prediction.reserved / GIB, prediction.device_need / GIB
         lines.append(
-            f"CUDA reserves {reserved:.2f} GiB where there is room, and works with {prediction.smallest / GIB:.2f}: "
-            f"with {_context(prediction)} a card of {need:.2f}"
+            f"CUDA reserves {reserved:.2f} GiB where there is room, and works with {prediction.smallest / GIB:.2f}. "
+            f"With {_context(prediction)}, that takes a card of {need:.2f}"
         )
     if prediction.paged:
         lines.append(_paged(prediction, gpu))

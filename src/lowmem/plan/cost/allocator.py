@@ -96,9 +96,9 @@ class Allocator:
     def _give_back(self) -> None:
         """Releases the segments that are fully free: a free block without neighbours fills its segment."""
         for small, pool in self._free.items():
-            kept = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
-            self.reserved -= sum(size for size, *_ in pool) - sum(size for size, *_ in kept)
-            self._free[small] = kept
+            in_use = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+            self.reserved -= sum(size for size, *_ in pool) - sum(size for size, *_ in in_use)
+            self._free[small] = in_use
 
     def _insert(self, block: Block) -> None:
         block.free = True

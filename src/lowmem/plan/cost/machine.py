@@ -225,8 +225,8 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
 
 def _name(on_card: bool) -> str:
-    what = torch.cuda.get_device_name() if on_card else f"{processor()} {torch.get_num_threads()} threads"
-    return "-".join(re.findall(r"[\w.]+", what))
+    hardware = torch.cuda.get_device_name() if on_card else f"{processor()} {torch.get_num_threads()} threads"
+    return "-".join(re.findall(r"[\w.]+", hardware))
 
 
 def _file(name: str) -> Path:

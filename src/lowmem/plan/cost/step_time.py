@@ -37,76 +37,76 @@ class Window(NamedTuple):
         return sum(self)
 
 
-def seconds(machine: Machine, shapes: Trace) -> dict[str, float]:
+def seconds(machine: Machine, trace: Trace) -> dict[str, float]:
     """Returns the seconds of a trace's operators by phase, each counted on the side where it runs."""
-    host = machine.host if (shapes.steps_on_host or shapes.waits_on_host) and machine.host else machine
+    host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     taken = dict.fromkeys((*PASSES, *STEP), 0.0)
-    for (phase, work), times in shapes.work.items():
+    for (phase, work), times in trace.work.items():
         taken[phase] = taken.get(phase, 0.0) + times * (host if phase in STEP else machine).operator(work)
     return taken
 
 
-def of_trace(machine: Machine, run: Run, shapes: Trace) -> Window:
+def of_trace(machine: Machine, run: Run, trace: Trace) -> Window:
     """Returns the window of a run that was traced itself, not derived."""
-    return window(machine, run, shapes, seconds(machine, shapes), run.windows.largest)
+    return window(machine, run, trace, seconds(machine, trace), run.windows.largest)
 
 
 def window(
     machine: Machine,
     run: Run,
-    shapes: Trace,
+    trace: Trace,
     taken: Mapping[str, float],
     micro_batches: int,
     node: int = NODE,
 ) -> Window:
     """Computes a window. Args: taken: seconds by phase of the trace's work; forward, backward and sum are of one
     micro-batch; node: devices per node."""
-    alone = _alone(machine, run, shapes, taken, micro_batches)
-    if not shapes.sent:
+    alone = _alone(machine, run, trace, taken, micro_batches)
+    if not trace.sent:
         return alone
     waits = 0.0
-    for (phase, at_once), part in by_phase(shapes.sent, node).items():
+    for (phase, at_once), received in by_phase(trace.sent, node).items():
         hidden = 0.0 if at_once else taken.get(phase.removeprefix(EARLIER), 0.0)
-        waits += how_often(phase, micro_batches) * _beyond(hidden, machine.exchange(part))
+        waits += how_often(phase, micro_batches) * _beyond(hidden, machine.exchange(received))
     return alone._replace(transfers=alone.transfers + waits)
 
 
-def _alone(machine: Machine, run: Run, shapes: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
+def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
     """Computes a window without the exchanges between devices."""
     forward, backward, update = taken["forward"], taken["backward"], taken["update"]
     passes = micro_batches * (forward + backward)
     if machine.link is None:
         update *= pace_of_update(machine, run)
         return Window(passes, micro_batches * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
-    offloaded = sum(shapes.pinned) / machine.link
-    if not shapes.steps_on_host:
-        travel = shapes.gradients / machine.link if shapes.waits_on_host else 0.0  # all weights, once
+    offloaded = sum(trace.pinned) / machine.link
+    if not trace.steps_on_host:
+        travel = trace.gradients / machine.link if trace.waits_on_host else 0.0  # all weights, once
         waits = _beyond(forward, offloaded + travel) + _beyond(backward, offloaded + 2 * travel)
-        update += 2 * shapes.paged / machine.bandwidth  # no traced operator touches paged state
+        update += 2 * trace.paged / machine.bandwidth  # no traced operator touches paged state
         return Window(passes, micro_batches * waits, taken["step"] + update)
 
     element = run.product_bytes
-    host, travel = machine.host or machine, element * shapes.trained_parameters / machine.link
+    host, travel = machine.host or machine, element * trace.trained_parameters / machine.link
     # elements that are copied to the device after a step
-    kept = max(0, shapes.trained_parameters - (shapes.streamed + shapes.outside) // element)
+    copied = max(0, trace.trained_parameters - (trace.streamed + trace.outside) // element)
     update *= pace_of_update(host, run)
-    update += 2 * element * kept / host.bandwidth  # the host reads and writes them again: into the link's slots
+    update += 2 * element * copied / host.bandwidth  # the host reads and writes them again: into the link's slots
     # When backward begins, the last block is still on the device from the forward pass.
-    comes = (shapes.streamed + shapes.head) / machine.link
-    again = (max(0, shapes.streamed - shapes.blocks[1]) + shapes.head) / machine.link
+    comes = (trace.streamed + trace.head) / machine.link
+    again = (max(0, trace.streamed - trace.blocks[1]) + trace.head) / machine.link
     forward_takes = max(forward, _both_ways(machine, up=comes, down=offloaded))
     backward_takes = max(backward, _both_ways(machine, up=offloaded + again, down=travel), taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)
     # Backward reaches the embeddings last, and they are most often the largest: nothing hides their update.
-    first = update * shapes.largest_trained / shapes.trained_parameters
-    back = element * kept / machine.link
+    exposed = update * trace.largest_trained / trace.trained_parameters
+    back = element * copied / machine.link
     if run.early:
         taken_by_host = taken["sum"] + taken["step"] + update
         moved = _both_ways(machine, up=offloaded + again + back, down=travel)
-        step = max(first, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, moved))
+        step = max(exposed, _beyond(backward_takes, taken_by_host), _beyond(backward_takes, moved))
     else:
         moved = _both_ways(machine, up=comes + back, down=offloaded)
-        step = taken["step"] + max(first, _beyond(forward_takes, update), _beyond(forward_takes, moved))
+        step = taken["step"] + max(exposed, _beyond(forward_takes, update), _beyond(forward_takes, moved))
     return Window(passes, micro_batches * waits, step)
 
 
@@ -124,6 +124,6 @@ def _both_ways(machine: Machine, up: float, down: float) -> float:
     return max(down, up + (1 - share) * down)
 
 
-def _beyond(hidden: float, whole: float) -> float:
-    """Returns the seconds that remain of `whole` after `hidden` seconds of overlap."""
-    return max(0.0, whole - hidden)
+def _beyond(hidden: float, needed: float) -> float:
+    """Returns the seconds that remain of `needed` after `hidden` seconds of overlap."""
+    return max(0.0, needed - hidden)

@@ -53,14 +53,14 @@ def timed(run: Run) -> float:
 
 
 def counted(machine: Machine, run: Run) -> float:
-    make, shapes = build.optimizer(run), ShapeMode()
+    make, mode = build.optimizer(run), ShapeMode()
     if not run.any("steps_on_shapes"):
         make = stand_in(make, one_kernel=True, pages=False)
-    with shapes, _update(run, make) as update:
+    with mode, _update(run, make) as update:
         update()  # creates the state
-        shapes.phase = "update"
+        mode.phase = "update"
         update()
-    return sum(machine.operator(work) * times for (_, work), times in shapes.work.items())
+    return sum(machine.operator(work) * times for (_, work), times in mode.work.items())
 
 
 @contextmanager
@@ -87,9 +87,9 @@ def _update(run: Run, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
 def _kind(run: Run) -> str:
     """Returns a name for what an update's time depends on: the optimizer, a digest of its arguments, and whether it
     steps masters, or fp32 weights, or 16-bit weights that are widened and rounded."""
-    held = "masters" if run.masters else "float32"
+    stepped = "masters" if run.masters else "float32"
     if run.weights_dtype != "float32":
-        held = run.trainer.plugins.precision.target
+        stepped = run.trainer.plugins.precision.target
     arguments = {key: value for key, value in run.optim.plain().items() if key not in ANY}
     digest = sha256(json.dumps(arguments, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return f"{run.optim.target} ({digest}) of {held}"
+    return f"{run.optim.target} ({digest}) of {stepped}"

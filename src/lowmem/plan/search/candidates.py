@@ -49,10 +49,12 @@ class Typed:
         """Composes the run of a recipe, once: it takes a tenth of a second. Groups that stand alone are composed
         separately and then inserted."""
         within = {key.split(".")[0] for key in recipe if "." in key}
-        parts = {group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])}
-        whole = {key: value for key, value in recipe.items() if key not in parts}
-        run = self._composed(whole)
-        for group, name in parts.items():
+        groups = {
+            group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])
+        }
+        rest = {key: value for key, value in recipe.items() if key not in groups}
+        run = self._composed(rest)
+        for group, name in groups.items():
             run = run.replacing(group, self._composed({group: name}).as_dict()[group])
         return run
 
@@ -123,7 +125,7 @@ class Candidate:
 
 def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
     """Returns the trainings that may be chosen, each once."""
-    found = {}
+    by_choice = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _choices(typed, "precision", card):
         if not typed.takes({"precision": precision}):
@@ -134,8 +136,8 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
         for optim in optimizers:
             optim = _where_it_steps(typed, run, optim)
             chosen = {"precision": precision, "optim": optim}
-            found[precision, optim] = Training(chosen, tuple(changes(typed.run, run, typed.named, chosen)))
-    return list(found.values())
+            by_choice[precision, optim] = Training(chosen, tuple(changes(typed.run, run, typed.named, chosen)))
+    return list(by_choice.values())
 
 
 def candidates(typed: Typed, training: Training, shared: Collection[str] = ("auto",)) -> Iterator[Candidate]:
@@ -162,7 +164,7 @@ def strategies(typed: Typed) -> list[str]:
     """Returns the strategies to try for several devices: the typed one, or else all that declare `tried`."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
-    return [name for name, one in techniques(SHARED).items() if one.tried and _makes_up(typed, name)]
+    return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]
 
 
 def _makes_up(typed: Typed, strategy: str) -> bool:
@@ -184,8 +186,8 @@ def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:
 
 def _tried(group: str, card: Card | None) -> list[str]:
     without_bf16 = card is not None and not card.multiplies("bfloat16")
-    found = techniques(group).items()
-    return [name for name, one in found if one.tried or (one.tried_without_bf16 and without_bf16)]
+    known = techniques(group).items()
+    return [name for name, technique in known if technique.tried or (technique.tried_without_bf16 and without_bf16)]
 
 
 def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]]:
@@ -213,8 +215,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
     """Returns the typed optimizer's arguments if `name` makes the same update with other state: its defaults may
     differ."""
-    asked, found = typed.named["optim"], techniques("optim")
-    if name == asked or (found[asked].update_of or asked) != (found[name].update_of or name):
+    typed_name, optimizers = typed.named["optim"], techniques("optim")
+    if name == typed_name or (optimizers[typed_name].update_of or typed_name) != (optimizers[name].update_of or name):
         return {}
     return {
         f"optim.{argument}": str(value)

@@ -27,26 +27,26 @@ class Change:
     says: str
 
 
-def changes(asked: Run, recipe: Run, named: Mapping[str, str], option: Mapping[str, str]) -> list[Change]:
-    """Lists the changes from `asked` to `recipe`. Args: named: group -> technique of `asked`; option: of `recipe`."""
-    found = []
+def changes(typed: Run, recipe: Run, named: Mapping[str, str], option: Mapping[str, str]) -> list[Change]:
+    """Lists the changes from `typed` to `recipe`. Args: named: group -> technique of `typed`; option: of `recipe`."""
+    changed = []
     if option["precision"] != named["precision"]:
-        found += _of_precision(asked, recipe, option["precision"])
+        changed += _of_precision(typed, recipe, option["precision"])
     if option["optim"] != named["optim"]:
-        found += _of_optimizer(named["optim"], option["optim"])
-    return found
+        changed += _of_optimizer(named["optim"], option["optim"])
+    return changed
 
 
-def _of_precision(asked: Run, recipe: Run, name: str) -> list[Change]:
+def _of_precision(typed: Run, recipe: Run, name: str) -> list[Change]:
     if recipe.rounds_weights:
         return [Change(Tier.ANOTHER, name)]
-    if asked.rounds_weights or recipe.multiplies_in != asked.multiplies_in:
+    if typed.rounds_weights or recipe.multiplies_in != typed.multiplies_in:
         return [Change(Tier.CLOSE, name)]
     return []  # masters, with matrix products in the same dtype
 
 
-def _of_optimizer(asked: str, name: str) -> list[Change]:
-    one, other = techniques("optim")[asked], techniques("optim")[name]
-    if (one.update_of or asked) != (other.update_of or name):
-        return [Change(Tier.ANOTHER, f"{name} for {asked}")]
-    return [] if name == one.on_host else [Change(Tier.CLOSE, f"{other.state_bits}-bit state")]
+def _of_optimizer(typed_name: str, name: str) -> list[Change]:
+    typed, chosen = techniques("optim")[typed_name], techniques("optim")[name]
+    if (typed.update_of or typed_name) != (chosen.update_of or name):
+        return [Change(Tier.ANOTHER, f"{name} for {typed_name}")]
+    return [] if name == typed.on_host else [Change(Tier.CLOSE, f"{chosen.state_bits}-bit state")]

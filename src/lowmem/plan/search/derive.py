@@ -100,22 +100,22 @@ class Derivation:
         taken = {phase: passes.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in PASSES}
         taken |= {phase: parameters.at(lambda t, phase=phase: self._seconds(t)[phase]) for phase in STEP}
         if derived.streamed:
-            part = derived.streamed / parameters.streamed  # the share of the blocks that streams
-            taken[TRAVEL] = part * passes.at(lambda t: self._seconds(t).get(TRAVEL, 0.0))
+            share = derived.streamed / parameters.streamed  # the share of the blocks that streams
+            taken[TRAVEL] = share * passes.at(lambda t: self._seconds(t).get(TRAVEL, 0.0))
         if not leave:  # each later micro-batch adds its gradients to the earlier ones
             taken["backward"] += (1 - 1 / batches) * 3 * derived.gradients / self.machine.bandwidth
         return derived, window(self.machine, run, derived, taken, batches, self.target.node).seconds
 
-    def _seconds(self, shapes: Trace) -> Mapping[str, float]:
+    def _seconds(self, traced: Trace) -> Mapping[str, float]:
         """Counts once for all recipes that share a trace; `_corners` keeps the trace alive, so its id stays valid."""
-        if id(shapes) not in self._counted:
-            self._counted[id(shapes)] = seconds(self.machine, shapes)
-        return self._counted[id(shapes)]
+        if id(traced) not in self._counted:
+            self._counted[id(traced)] = seconds(self.machine, traced)
+        return self._counted[id(traced)]
 
     def of_parameters(self, recipe: Mapping[str, str], run: Run) -> Trace:
         """Derives the weights, gradients and state of a recipe alone; its only phase, the step, has no activations."""
         parameters = self._parameters(recipe, run)
-        held = {category: parameters.bytes(_category_bytes("step", category)) for category in CATEGORIES}
+        by_category = {category: parameters.bytes(_category_bytes("step", category)) for category in CATEGORIES}
         return Trace(
             parameters=parameters.bytes(lambda t: t.parameters),
             largest=parameters.any.largest,
@@ -133,21 +133,21 @@ class Derivation:
             streamed=parameters.bytes(lambda t: t.streamed),
             outside=parameters.any.outside,
             head=parameters.any.head,
-            phases={"step": Point("step", held | {"activations": 0}, parameters.bytes(_host("step")))},
+            phases={"step": Point("step", by_category | {"activations": 0}, parameters.bytes(_host("step")))},
         )
 
     def _parameters(self, recipe: Mapping[str, str], run: Run) -> "Corners":
         needed = self.needed(recipe, run)[1]
-        found = Corners(self.traced(*needed), self.depth, 1)
+        parameters = Corners(self.traced(*needed), self.depth, 1)
         count = int(recipe.get(STAY, run.weights.arguments.get("resident_blocks", 0)))
         if not count:
-            return found
+            return parameters
         key = _key(*needed)
         if key not in self._staying:
             short = self.compose(needed[0] | {STAY: "1"}).knowing(batch_size=1)
             self._staying[key] = trace(short, self.target.on_card, min(self.depths), self.target.capability)
             self.traces += 1
-        return replace(found, staying=count, one_stays=self._staying[key])
+        return replace(parameters, staying=count, one_stays=self._staying[key])
 
     def needed(self, recipe: Mapping[str, str], run: Run) -> tuple[Needed, Needed]:
         """Returns the traces that a recipe needs: one set for its passes and one for its parameters.
@@ -234,9 +234,9 @@ class Derivation:
         self, recipe: Mapping[str, str], batches: tuple[int, int], corners: Sequence[tuple], traces: Sequence[Trace]
     ) -> None:
         """Stores the traces of `corners`, made in this process or by the helper."""
-        found = [(depth, batch, t) for (depth, batch, _), t in zip(corners, traces, strict=True)]
-        self._corners[_key(recipe, batches)] = found
-        self.traces += len(found)
+        entries = [(depth, batch, t) for (depth, batch, _), t in zip(corners, traces, strict=True)]
+        self._corners[_key(recipe, batches)] = entries
+        self.traces += len(entries)
 
 
 def _key(recipe: Mapping[str, str], batches: tuple[int, int]) -> tuple:
@@ -278,8 +278,8 @@ class Corners:
         return replace(self, staying=0).at(lambda t: t.streamed)
 
     def at(self, value: Callable[[Trace], float]) -> float:
-        found = bilinear([(depth, batch, value(t)) for depth, batch, t in self.traces], self.depth, self.batch)
-        return found + self.staying * (value(self.one_stays) - value(self.any)) if self.staying else found
+        value_at = bilinear([(depth, batch, value(t)) for depth, batch, t in self.traces], self.depth, self.batch)
+        return value_at + self.staying * (value(self.one_stays) - value(self.any)) if self.staying else value_at
 
     def bytes(self, value: Callable[[Trace], int]) -> int:
         return round(self.at(value))
@@ -349,16 +349,16 @@ def _line(points: Mapping[int, float], x: int) -> float:
 
 
 def _point(phase: str, weights: int, gradients: int, state: int, rest: int, host: int) -> Point:
-    held = {"weights": weights, "gradients": gradients, "optimizer": state, "activations": rest}
-    return Point(phase, dict.fromkeys(CATEGORIES, 0) | held, host)
+    by_category = {"weights": weights, "gradients": gradients, "optimizer": state, "activations": rest}
+    return Point(phase, dict.fromkeys(CATEGORIES, 0) | by_category, host)
 
 
 def _sent(passes: Corners) -> Counter:
     """Returns bytes per call. If a single micro-batch was traced, the earlier ones are taken to send the same."""
-    found = Counter({call: passes.bytes(lambda t, call=call: t.sent[call]) for call in passes.any.sent})
-    if any(phase.startswith(EARLIER) for phase, _ in found):
-        return found
-    return found + Counter({(EARLIER + phase, one): size for (phase, one), size in found.items() if phase in PASSES})
+    sent = Counter({call: passes.bytes(lambda t, call=call: t.sent[call]) for call in passes.any.sent})
+    if any(phase.startswith(EARLIER) for phase, _ in sent):
+        return sent
+    return sent + Counter({(EARLIER + phase, kind): size for (phase, kind), size in sent.items() if phase in PASSES})
 
 
 def _pinned(passes: Corners) -> list[int]:

@@ -77,8 +77,8 @@ def elsewhere(run: "Run", on_card: bool, capability: float | None, rank: int = 0
         NotTraced: the other process did not answer.
         Refused: the run itself would be refused for the same reason.
     """
-    with Helper() as one:
-        traces = one.traces([(run.as_dict(), on_card, None, capability, rank)])
+    with Helper() as process:
+        traces = process.traces([(run.as_dict(), on_card, None, capability, rank)])
     if traces is None:
         raise NotTraced("the process that traces has ended without an answer.")
     if isinstance(traces, Refused):
@@ -104,8 +104,8 @@ def serve() -> None:
         while True:
             jobs = pickle.load(sys.stdin.buffer)
             try:
-                found = [trace(Run.read(values), *others) for values, *others in jobs]
+                answer = [trace(Run.read(values), *others) for values, *others in jobs]
             except Refused as error:
-                found = error
-            pickle.dump(found, answers)
+                answer = error
+            pickle.dump(answer, answers)
             answers.flush()

@@ -90,19 +90,19 @@ def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
     Raises:
         Refused: the model's blocks are not equal and do not take turns, so only single runs can be predicted.
     """
-    it = _Search(typed, target, helper)
+    state = _Search(typed, target, helper)
     tried: list[Recipe] = []
-    for rank in sorted(it.by_rank):
-        tried += it.recipes(rank)
+    for rank in sorted(state.by_rank):
+        tried += state.recipes(rank)
         if any(recipe.prediction.fits(target) for recipe in tried):
             break
     else:
-        tried += it.smallest_of_the_hopeless()
+        tried += state.smallest_of_the_hopeless()
     if not tried:
-        raise Refused(next(it.refused()))
+        raise Refused(next(state.refused()))
     fitting = [r for r in tried if r.prediction.fits(target)]
     others = sorted((r for r in tried if not r.prediction.fits(target)), key=lambda r: r.prediction.device_need)
-    return Plan(typed, fitting + others, target, it.derivation.traces, len(it.hopeless), it.derivation.machine)
+    return Plan(typed, fitting + others, target, state.derivation.traces, len(state.hopeless), state.derivation.machine)
 
 
 class _Search:
@@ -146,32 +146,32 @@ class _Search:
         """Returns the recipes of a rank that fit, best first, then those that do not. Recipes whose weights wait on the
         host are tried only if no other fits: they compute the same, and every pass needs the link."""
         of_rank = self.by_rank[rank]
-        found = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.shared)]
+        listed = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.shared)]
         tried = []
         for waits in (False, True):
-            tried += self._recipes([candidate for candidate in found if candidate.over_the_link == waits])
+            tried += self._recipes([candidate for candidate in listed if candidate.over_the_link == waits])
             if any(recipe.prediction.fits(self.target) for recipe in tried):
                 break
         return tried
 
-    def _recipes(self, found: list[Candidate]) -> list[Recipe]:
+    def _recipes(self, group: list[Candidate]) -> list[Recipe]:
         hopeful = []
-        self._trace(self.derivation.needed(c.option, c.run)[1] for c in found)
-        for candidate in found:
+        self._trace(self.derivation.needed(c.option, c.run)[1] for c in group)
+        for candidate in group:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
         derived += self._derived(list(self._partly_resident(hopeful, derived)))
         ranked = _ranked(r for r in derived if r.prediction.fits(self.target))
         return self._confirmed(ranked) + [r for r in derived if not r.prediction.fits(self.target)]
 
-    def _partly_resident(self, found: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
+    def _partly_resident(self, hopeful: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
         """Yields streaming candidates with as many blocks resident on the card as fit."""
         memory = self.target.device_memory
         if memory is None or STAY in self.typed.values:
             return
-        for candidate, recipe in zip(found, derived, strict=True):
+        for candidate, recipe in zip(hopeful, derived, strict=True):
             if candidate.streams and recipe.prediction.fits(self.target):
-                block = SMALLEST * recipe.prediction.shapes.streamed / self.derivation.depth
+                block = SMALLEST * recipe.prediction.trace.streamed / self.derivation.depth
                 room = int((memory - recipe.prediction.device_need) / block)
                 most = self.derivation.depth - candidate.run.weights.slots - 1  # with more, all blocks would stay
                 if (count := min(room, most)) > 0:
@@ -211,8 +211,8 @@ class _Search:
 
     def _recipe(self, candidate: Candidate) -> Recipe:
         option, run = candidate.option, candidate.run
-        shapes, seconds = self.derivation.trace(option, run)
-        need = needs(shapes, run, self.target, self.libraries)
+        derived, seconds = self.derivation.trace(option, run)
+        need = needs(derived, run, self.target, self.libraries)
         need = replace(need, estimate=self.derivation.estimate(option, run) or need.estimate)
         if link := self.derivation.machine.link:
             seconds += 2 * need.paged_on_host(self.target.device_memory) / link  # each of its pages comes and leaves

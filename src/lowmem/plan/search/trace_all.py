@@ -35,7 +35,7 @@ def trace_all(run: Run, derivation: Derivation, needed: Iterable[Needed], helper
 
 
 def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int, done: Callable[[], object]) -> None:
-    said = False
+    announced = False
     while need := _taken(todo.popleft):
         start = time.perf_counter()
         try:
@@ -48,10 +48,10 @@ def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int
                 "search=false to plan.py for an estimate of one run."
             ) from None
         done()
-        if not said and (seconds := (time.perf_counter() - start) * len(todo) / processes) > WAIT:
+        if not announced and (seconds := (time.perf_counter() - start) * len(todo) / processes) > WAIT:
             # Other traces differ from the first, and the helper still imports: 0.7 to 1.8 times this was measured.
             tqdm.write(f"... which takes {seconds:.0f} to {2 * seconds:.0f} s.", file=sys.stderr)
-        said = True
+        announced = True
 
 
 @contextmanager

@@ -77,9 +77,9 @@ def _cast(op: Callable, *args, **kwargs) -> Tensor:
 
 
 def _with_dtype(op: Callable, input: Tensor, *args, **kwargs) -> Tensor:
-    given = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+    has_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
     with torch.autocast("cpu", enabled=False):
-        if given or _widened(input) is input:
+        if has_dtype or _widened(input) is input:
             return op(input, *args, **kwargs)
         return op(input, *(arg for arg in args if arg is not None), **kwargs | {"dtype": torch.float32})
 

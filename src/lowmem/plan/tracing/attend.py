@@ -103,13 +103,13 @@ def _while_backward(out: Tensor, scratch: list[int]) -> None:
     """Holds tensors of these bytes while the backward of `out` runs, in addition to the gradients that it returns."""
     if out.grad_fn is None:
         return
-    held: list[Tensor] = []
+    scratch_tensors: list[Tensor] = []
 
     def before(_: object) -> None:
-        held.extend(torch.empty(size, dtype=torch.uint8) for size in scratch)
+        scratch_tensors.extend(torch.empty(size, dtype=torch.uint8) for size in scratch)
 
     def after(*_: object) -> None:
-        held.clear()
+        scratch_tensors.clear()
 
     out.grad_fn.register_prehook(before)
     out.grad_fn.register_hook(after)

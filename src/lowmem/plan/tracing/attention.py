@@ -92,11 +92,12 @@ def advice(call: Call, capability: float) -> str | None:
     """Returns a sentence with the override to type if torch would take the math kernel; None: it takes another."""
     if kernel(call, capability) != MATH:
         return None
-    said = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]
-    said += ["keys and values that several of them share"] * call.grouped + ["a mask"] * call.mask
+    obstacles = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]
+    obstacles += ["keys and values that several of them share"] * call.grouped + ["a mask"] * call.mask
     return (
-        f"With {', '.join(said)}, torch has no fused attention for compute capability {capability} and takes its math "
-        f"kernel, which holds (tokens, tokens) for every head, as eager attention does: type {_cure(call, capability)}."
+        f"With {', '.join(obstacles)}, torch has no fused attention for compute capability {capability} and takes its "
+        "math kernel, which holds (tokens, tokens) for every head, as eager attention does: type "
+        f"{_cure(call, capability)}."
     )
 
 

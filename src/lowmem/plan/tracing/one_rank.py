@@ -35,7 +35,7 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
         yield OneDevice()
         return
     if dist.is_initialized():
-        raise Refused("Recipes are not looked for while other ranks wait: type the same words behind python plan.py.")
+        raise Refused("No recipe can be searched while other ranks wait: type the same overrides after python plan.py.")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.devices)
     try:
         ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)

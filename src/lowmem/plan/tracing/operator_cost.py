@@ -32,22 +32,22 @@ class Touched(NamedTuple):
 def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
     """Returns the work of an operator; None: a view, a small allocation or a query, which move nothing."""
     if _allocates(func):
-        made = _tensors(out)
-        return Work(made[0].dtype, 0, 0, fresh) if (fresh := _fresh(made)) else None
+        outputs = _tensors(out)
+        return Work(outputs[0].dtype, 0, 0, fresh) if (fresh := _fresh(outputs)) else None
     names, touched = _touched(func)
-    given = dict(zip(names, args, strict=False)) | (kwargs or {})
-    changed = _tensors([value for name, value in given.items() if name in touched.changed])
-    read = _tensors([value for name, value in given.items() if name in touched.read])
-    there = {storage_key(t) for t in (*read, *changed)}
-    made = [t for t in _tensors(out) if storage_key(t) not in there]
-    moved = sum(map(_bytes, (*read, *changed, *made)))
-    if not moved or not (changed or made):
+    arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+    changed = _tensors([value for name, value in arguments.items() if name in touched.changed])
+    read = _tensors([value for name, value in arguments.items() if name in touched.read])
+    known = {storage_key(t) for t in (*read, *changed)}
+    outputs = [t for t in _tensors(out) if storage_key(t) not in known]
+    moved = sum(map(_bytes, (*read, *changed, *outputs)))
+    if not moved or not (changed or outputs):
         return None
     flops = 0
     count = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
     if count is not None:
         flops = count(*args, **(kwargs or {}), out_val=out)
-    return Work((read or changed or made)[0].dtype, flops, moved, _fresh(made))
+    return Work((read or changed or outputs)[0].dtype, flops, moved, _fresh(outputs))
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -55,8 +55,8 @@ def _tensors(value: object) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
-def _fresh(made: list[Tensor]) -> int:
-    return sum(size for size in map(_bytes, made) if size >= MAPPED)
+def _fresh(outputs: list[Tensor]) -> int:
+    return sum(size for size in map(_bytes, outputs) if size >= MAPPED)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -65,8 +65,8 @@ def _bytes(tensor: Tensor) -> int:
     The size of its storage does not count: work is cached by shape and strides (`shapes.py`), and the storage may be
     larger than the tensor.
     """
-    there = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return min(there, tensor.numel()) * tensor.element_size()
+    distinct = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return min(distinct, tensor.numel()) * tensor.element_size()
 
 
 @cache

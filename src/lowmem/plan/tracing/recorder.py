@@ -15,7 +15,7 @@ from lowmem.techniques.gradient_checkpointing.policies import blocks
 
 
 class Place(NamedTuple):
-    """Holds the highest bytes of activations and gradients between two marks, for both fates of a gradient."""
+    """Holds the highest bytes of activations and gradients between two marks."""
 
     with_all_gradients: int = 0  # if each gradient stays until the step
     with_newest_gradient: int = 0  # if each gradient leaves at once, or is added to an earlier micro-batch's

@@ -172,16 +172,16 @@ class ShapeMode(LeanFakeTensorMode):
     def _outputs(self, known: Known, args: tuple, tensors: list[Tensor]) -> object:
         if known.in_place:
             return args[0]
-        made = [one and self._output(one, tensors) for one in known.makes]
-        return made[0] if known.kind is None else known.kind(made)
+        outputs = [spec and self._output(spec, tensors) for spec in known.makes]
+        return outputs[0] if known.kind is None else known.kind(outputs)
 
-    def _output(self, made: OutputSpec, tensors: list[Tensor]) -> Tensor:
-        if made.view_of is None:
-            like = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    def _output(self, spec: OutputSpec, tensors: list[Tensor]) -> Tensor:
+        if spec.view_of is None:
+            meta = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         else:
-            storage = tensors[made.view_of].untyped_storage()
-            like = torch.empty(0, dtype=made.dtype, device="meta").set_(storage, made.offset, made.shape, made.stride)
-        return self.holding(like)
+            storage = tensors[spec.view_of].untyped_storage()
+            meta = torch.empty(0, dtype=spec.dtype, device="meta").set_(storage, spec.offset, spec.shape, spec.stride)
+        return self.holding(meta)
 
     def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
         """Calls the grouped products of experts in bf16: torch infers their shape only in bf16, but computes in any
@@ -231,32 +231,32 @@ def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object,
             return None
         return Known((), None, True, work)
     several = isinstance(out, tuple | list)
-    kept = {storage_key(t): number for number, t in enumerate(tensors)}
+    storages = {storage_key(t): number for number, t in enumerate(tensors)}
     makes = []
-    for one in out if several else (out,):
-        made = None if one is None else _as_made(one, kept)
-        if one is not None and made is None:
+    for output in out if several else (out,):
+        spec = None if output is None else _as_made(output, storages)
+        if output is not None and spec is None:
             return None
-        makes.append(made)
-        if made is not None and made.view_of is None:
-            kept[storage_key(one)] = -1  # a later result that shares this new storage cannot be rebuilt
+        makes.append(spec)
+        if spec is not None and spec.view_of is None:
+            storages[storage_key(output)] = -1  # a later result that shares this new storage cannot be rebuilt
     kind = list if isinstance(out, list) else tuple if several else None
     return Known(tuple(makes), kind, False, work)
 
 
-def _as_made(one: object, kept: dict[int, int]) -> OutputSpec | None:
-    plain = type(one) is FakeTensor and one.constant is None and one.layout is torch.strided
-    if not plain or one.dtype.is_complex or one.requires_grad or one.fake_device.type != "cpu":
+def _as_made(output: object, storages: dict[int, int]) -> OutputSpec | None:
+    plain = type(output) is FakeTensor and output.constant is None and output.layout is torch.strided
+    if not plain or output.dtype.is_complex or output.requires_grad or output.fake_device.type != "cpu":
         return None
-    view_of = kept.get(storage_key(one))
+    view_of = storages.get(storage_key(output))
     if view_of == -1:
         return None
-    made = OutputSpec(one.shape, one.stride(), one.dtype, one.storage_offset(), view_of)
+    spec = OutputSpec(output.shape, output.stride(), output.dtype, output.storage_offset(), view_of)
     if view_of is None:
-        again = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-        if made.offset or again.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+        again = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        if spec.offset or again.untyped_storage().nbytes() != output.untyped_storage().nbytes():
             return None
-    return made
+    return spec
 
 
 def _yes(dtype: torch.dtype) -> bool | float | int:

@@ -126,13 +126,13 @@ class Probe(nn.Module):
             "embedding": lambda: nn.Embedding(n // columns, columns),
             "vector": lambda: nn.LayerNorm(n, bias=False),
         }[role]
-        self.parts = nn.ModuleList(make() for _ in range(count))
+        self.probed = nn.ModuleList(make() for _ in range(count))
 
 
 def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate:
-    (one, scratch, pageable), (two, *_) = (_stepped(make, Probe(role, small, count)) for count in (1, 2))
+    (state_of_1, scratch, pageable), (state_of_2, *_) = (_stepped(make, Probe(role, small, n)) for n in (1, 2))
     elements = SMALL if small else SIDE * SIDE
-    return Rate((two - one) / elements, 0.0 if one_kernel else scratch / elements, pageable / elements)
+    return Rate((state_of_2 - state_of_1) / elements, 0.0 if one_kernel else scratch / elements, pageable / elements)
 
 
 def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int, int]:

@@ -57,11 +57,11 @@ from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.training import build
 from lowmem.training.module import CausalLM
 
-PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(part.__file__).parent for part in (lowmem, torch, lightning, hydra))
+PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
 EVENLY = (
-    "the tokens of its experts depend on numbers, and are taken to be spread evenly. That is the same in sum, too much "
-    "where some experts compute nothing, and too little where a single one takes most of a long sequence."
+    "the tokens of its experts depend on numbers, and are taken to be spread evenly. Their sum is right; the estimate "
+    "is too high where some experts compute nothing, and too low where one takes most of a long sequence."
 )
 
 
@@ -71,13 +71,13 @@ def untraceable(error: Exception) -> str:
     Raises:
         error: the model's code did not raise it; a fault of lowmem must not look like a model that cannot be traced.
     """
-    first = error
-    while first.__cause__ is not None:  # a pipeline's schedule wraps what a stage has raised
-        first = first.__cause__
-    if not isinstance(first, TooLong) and not _raised_by_a_model(first):
+    cause = error
+    while cause.__cause__ is not None:  # a pipeline's schedule wraps what a stage has raised
+        cause = cause.__cause__
+    if not isinstance(cause, TooLong) and not _raised_by_a_model(cause):
         error.add_note("This is a fault of the planner. Type plan=off to start without a prediction.")
         raise error
-    return f"this model cannot be traced by shape ({type(first).__name__}: {str(first).splitlines()[0][:200]})."
+    return f"this model cannot be traced by shape ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})."
 
 
 def _raised_by_a_model(error: Exception) -> bool:
@@ -149,46 +149,46 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
     with _quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(run, on_card)
         instantiate(run.adapter)  # imports its library, which must not happen while tensors have no memory
-    run, shapes = run, ShapeMode(over_gloo=not on_card)
+    mode = ShapeMode(over_gloo=not on_card)
     with (
         _quietly(),
         as_rank(run, rank) as ranks,
-        shapes,
+        mode,
         tensors_count_as_real(),
         boundaries_count_as_real() if with_positions(run.data.arguments) else nullcontext(),
-        patch.object(AtOnceLane, "copy", shapes.counting("travel", AtOnceLane.copy)),
+        patch.object(AtOnceLane, "copy", mode.counting("travel", AtOnceLane.copy)),
         as_card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
     ):
         module = _module(run, config, make, ranks)
-        whole = {
+        of_model = {
             "parameters": parameters(module.model),
             "largest": max(*(p.numel() for p in module.model.parameters()), *packed(module.model)),
         }
         ranks.shard(module)
-        of_part = _of_part(module) if ranks.several else {}
+        of_shard = _of_shard(module) if ranks.several else {}
         before = 1 if ranks.several else 0
         recorder = Recorder(Path(folder) / "memory.csv", before)
         recorder.mark_blocks(module.model)
         plugins = list(map(instantiate, run.trainer.plugins.every()))
-        steady = Steady(shapes, run, before)
+        steady = Steady(mode, run, before)
         trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
         micro_batch = source_class(run.data.target).example(run.data.arguments, run.batch_size, run.seq_len)
         several = (
             run.windows.largest if run.any("overlaps_micro_batches") else 2 if ranks.several and run.accumulates else 1
         )
-        shapes.micro_batches = several
+        mode.micro_batches = several
         trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
         recorder.close()
-        of_part = of_part or _of_part(module)  # by now the precision has narrowed the weights
+        of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
     window = recorder.recordings[0]
     return Trace(
-        **whole,
-        **of_part,
+        **of_model,
+        **of_shard,
         weights=recorder.weights,
         waits_on_host=run.any("offloads"),
         steps_on_host=trainer.precision_plugin.optimizer_side == "host",
-        unseen=round(scratch * of_part["largest_trained"]),
+        unseen=round(scratch * of_shard["largest_trained"]),
         generated=run.technique("optim").generates_code,
         paged=optimizer.paged if isinstance(optimizer := trainer.optimizers[0], StandIn) else 0,
         host_bytes=recorder.host_bytes,
@@ -198,12 +198,12 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         leaves=max(point.bytes["gradients"] for point in window.points),
         phases=_phases(recorder, on_card),
         events=window.events,
-        work=shapes.work,
-        sent=shapes.sent,
+        work=mode.work,
+        sent=mode.sent,
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
         advice=attention and attention.advice,
-        estimate=EVENLY if shapes.spread else None,
+        estimate=EVENLY if mode.spread else None,
         neediest=ranks.neediest,
     )
 
@@ -242,7 +242,7 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
     return trainer
 
 
-def _of_part(module: CausalLM) -> dict:
+def _of_shard(module: CausalLM) -> dict:
     """Returns the fields of a `Trace` that count this rank's shard of the model."""
     own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
@@ -255,7 +255,9 @@ def _of_part(module: CausalLM) -> dict:
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
     """Returns (number of blocks, bytes of the largest)."""
-    sizes = [sum(part.nbytes for held in weights(block) for part in plain_tensors(held)) for block in stack_of(model)]
+    sizes = [
+        sum(tensor.nbytes for weight in weights(block) for tensor in plain_tensors(weight)) for block in stack_of(model)
+    ]
     return len(sizes), max(sizes, default=0)
 
 
@@ -311,13 +313,13 @@ def _quietly() -> Iterator[None]:
 class Steady(Callback):
     """Makes the traced window one of many: memory already holds what earlier windows and micro-batches leave behind.
 
-    It is the last callback. During the traced window it sets the phase of `shapes`, so only that window's work counts.
+    It is the last callback. During the traced window it sets the phase of `mode`, so only that window's work counts.
 
     Args: before: windows that run before the traced one and leave their memory behind.
     """
 
-    def __init__(self, shapes: ShapeMode, run: Run, before: int) -> None:
-        self.shapes, self.accumulates, self.early, self.before = shapes, run.accumulates, run.early, before
+    def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:
+        self.mode, self.accumulates, self.early, self.before = mode, run.accumulates, run.early, before
         self.overlaps = run.any("overlaps_micro_batches")
         self.counts = False  # whether this window's work counts
 
@@ -334,11 +336,11 @@ class Steady(Callback):
 
     def _count(self, plugin: BasePrecision) -> None:
         """Counts clip, step and update in phases of their own, even if they run inside backward."""
-        counting, clip = self.shapes.counting, plugin.clip
+        counting, clip = self.mode.counting, plugin.clip
 
         def clipped(*args) -> Tensor | None:
             total = clip(*args)
-            self.shapes.phase = self.shapes.phase and "update"  # the update follows at once
+            self.mode.phase = self.mode.phase and "update"  # the update follows at once
             return total
 
         plugin.clip = clipped
@@ -361,16 +363,16 @@ class Steady(Callback):
             kind = kinds.setdefault((id(group), stepped.shape, stepped.stride(), stepped.dtype), [])
             kind.append(stepped)
             if len(kind) > 2 and not any(True for _ in plugin.device_tensors()):
-                optimizer.state[stepped] = another(*(optimizer.state[one] for one in kind[:2]))
+                optimizer.state[stepped] = another(*(optimizer.state[p] for p in kind[:2]))
                 continue
-            held = stepped.data
+            data = stepped.data
             if stepped is not p:  # a master may have no data between two steps
-                stepped.data = torch.empty_like(held)
+                stepped.data = torch.empty_like(data)
             stepped.grad = torch.empty_like(stepped)
             (plugin.update if stepped is p else step_one)(optimizer, group, stepped)
             stepped.grad = None
             if stepped is not p:
-                stepped.data = held
+                stepped.data = data
 
     def _make_gradients(self, module: LightningModule) -> None:
         for _, p in trainable(module):
@@ -389,10 +391,10 @@ class Steady(Callback):
 
     def _begin(self, phase: str, last: bool) -> None:
         if self.counts:
-            self.shapes.phase = phase if last or self.overlaps else EARLIER + phase
+            self.mode.phase = phase if last or self.overlaps else EARLIER + phase
 
     def on_train_batch_end(self, *_) -> None:
-        self.shapes.phase = None
+        self.mode.phase = None
 
 
 def another(first: object, second: object) -> object:
@@ -410,7 +412,9 @@ class Windows:
     """Yields the same window forever."""
 
     def __init__(self, micro_batches: list[MicroBatch]) -> None:
-        self.window = Window(micro_batches, tokens := sum(one.labels.numel() for one in micro_batches), tokens, START)
+        self.window = Window(
+            micro_batches, tokens := sum(micro_batch.labels.numel() for micro_batch in micro_batches), tokens, START
+        )
 
     def __iter__(self) -> Iterator[Window]:
         return repeat(self.window)

@@ -61,40 +61,40 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Sent, int] | No
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")
-    kind = next((kind for said, kind in KINDS.items() if name.startswith(said)), None)
+    kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
     if kind is None:
         return None
-    given = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
-    ranks = tuple(dist.get_process_group_ranks(group_of(given.get("process_group", given.get("group_name")))))
+    arguments = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
+    ranks = tuple(dist.get_process_group_ranks(group_of(arguments.get("process_group", arguments.get("group_name")))))
     if kind in ENDS:
-        ranks = (dist.get_rank(), ranks[given.get("dst", given.get("src"))])
-    whole = max(sum(t.nbytes for t in tree_leaves(part) if isinstance(t, Tensor)) for part in (*args, out))
-    return Sent(kind, ranks, func.namespace != "c10d"), whole
+        ranks = (dist.get_rank(), ranks[arguments.get("dst", arguments.get("src"))])
+    full = max(sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in (*args, out))
+    return Sent(kind, ranks, func.namespace != "c10d"), full
 
 
-def traffic(one: Sent, whole: float, node: int) -> Traffic:
+def traffic(call: Sent, full: float, node: int) -> Traffic:
     """Returns what one device receives in a call. Args: node: devices per node; consecutive ranks share a node."""
-    size, nodes = len(one.ranks), Counter(rank // node for rank in one.ranks)
-    if one.kind in ENDS:
-        return Traffic(whole, 0.0) if len(nodes) == 1 else Traffic(0.0, whole)
-    between = whole * (1 - 1 / len(nodes)) / max(nodes.values())
-    once = Traffic(whole * (size - 1) / size - between, between)
-    return once.times(2) if one.kind == BOTH else once
+    size, nodes = len(call.ranks), Counter(rank // node for rank in call.ranks)
+    if call.kind in ENDS:
+        return Traffic(full, 0.0) if len(nodes) == 1 else Traffic(0.0, full)
+    between = full * (1 - 1 / len(nodes)) / max(nodes.values())
+    once = Traffic(full * (size - 1) / size - between, between)
+    return once.times(2) if call.kind == BOTH else once
 
 
 def by_phase(calls: Mapping[tuple[str, Sent], float], node: int) -> dict[tuple[str, bool], Traffic]:
     """Returns (phase, whether the device waits) -> traffic. Args: calls: (phase, kind of call) -> full bytes."""
-    found: dict[tuple[str, bool], Traffic] = {}
-    for (phase, one), whole in calls.items():
-        key = phase, one.waits
-        found[key] = found.get(key, NOTHING) + traffic(one, whole, node)
-    return found
+    received: dict[tuple[str, bool], Traffic] = {}
+    for (phase, call), full in calls.items():
+        key = phase, call.waits
+        received[key] = received.get(key, NOTHING) + traffic(call, full, node)
+    return received
 
 
 def of_window(calls: Mapping[tuple[str, Sent], float], micro_batches: int, node: int) -> Traffic:
     """Returns what a device exchanges in an optimizer step."""
-    parts = by_phase(calls, node).items()
-    return sum((part.times(how_often(phase, micro_batches)) for (phase, _), part in parts), start=NOTHING)
+    phases = by_phase(calls, node).items()
+    return sum((received.times(how_often(phase, micro_batches)) for (phase, _), received in phases), start=NOTHING)
 
 
 def how_often(phase: str, micro_batches: int) -> int:

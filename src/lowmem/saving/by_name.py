@@ -57,7 +57,7 @@ def divided(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor
                 tensors[f"{STATE}{name}/{key}"] = module.ranks.as_dtensor(p, value) if value.dim() else value
             else:
                 plain.setdefault(name, {})[key] = value
-    everyone = {name: state for some in module.ranks.all_gather(plain) for name, state in some.items()}
+    everyone = {name: state for of_rank in module.ranks.all_gather(plain) for name, state in of_rank.items()}
     content = checkpoint | {"state_dict": {}, "tied": tied}
     return tensors, content | {"optimizer_states": [optimizer | {"state": everyone}]}
 
@@ -76,9 +76,9 @@ def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: di
 
 def _tied(module: LightningModule) -> dict[str, str]:
     """Returns each further name of a tied parameter -> its first name."""
-    first = {id(p): name for name, p in module.named_parameters()}
+    first_names = {id(p): name for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if name != first[id(p)]}
+    return {name: first_names[id(p)] for name, p in every if name != first_names[id(p)]}
 
 
 # --- read ------------------------------------------------------------------------------------------------------------
@@ -88,13 +88,13 @@ def load(folder: Path) -> dict:
     """Returns the checkpoint that `divided` got. Its tensors have no memory and are read when a shard needs them:
     `state_dict` is a `checkpoint_folder.Stored`, and so is `stored` beside the optimizer's state."""
     content, stored = checkpoint_folder.load(folder)
-    for name, first in content["tied"].items():
-        if WEIGHTS + first not in stored.tensors:  # frozen
+    for name, first_name in content["tied"].items():
+        if WEIGHTS + first_name not in stored.tensors:  # frozen
             continue
-        stored.tensors[WEIGHTS + name] = stored.tensors[WEIGHTS + first]
-        own = f"{STATE}{first}/"
-        of_first = [key.removeprefix(own) for key in stored.tensors if key.startswith(own)]
-        stored.tensors |= {f"{STATE}{name}/{key}": stored.tensors[own + key] for key in of_first}
+        stored.tensors[WEIGHTS + name] = stored.tensors[WEIGHTS + first_name]
+        own = f"{STATE}{first_name}/"
+        keys = [key.removeprefix(own) for key in stored.tensors if key.startswith(own)]
+        stored.tensors |= {f"{STATE}{name}/{key}": stored.tensors[own + key] for key in keys}
     (optimizer,) = content["optimizer_states"]
     optimizer = optimizer | {"stored": stored.under(STATE)}
     return content | {"state_dict": stored.under(WEIGHTS), "optimizer_states": [optimizer]}
@@ -107,8 +107,8 @@ def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rest
     for name, tensor in checkpoint_state(module).items():
         if name not in tied and not tensor.is_meta:
             p, rest = parameters.get(name, tensor), rests.get(name)
-            part = local_data(p, module.ranks)
-            _fill(part, p, name, state_dict, module.ranks, lambda full, rest=rest: _in_full(full, rest))
+            shard = local_data(p, module.ranks)
+            _fill(shard, p, name, state_dict, module.ranks, lambda full, rest=rest: _in_full(full, rest))
 
 
 def _in_full(upper: Tensor, rest: Tensor | None) -> Tensor:
@@ -116,62 +116,62 @@ def _in_full(upper: Tensor, rest: Tensor | None) -> Tensor:
 
 
 def _fill(
-    part: Tensor,
+    shard: Tensor,
     p: Tensor,
     name: str,
-    whole: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     ranks: OneDevice,
     in_full: Callable[[Tensor], Tensor] = lambda full: full,
 ) -> None:
-    """Copies this process's shard of a saved tensor, which has the layout of the parameter `p`, into `part`."""
-    if not isinstance(whole, checkpoint_folder.Stored):
-        part.copy_(ranks.shard_of(p, in_full(whole[name])))
+    """Copies this process's shard of a saved tensor, which has the layout of the parameter `p`, into `shard`."""
+    if not isinstance(tensors, checkpoint_folder.Stored):
+        shard.copy_(ranks.shard_of(p, in_full(tensors[name])))
         return
-    placed = ranks.as_dtensor(p, part)
-    whole.read(name, placed)
+    placed = ranks.as_dtensor(p, shard)
+    tensors.read(name, placed)
     read = placed.to_local() if isinstance(placed, DTensor) else ranks.shard_of(p, placed)
-    if read.data_ptr() != part.data_ptr():  # it could not be placed where it lies
-        part.copy_(read)
+    if read.data_ptr() != shard.data_ptr():  # `placed` is a copy
+        shard.copy_(read)
 
 
 class Later(Mapping[str, object]):
-    """The optimizer's state of one parameter. Each tensor is read when it is accessed."""
+    """Holds the optimizer's state of one parameter. Each tensor is read when it is accessed."""
 
-    def __init__(self, made: dict[str, Callable[[], object]]) -> None:
-        self.made = made
+    def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
+        self.readers = readers
 
     def __getitem__(self, key: str) -> object:
-        return self.made[key]()
+        return self.readers[key]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.made)
+        return iter(self.readers)
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.readers)
 
 
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
     """Returns the argument of the optimizer's `load_state_dict`: this process's shard of the saved state."""
     (theirs,) = checkpoint["optimizer_states"]
-    names = checkpoint["lowmem"].get("stepped")  # None: older than this, and of one device
+    names = checkpoint["lowmem"].get("stepped")  # None: an older checkpoint, of one device
     ours = stepped(module)
     if "stored" not in theirs and not module.ranks.divides and names in (None, [name for name, _ in ours]):
         return theirs
     if "stored" not in theirs and names is None:
         raise Refused(
-            "resume=: this checkpoint is older than strategies that divide a model, and does not name the state it "
-            "holds. Go on from it with strategy=auto until there is a newer one."
+            "resume=: this checkpoint was written before strategies could divide a model, and its optimizer state "
+            "lacks the parameters' names. Resume it with strategy=auto until a newer one is saved."
         )
     by_name = _in_folder(theirs) if "stored" in theirs else _in_file(theirs, names, checkpoint["state_dict"])
     here = ((number, name, p) for number, (name, p) in enumerate(ours) if not p.is_meta)
     state = {number: Later(by_name(name, p, module.ranks)) for number, name, p in here}
     if hasattr(optimizer, "get_config"):  # bitsandbytes restores nothing but dicts
-        state = {number: dict(one) for number, one in state.items()}
+        state = {number: dict(values) for number, values in state.items()}
     groups = {group["role"]: group for group in theirs["param_groups"]}
     own = optimizer.state_dict()["param_groups"]
     _choose(checkpoint["lr_schedulers"], list(groups), [group["role"] for group in own])
     return {
-        "state": {number: one for number, one in state.items() if one},
+        "state": {number: values for number, values in state.items() if values},
         "param_groups": [groups[group["role"]] | {"params": group["params"]} for group in own],
     }
 
@@ -187,12 +187,14 @@ def _in_folder(theirs: dict) -> Readers:
     def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
         like = stored[full]
         laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # scales of blocks, means of rows are not
-        whole = not (ranks.divides and like.dim() and laid_out_alike)
-        part = (
-            torch.empty_like(like, device="cpu") if whole else torch.empty_like(local_data(p, ranks), dtype=like.dtype)
+        undivided = not (ranks.divides and like.dim() and laid_out_alike)
+        shard = (
+            torch.empty_like(like, device="cpu")
+            if undivided
+            else torch.empty_like(local_data(p, ranks), dtype=like.dtype)
         )
-        _fill(part, p, full, stored, OneDevice() if whole else ranks)
-        return part
+        _fill(shard, p, full, stored, OneDevice() if undivided else ranks)
+        return shard
 
     def readers(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
         plain = {key: partial(_itself, value) for key, value in theirs["state"].get(name, {}).items()}
@@ -202,15 +204,15 @@ def _in_folder(theirs: dict) -> Readers:
 
 
 def _in_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> Readers:
-    first: dict[int, str] = {weights[name].data_ptr(): name for name in names}  # a tied weight has one memory
+    names_by_memory: dict[int, str] = {weights[name].data_ptr(): name for name in names}  # a tied weight has one memory
     state = {name: theirs["state"].get(number, {}) for number, name in enumerate(names)}
 
     def readers(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
-        of = state[name if name in state else first[weights[name].data_ptr()]]
-        of_its_shape = {key for key, value in of.items() if isinstance(value, Tensor) and value.dim()}
+        values = state[name if name in state else names_by_memory[weights[name].data_ptr()]]
+        shaped = {key for key, value in values.items() if isinstance(value, Tensor) and value.dim()}
         return {
-            key: partial(ranks.shard_of, p, value) if key in of_its_shape else partial(_itself, value)
-            for key, value in of.items()
+            key: partial(ranks.shard_of, p, value) if key in shaped else partial(_itself, value)
+            for key, value in values.items()
         }
 
     return readers
@@ -220,9 +222,9 @@ def _itself(value: object) -> object:
     return value
 
 
-def _choose(schedules: list[dict], there: list[str], here: list[str]) -> None:
+def _choose(schedules: list[dict], roles: list[str], own_roles: list[str]) -> None:
     """Keeps, of a schedule's values per parameter group, those of the groups that this process has."""
-    for schedule in schedules if there != here else ():
+    for schedule in schedules if roles != own_roles else ():
         for key, value in schedule.items():
-            if isinstance(value, list) and len(value) == len(there):
-                schedule[key] = [value[there.index(role)] for role in here]
+            if isinstance(value, list) and len(value) == len(roles):
+                schedule[key] = [value[roles.index(role)] for role in own_roles]

@@ -101,7 +101,7 @@ class Checkpoints(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._since = time.monotonic()
-        drafts = self.folder.glob(".step-*.ckpt.writing")  # of a life of this run that was killed in a save
+        drafts = self.folder.glob(".step-*.ckpt.writing")  # left by a process of this run that was killed in a save
         for draft in drafts if module.ranks.rank == 0 else ():
             delete(draft)
 
@@ -123,7 +123,7 @@ class Checkpoints(Callback):
         before = self.best_step, self.best_loss
         self.best_step, self.best_loss = trainer.global_step, module.val_loss
         self.save(trainer)
-        if self.failures:  # the best that there is stays it
+        if self.failures:  # the best one on disk remains the best
             self.best_step, self.best_loss = before
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -131,8 +131,8 @@ class Checkpoints(Callback):
             self.save(trainer, last=True)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        for held in (checkpoint["state_dict"], checkpoint.get("rests", {})):
-            page_out(one for one in held.values() if not one.is_meta)  # the model has its copies by now
+        for tensors in (checkpoint["state_dict"], checkpoint.get("rests", {})):
+            page_out(tensor for tensor in tensors.values() if not tensor.is_meta)  # the model has its copies by now
         self.saved_step = checkpoint["global_step"]
 
     def state_dict(self) -> dict:
@@ -184,7 +184,7 @@ class Checkpoints(Callback):
 
     def _prune(self) -> None:
         newest = {"last": 2, "best": 1}.get(self.keep, self.keep)
-        # Later ones than this are another life's, which went on from an older one than its newest.
+        # Checkpoints of later steps are another life's: this life resumed from an older one than its newest.
         until_now = [path for path in complete(self.folder) if _step(path) <= self.saved_step]
         for old in until_now[:-newest]:
             if self.keep != "best" or _step(old) != self.best_step:
@@ -194,16 +194,16 @@ class Checkpoints(Callback):
 def _all_finite(trainer: Trainer) -> bool:
     """Returns whether all numbers of this process's weights are finite."""
     stored, local = trainer.precision_plugin.stored, trainer.lightning_module.ranks.local
-    held = (stored(local(p)) for p in trainer.lightning_module.parameters())
-    return all(finite(part) for part in held if not part.is_meta)
+    weights = (stored(local(p)) for p in trainer.lightning_module.parameters())
+    return all(finite(weight) for weight in weights if not weight.is_meta)
 
 
 def going_on(folder: Path) -> str:
     """Returns the words to type to go on from the last checkpoint of a folder; empty if it has none."""
-    found = complete(folder)
-    if not found:
+    checkpoints = complete(folder)
+    if not checkpoints:
         return "There is no checkpoint to go on from."
-    return f"{in_shell('resume', found[-1])} goes on from the last checkpoint."
+    return f"{in_shell('resume', checkpoints[-1])} goes on from the last checkpoint."
 
 
 def complete(folder: Path) -> list[Path]:
@@ -216,13 +216,13 @@ def _has_its_end(path: Path) -> bool:
         return checkpoint_folder.has_its_end(path)
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # of what stands there it can make no sense
+    except zipfile.BadZipFile:  # it cannot parse the file
         return False
 
 
 def _named(folder: Path) -> list[Path]:
-    for old in folder.glob(".step-*.ckpt.old"):  # of one who was killed while he replaced it
-        with suppress(OSError):  # another one's folder
+    for old in folder.glob(".step-*.ckpt.old"):  # left by a process that was killed while it replaced one
+        with suppress(OSError):  # the folder belongs to another user
             put_back(folder / old.stem.removeprefix("."))
     return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=_step)
 
@@ -244,7 +244,7 @@ def intact(path: Path) -> bool:
             return archive.testzip() is None
     except PermissionError:
         raise
-    except Exception:  # zipfile has half a dozen names for tables that make no sense
+    except Exception:  # zipfile raises half a dozen errors for broken tables
         return False
 
 
@@ -253,7 +253,7 @@ def newest(folder: Path) -> Path | None:
     for path in reversed(_named(folder / "checkpoints")):
         if intact(path):
             return path
-        log.warning(f"{path} is damaged, and passed over.")
+        log.warning(f"{path} is damaged and is skipped.")
     log.info(f"resume=auto: {folder} has no checkpoint to go on from; the run starts.")
     return None
 
@@ -264,19 +264,19 @@ def find(named: str, key: str = "resume") -> Path:
     Raises:
         Refused: there is none, or it is cut short or damaged.
     """
-    path, asked = Path(named).expanduser(), f"{key}={named}"
+    path, typed = Path(named).expanduser(), f"{key}={named}"
     if path.is_dir() and not _is_one(path):
-        whole = complete(path / "checkpoints") or complete(path)
-        if not whole:
-            raise Refused(f"{asked}: this folder has no complete checkpoint. {_instead(key)}")
-        path = whole[-1]
+        checkpoints = complete(path / "checkpoints") or complete(path)
+        if not checkpoints:
+            raise Refused(f"{typed}: this folder has no complete checkpoint. {_instead(key)}")
+        path = checkpoints[-1]
     if not path.exists():
         raise no_such_run(key, named)
     if not _has_its_end(path):
         missing = "one of its files is missing or cut short" if path.is_dir() else "its end is missing"
-        raise Refused(f"{asked}: this checkpoint is incomplete; {missing}. {_instead(key, path)}")
+        raise Refused(f"{typed}: this checkpoint is incomplete; {missing}. {_instead(key, path)}")
     if not intact(path):
-        raise Refused(f"{asked}: {path.name} is damaged: it is not what was written. {_instead(key, path)}")
+        raise Refused(f"{typed}: {path.name} is damaged: it is not what was written. {_instead(key, path)}")
     return path
 
 
@@ -290,11 +290,11 @@ def _instead(key: str, broken: Path | None = None) -> str:
     others = [path for path in complete(broken.parent) if path != broken] if broken else []
     if good := next(filter(intact, reversed(others)), None):
         return f"Type {in_shell(key, good)}."
-    return "Start without resume=." if key == "resume" else "Give another one."
+    return "Start without resume=." if key == "resume" else "Type another one."
 
 
 class Saved:
-    """The content of a checkpoint, read from the mapped file or the folder's index before the model is built.
+    """Holds a checkpoint's content, read from the mapped file or the folder's index before the model is built.
 
     Args:
         key: the setting that named it, for messages.
@@ -305,18 +305,18 @@ class Saved:
 
     def __init__(self, path: Path, key: str = "resume") -> None:
         self.path, self.key, self.asked = path, key, f"{key}={path}"
-        self.run = path.absolute().parents[1]  # its folder, where it lies as a run leaves it
+        self.run = path.absolute().parents[1]  # the run's folder, unless the checkpoint was moved
         try:
             content = AtomicCheckpointIO().load_checkpoint(path)
             ours = content["lowmem"]
             self.steps, self.progress = content["global_step"], content["loops"]["fit_loop"]
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
-            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # of before there were any: None
-            self.template = ours.get("template")  # of conversations; None: it was trained on none
-            self.base = ours.get("base")  # digest of what is not in it; None: nothing
+            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: written without
+            self.template = ours.get("template")  # of conversations; None: there were none
+            self.base = ours.get("base")  # digest of the weights that it leaves out; None: it has all
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
-        except Exception as error:  # torch names a dozen ways in which a file can be another file
+        except Exception as error:  # torch raises a dozen errors for a file of another kind
             raise Refused(f"{self.asked}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
 
     def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -331,9 +331,8 @@ class Saved:
                 )
         if self.base != module.identity.get("base"):
             raise Refused(
-                f"{self.asked}: what that run did not train is not in its checkpoint, and the weights that this one "
-                "would put in its place are others. Type the model=, precision= and, of a random start, seed= of that "
-                "run."
+                f"{self.asked}: what that run did not train is not in its checkpoint, and the weights that this run "
+                "has for it differ. Type the model=, precision= and, after a random start, seed= of that run."
             )
         if self.tokenizer not in (None, fingerprint(tokenizer)):
             raise Refused(
@@ -344,8 +343,8 @@ class Saved:
         template = module.identity.get("template")
         if None not in (self.template, template) and self.template != template:
             raise Refused(
-                f"{self.asked}: another chat template made its tokens of conversations, so these say something else. "
-                "Type the data.template= of that run."
+                f"{self.asked}: another chat template formatted its conversations, so the same tokens mean something "
+                "else here. Type the data.template= of that run."
             )
 
     def _partial(self, module: LightningModule) -> bool:
@@ -356,7 +355,7 @@ class Saved:
 
     def check_training(self, module: LightningModule, train: WindowLoader) -> None:
         """Checks that optimizer and data are the same, so that training goes on where it stopped."""
-        if self.order != (order := _as_told(self.order, train.order)):
+        if self.order != (order := _comparable(self.order, train.order)):
             differ, keys = _differences(self.order, order)
             raise Refused(
                 f"{self.asked}: that run read its data in another order, so its place cannot be found: {differ}. "
@@ -381,22 +380,22 @@ _TYPED = {
 }
 
 
-def _as_told(there: object, here: object) -> object:
-    """Returns `here` without digests of texts, which older checkpoints lack."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        return {key: _as_told(there.get(key), one) for key, one in here.items() if key in there or key != "text"}
-    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        return [_as_told(*both) for both in zip(there, here, strict=True)]
-    return here
+def _comparable(saved: object, own: object) -> object:
+    """Returns `own` without digests of texts, which older checkpoints lack."""
+    if isinstance(saved, dict) and isinstance(own, dict):
+        return {key: _comparable(saved.get(key), value) for key, value in own.items() if key in saved or key != "text"}
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [_comparable(*both) for both in zip(saved, own, strict=True)]
+    return own
 
 
-def _differences(there: dict, here: dict) -> tuple[str, str]:
+def _differences(saved: dict, own: dict) -> tuple[str, str]:
     """Returns the differences of two orders of data, as a sentence and as keys to type."""
-    there, here = ({"packing": "joined"} | order for order in (there, here))
-    shared = [key for key in _TYPED if key in there and key in here and there[key] != here[key]]
-    differ = [f"{_TYPED[key]} is {there[key]} there and {here[key]} here" for key in shared]
+    saved, own = ({"packing": "joined"} | order for order in (saved, own))
+    shared = [key for key in _TYPED if key in saved and key in own and saved[key] != own[key]]
+    differ = [f"{_TYPED[key]} is {saved[key]} there and {own[key]} here" for key in shared]
     keys = [f"{_TYPED[key]}=" for key in shared]
-    if not keys or any(there.get(key) != here.get(key) for key in {"text", "documents"} & there.keys() & here.keys()):
+    if not keys or any(saved.get(key) != own.get(key) for key in {"text", "documents"} & saved.keys() & own.keys()):
         differ, keys = [*differ, "the text is another"], [*keys, "data="]
     return ", ".join(differ), " and ".join(keys)
 

@@ -42,7 +42,7 @@ AT_ONCE = 1 << 22  # bytes that are read for a digest
 
 
 class Piece(NamedTuple):
-    """The place of a tensor's piece in a file."""
+    """Describes the place of a tensor's piece in a file."""
 
     file: str
     start: int  # bytes
@@ -92,7 +92,7 @@ class _Writer(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return False  # it is told its folder when it is made
+        return False  # the constructor gets the folder
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Does nothing: a writer is made for each checkpoint."""
@@ -126,7 +126,7 @@ class _Writer(dcp.StorageWriter):
         with (
             naming_file(index),
             index.open("wb") as stream,
-        ):  # torch's error has no number when it comes to other processes
+        ):  # torch's error has no errno when it reaches other processes
             torch.save({"content": self.content, "tensors": tensors}, stream)
 
 
@@ -141,16 +141,16 @@ def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
 
 def _entry(name: str, tensor: TensorStorageMetadata, pieces: dict[MetadataIndex, tuple]) -> dict:
     """Returns a tensor's entry of the index, whose pieces are (place in the tensor, shape, `Piece`)."""
-    shapes = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks)
-    held = [(offsets, sizes, pieces[MetadataIndex(name, torch.Size(offsets))]) for offsets, sizes in shapes]
-    return {"shape": tuple(tensor.size), "dtype": tensor.properties.dtype, "pieces": held}
+    chunks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks)
+    placed = [(offsets, sizes, pieces[MetadataIndex(name, torch.Size(offsets))]) for offsets, sizes in chunks]
+    return {"shape": tuple(tensor.size), "dtype": tensor.properties.dtype, "pieces": placed}
 
 
 # --- read ------------------------------------------------------------------------------------------------------------
 
 
 class Stored(Mapping[str, Tensor]):
-    """The tensors of a folder by name, with shape and dtype but without memory. `read` copies from them."""
+    """Maps names to the tensors of a folder, with shape and dtype but without memory. `read` copies from them."""
 
     def __init__(self, folder: Path, tensors: dict[str, dict], prefix: str = "") -> None:
         self.folder, self.tensors, self.prefix = folder, tensors, prefix
@@ -158,12 +158,12 @@ class Stored(Mapping[str, Tensor]):
 
     def under(self, prefix: str) -> Self:
         """Returns the tensors whose names begin with a prefix, by the rest of their names."""
-        own = {name: one for name, one in self.tensors.items() if name.startswith(f"{self.prefix}{prefix}")}
+        own = {name: entry for name, entry in self.tensors.items() if name.startswith(f"{self.prefix}{prefix}")}
         return type(self)(self.folder, own, f"{self.prefix}{prefix}")
 
     def __getitem__(self, name: str) -> Tensor:
-        one = self.tensors[self.prefix + name]
-        return torch.empty(one["shape"], dtype=one["dtype"], device="meta")
+        entry = self.tensors[self.prefix + name]
+        return torch.empty(entry["shape"], dtype=entry["dtype"], device="meta")
 
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self.prefix) for name in self.tensors)
@@ -180,7 +180,7 @@ class Stored(Mapping[str, Tensor]):
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({name: into}, Metadata({name: self._metadata(name)}), is_coordinator=True)
         for item in planner.finish_plan(planner.create_local_plan()).items:
-            if 0 in item.lengths:  # of a file without a number there is nothing to map
+            if 0 in item.lengths:  # an empty tensor has no bytes to map
                 continue
             piece, mapped = self._piece(name, item.storage_index.offset)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -189,20 +189,20 @@ class Stored(Mapping[str, Tensor]):
             page_out([mapped])
 
     def _metadata(self, name: str) -> TensorStorageMetadata:
-        one = self.tensors[self.prefix + name]
-        places = (map(torch.Size, place[:2]) for place in one["pieces"])
+        entry = self.tensors[self.prefix + name]
+        places = (map(torch.Size, place[:2]) for place in entry["pieces"])
         chunks = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in places]
-        return TensorStorageMetadata(TensorProperties(one["dtype"]), torch.Size(one["shape"]), chunks)
+        return TensorStorageMetadata(TensorProperties(entry["dtype"]), torch.Size(entry["shape"]), chunks)
 
     def _piece(self, name: str, offsets: torch.Size) -> tuple[Tensor, Tensor]:
         """Returns the piece that begins there, and its full file, both as mapped memory."""
-        one = self.tensors[self.prefix + name]
-        sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in one["pieces"] if at == tuple(offsets))
+        entry = self.tensors[self.prefix + name]
+        sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in entry["pieces"] if at == tuple(offsets))
         if piece.file not in self._mapped:
             path = self.folder / piece.file
             self._mapped[piece.file] = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
         mapped = self._mapped[piece.file]
-        return mapped[piece.start : piece.start + piece.bytes].view(one["dtype"]).view(sizes), mapped
+        return mapped[piece.start : piece.start + piece.bytes].view(entry["dtype"]).view(sizes), mapped
 
 
 def load(folder: Path) -> tuple[dict, Stored]:
@@ -212,14 +212,14 @@ def load(folder: Path) -> tuple[dict, Stored]:
 
 
 def has_its_end(folder: Path) -> bool:
-    """Returns whether every file has its full length; no number is read for it."""
+    """Returns whether every file has its full length, without reading a tensor."""
     try:
         if not zipfile.is_zipfile(folder / INDEX):
             return False
         return all((folder / file).stat().st_size >= end for file, end in _ends(load(folder)[1]).items())
     except PermissionError:
         raise
-    except Exception:  # an index that makes no sense does so in a dozen ways
+    except Exception:  # a broken index raises one of a dozen errors
         return False
 
 
@@ -231,7 +231,7 @@ def _ends(stored: Stored) -> dict[str, int]:
 
 
 def _pieces(stored: Stored) -> Iterator[Piece]:
-    return (Piece(*piece) for one in stored.tensors.values() for *_, piece in one["pieces"])
+    return (Piece(*piece) for entry in stored.tensors.values() for *_, piece in entry["pieces"])
 
 
 def intact(folder: Path) -> bool:

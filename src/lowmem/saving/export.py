@@ -25,14 +25,14 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 
 CARD = "README.md"  # what the hub shows of a model
 SHARD = "2GB"  # or one tensor, where that is larger
-_SAYS = {  # what is asked of a tensor that need not be there
+_SAYS = {  # queries that a tensor without memory can answer
     *(Tensor.device.__get__, Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement),
     *(Tensor.element_size, Tensor.untyped_storage, Tensor.is_floating_point),
 }
 
 
 class Later(Tensor):
-    """A tensor that is made when somebody computes with it."""
+    """Defers a tensor until something computes with it."""
 
     compute: Callable[[], Tensor]
 
@@ -66,7 +66,7 @@ class Weights:
         ranks: OneDevice = ONE_DEVICE,
     ) -> None:
         self.shard, self.ranks = shard, ranks
-        network.state_dict()  # what an engine has put together for a forward pass, it takes apart for this
+        network.state_dict()  # makes an engine divide weights that it gathered for a forward pass
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # of parameters that replace some of the model's
@@ -108,7 +108,7 @@ class Weights:
 
 
 class ModelFolder(NamedTuple):
-    """A folder to write, with its content besides the weights."""
+    """Describes a folder to write: its path, and its content besides the weights."""
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
@@ -132,9 +132,9 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     """
     weights, dtype = weights or Weights(network), folder.dtype
     with folder.draft() as draft, folded(network, weights.full):
-        held = network.state_dict() | _laters(network, dtype, weights)
-        network.save_pretrained(draft, state_dict=_once(network, held), max_shard_size=SHARD)
-        # transformers says the dtype of the parameters as they are
+        tensors = network.state_dict() | _laters(network, dtype, weights)
+        network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=SHARD)
+        # transformers has written the dtype of the parameters in memory
         network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)
 
@@ -149,9 +149,9 @@ def _laters(network: nn.Module, dtype: str | None, weights: Weights) -> dict[str
     return {name: later(p) for name, p in network.named_parameters(remove_duplicate=False)}
 
 
-def _once(network: PreTrainedModel, held: dict[str, Tensor]) -> dict[str, Tensor]:
+def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors without the names that loading ties to another one: transformers would compare them."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
-    again = {name for name, first in tied if name in named and named[name] is named.get(first)}
-    return {name: tensor for name, tensor in held.items() if name not in again}
+    ties = {name for name, target in tied if name in named and named[name] is named.get(target)}
+    return {name: tensor for name, tensor in tensors.items() if name not in ties}

@@ -41,12 +41,12 @@ def export(
     weights = weights or Weights(network)
     if not is_adapted(network):
         if merged:
-            log.info("merge=true: no adapter is here, so there is nothing to merge: this is the model itself.")
+            log.info("merge=true: this model has no adapter, so there is nothing to merge: it is written as it is.")
         plain.export(network, folder, weights)
         return
     if merged or base is None:
         if not merged:
-            log.info("merge=false: this model started at random, so the adapter has no base elsewhere: it is merged.")
+            log.info("merge=false: this model started at random, so only here is a base for the adapter: it is merged.")
         if weights.ranks.divides:
             _merge_later(network, weights)
             plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)
@@ -82,19 +82,21 @@ def _names(network: nn.Module) -> list[str]:
     """Returns the names of the layers that are replaced."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
 
-    names = [name for name, part in network.named_modules() if isinstance(part, BaseTunerLayer) or _in_4_bits(part)]
-    return [name for name in names if not name.endswith(".base_layer")]  # which goes with the layer around it
+    names = [
+        name for name, module in network.named_modules() if isinstance(module, BaseTunerLayer) or _in_4_bits(module)
+    ]
+    return [name for name in names if not name.endswith(".base_layer")]  # replaced together with the layer around it
 
 
-def _merged(part: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
-    held = part if _in_4_bits(part) else part.get_base_layer()
-    layer = held.linear(torch.float32) if _in_4_bits(held) else held
-    layer.weight.data = layer.weight.data.float()
-    if part is not held:
-        part.base_layer = layer
-        part.merge()
-    layer.weight.data = layer.weight.data.to(dtype)
-    return held.as_found(layer) if _in_4_bits(held) else layer
+def _merged(layer: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
+    base = layer if _in_4_bits(layer) else layer.get_base_layer()
+    plain_layer = base.linear(torch.float32) if _in_4_bits(base) else base
+    plain_layer.weight.data = plain_layer.weight.data.float()
+    if layer is not base:
+        layer.base_layer = plain_layer
+        layer.merge()
+    plain_layer.weight.data = plain_layer.weight.data.to(dtype)
+    return base.as_found(plain_layer) if _in_4_bits(base) else plain_layer
 
 
 @torch.no_grad()
@@ -102,35 +104,36 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
     """Replaces the layers of a sharded model by plain ones, whose weights are gathered and merged when they are
     read."""
 
-    def gathered(part: nn.Module) -> Tensor:
-        held = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in part.parameters()}
-        return _merged(deepcopy(part, held).cpu(), torch.float32).weight.data  # where what is gathered is
+    def gathered(layer: nn.Module) -> Tensor:
+        full_weights = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in layer.parameters()}
+        copy = deepcopy(layer, full_weights).cpu()  # gathered weights are on the CPU
+        return _merged(copy, torch.float32).weight.data
 
     for name in _names(network):
-        part = network.get_submodule(name)
-        layer = _without_numbers(part)
-        weights.computed[layer.weight] = partial(gathered, part)
-        network.set_submodule(name, layer)
+        layer = network.get_submodule(name)
+        plain_layer = _without_numbers(layer)
+        weights.computed[plain_layer.weight] = partial(gathered, layer)
+        network.set_submodule(name, plain_layer)
     del network.peft_config
 
 
-def _without_numbers(part: nn.Module) -> nn.Linear | Conv1D:
+def _without_numbers(layer: nn.Module) -> nn.Linear | Conv1D:
     """Returns the plain layer that replaces one, with its bias, and with a weight that has no memory yet."""
-    held = part if _in_4_bits(part) else part.get_base_layer()
-    if _in_4_bits(held):
+    base = layer if _in_4_bits(layer) else layer.get_base_layer()
+    if _in_4_bits(base):
         with torch.device("meta"):
-            layer = held.as_found(nn.Linear(held.in_features, held.out_features, bias=False))
-        layer.bias = held.bias
-        return layer
-    layer = deepcopy(held, {id(p): p for p in part.parameters()})
-    layer.weight = nn.Parameter(torch.empty(full_shape(held.weight), device="meta"), False)
-    return layer
+            plain_layer = base.as_found(nn.Linear(base.in_features, base.out_features, bias=False))
+        plain_layer.bias = base.bias
+        return plain_layer
+    plain_layer = deepcopy(base, {id(p): p for p in layer.parameters()})
+    plain_layer.weight = nn.Parameter(torch.empty(full_shape(base.weight), device="meta"), False)
+    return plain_layer
 
 
-def _in_4_bits(part: nn.Module) -> bool:
-    from lowmem.techniques.adapter.nf4 import NF4Linear  # so do its operators
+def _in_4_bits(module: nn.Module) -> bool:
+    from lowmem.techniques.adapter.nf4 import NF4Linear  # its operators take seconds too
 
-    return isinstance(part, NF4Linear)
+    return isinstance(module, NF4Linear)
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------
@@ -141,10 +144,10 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str,
 
     state = network.state_dict() | {name: weights.full(p) for name, p in trainable(network)}
     # "auto" would ask the hub for the base's configuration
-    held = get_peft_model_state_dict(network, state, save_embedding_layers=False)
+    adapter = get_peft_model_state_dict(network, state, save_embedding_layers=False)
     kind = {"dtype": getattr(torch, dtype)} if dtype else {}
-    tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in held.items()}
-    dtypes = {str(part.dtype).removeprefix("torch.") for part in network.modules() if _in_4_bits(part)}
+    tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in adapter.items()}
+    dtypes = {str(module.dtype).removeprefix("torch.") for module in network.modules() if _in_4_bits(module)}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
     (folder / CONFIG).write_text(
         json.dumps(_peft_config(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8"
@@ -154,7 +157,7 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str,
 def _peft_config(network: PreTrainedModel, base: str) -> dict:
     """Returns peft's configuration with sorted sets: unsorted, the same adapter would have other bytes each time."""
     (config,) = network.peft_config.values()
-    said = config.to_dict() | {
+    settings = config.to_dict() | {
         "base_model_name_or_path": str(Path(base).expanduser().absolute())
         if Path(base).expanduser().is_dir()
         else base,
@@ -162,12 +165,14 @@ def _peft_config(network: PreTrainedModel, base: str) -> dict:
         "task_type": "CAUSAL_LM",
         "fan_in_fan_out": _has_conv1d(network),
     }
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in said.items()}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
 
 
 def _has_conv1d(network: PreTrainedModel) -> bool:
     """Returns whether the base's matrices are transposed, as GPT-2's."""
-    return any(isinstance(part, Conv1D) or (isinstance(part, Packed) and part.transposed) for part in network.modules())
+    return any(
+        isinstance(module, Conv1D) or (isinstance(module, Packed) and module.transposed) for module in network.modules()
+    )
 
 
 # --- opened again ----------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ def push(folder: Path, name: str, run: Path) -> None:
         api.create_repo(name, private=True, exist_ok=True)
         place = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with lowmem")
     except Exception as error:  # no network, no token, no right, no room, or no such name: each has its own class
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning(
-            f"push={name}: {folder.name}/ could not be uploaded ({said}). The run is whole. With a network, and after "
-            f"`hf auth login`, type {in_shell('export', run)} {in_shell('push', name)}."
+            f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run is complete. With a network, and "
+            f"after `hf auth login`, type {in_shell('export', run)} {in_shell('push', name)}."
         )
     else:
         log.info(f"push={name}: {folder.name}/ is at {place}")

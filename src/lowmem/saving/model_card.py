@@ -16,7 +16,7 @@ from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import GIB
 
 NOT_SHOWN = (*FOLDERS, "output_dir", "resume", "evaluate", "export", "push", "hydra.")
-PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")  # of a machine; a hub id begins with a name
+PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")  # a path on a machine; a hub id begins with a name
 
 
 def card(summary: Mapping) -> str:
@@ -24,8 +24,8 @@ def card(summary: Mapping) -> str:
     head = {"base_model": summary["base_model"], "library_name": "peft" if summary["adapter_alone"] else "transformers"}
     head |= {"pipeline_tag": "text-generation", "tags": ["lowmem", *_tags(summary)]}
     known = {name: value for name, value in head.items() if value is not None}
-    parts = [f"---\n{yaml.safe_dump(known, sort_keys=False)}---", *_sections(summary)]
-    return "\n\n".join(parts) + "\n"
+    sections = [f"---\n{yaml.safe_dump(known, sort_keys=False)}---", *_sections(summary)]
+    return "\n\n".join(sections) + "\n"
 
 
 def _tags(summary: Mapping) -> list[str]:
@@ -46,7 +46,7 @@ def _sections(summary: Mapping) -> Iterator[str]:
     yield "## How"
     typed = command(summary["overrides"])
     if "<" in typed:
-        yield "Put files and folders of your own in the place of what stands in <>."
+        yield "Replace each name in <> by a file or folder of your own."
     yield f"```\n{typed}\n```"
     if summary["recipe"]:
         yield _table(("group", "choice"), summary["recipe"].items())
@@ -55,8 +55,11 @@ def _sections(summary: Mapping) -> Iterator[str]:
 
 
 def _evaluated(summary: Mapping) -> Iterator[tuple[str, ...]]:
-    for one in summary["validation"]:
-        yield one["name"] or "validation", *(_number(one[of]) for of in ("loss", "perplexity", "bits_per_byte"))
+    for data_set in summary["validation"]:
+        yield (
+            data_set["name"] or "validation",
+            *(_number(data_set[figure]) for figure in ("loss", "perplexity", "bits_per_byte")),
+        )
 
 
 def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
@@ -78,7 +81,7 @@ def command(overrides: list[str]) -> str:
     """Returns the command to type for such a run, without local folders. A file or folder becomes its name in <>, to be
     replaced by whoever copies the command."""
     typed = set(map(key, overrides))
-    implied = {f"{one}=null" for pair in EITHER if typed >= {*pair} for one in pair}  # by typing the other one
+    implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}  # by typing the other one
     lines = [line for line in overrides if not key(line).startswith(NOT_SHOWN) and line not in implied]
     return shlex.join(["python", "train.py", *(without_place(line, "data=hub" in lines) for line in lines)])
 

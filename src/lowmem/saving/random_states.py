@@ -28,10 +28,12 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
     """Restores the states. Args: saved: the result of `capture`, with other keys; window: the number of windows
     done."""
     every = saved["random_states"]
-    every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # of before there were several
+    every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # written when there was only one
     if not _same(every, saved.get("strategy"), ranks):
-        log.info(f"resume=: dropout is drawn anew: that run had {len(every)} processes of {saved.get('strategy')}.")
-        if not ranks.several:  # several have seeded themselves, each its own
+        log.info(
+            f"resume=: dropout draws new masks, because that run had {len(every)} processes of {saved.get('strategy')}."
+        )
+        if not ranks.several:  # with several, each process has seeded itself
             torch.manual_seed(torch.initial_seed() + window)
         return
     own: dict[str, Tensor] = every[ranks.rank]
@@ -43,5 +45,5 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
     """Returns whether each process has a saved state of the same data and the same shard of the model. The strategy
     names the shard, unless processes differ by their data alone."""
-    here, there = ranks.all_gather(ranks.data_rank), [one["data_rank"] for one in every]
-    return there == here and (strategy == type(ranks).__name__ or len({*here}) == len(here))
+    data_ranks, saved_ranks = ranks.all_gather(ranks.data_rank), [state["data_rank"] for state in every]
+    return saved_ranks == data_ranks and (strategy == type(ranks).__name__ or len({*data_ranks}) == len(data_ranks))

@@ -12,7 +12,7 @@ from lowmem.system.stop import Stop
 
 
 class EndOfEvaluation:
-    """Runs such computations. Args: seed: of their random numbers, the same at every evaluation and on every rank."""
+    """Prepares such computations. Args: seed: of their random numbers, the same at every evaluation and rank."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, stop: Stop, meter: MemoryMeter) -> None:
         self.tokenizer, self.seed, self.stop, self.meter = tokenizer, seed, stop, meter

@@ -20,12 +20,12 @@ from lowmem.system.units import GIB
 FAILED = "failed.txt"  # in a run's folder: why
 WIDTH = 80  # characters of a row
 LINE = 240  # characters of a reason on the terminal
-QUIET = 600  # seconds without a word after which a run without a summary is taken for dead
+QUIET = 600  # seconds without a write after which a run without a summary counts as dead
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. Args: summary: the content of summary.json; None if it is missing or cannot be read."""
+    """Describes a run's folder. Args: summary: the content of summary.json; None if it is missing or cannot be read."""
 
     folder: Path
     overrides: list[str]
@@ -80,15 +80,15 @@ def runs_below(folder: Path) -> list[RunFolder]:
     below += sorted({path.parent for path in folder.rglob("summary.json")} - set(below), key=_order)
     runs = [load(path) for path in below if _is_run(path)]
     if not runs:
-        raise Refused(f"{folder}: no run of train.py is here or below. One has a summary.json or a folder .hydra.")
+        raise Refused(f"{folder}: no run of train.py is here or below. A run's folder has a summary.json or a .hydra.")
     return runs
 
 
 def differing(runs: Sequence[RunFolder]) -> list[str]:
     """Returns the keys whose values differ between the runs, in the order in which they were typed."""
     every = [as_mapping(run.overrides) for run in runs]
-    keys = dict.fromkeys(key for one in every for key in one)
-    return [key for key in keys if len({one.get(key) for one in every}) > 1]
+    keys = dict.fromkeys(key for typed in every for key in typed)
+    return [key for key in keys if len({typed.get(key) for typed in every}) > 1]
 
 
 # column -> how it is read from a summary, and written
@@ -113,12 +113,15 @@ def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """Returns a table with a row per run: its differing overrides beside its figures, or below them if too wide."""
     keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
     rows = [[name, *_figures(run), run.status] for name, run in zip(names, runs, strict=True)]
-    beside = [[row[0], *(one.get(key, "-") for key in keys), *row[1:]] for row, one in zip(rows, typed, strict=True)]
-    lines = _aligned([["run", *keys, *FIGURES, "status"], *beside])
+    in_one_line = [
+        [row[0], *(overrides.get(key, "-") for key in keys), *row[1:]]
+        for row, overrides in zip(rows, typed, strict=True)
+    ]
+    lines = _aligned([["run", *keys, *FIGURES, "status"], *in_one_line])
     if max(map(len, lines)) <= WIDTH:
         return "\n".join(lines)
     head, units, *lines = _aligned([["run", *FIGURES, "status"], *rows])
-    below = (" ".join(f"{key}={one[key]}" for key in keys if key in one) for one in typed)
+    below = (" ".join(f"{key}={overrides[key]}" for key in keys if key in overrides) for overrides in typed)
     return "\n".join([head, units, *(f"{line}\n  {rest}".rstrip() for line, rest in zip(lines, below, strict=True))])
 
 

@@ -17,7 +17,7 @@ def tell_files(output_dir: Path) -> None:
 
 def tell_commands(output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int) -> None:
     """Prints the commands that use what the run has left, to be copied."""
-    if not (output_dir / ".hydra").is_dir():  # a notebook's, of which nobody has typed a line that could be repeated
+    if not (output_dir / ".hydra").is_dir():  # a notebook's run: nobody typed a command to repeat
         return
     shown, lines = _shown(output_dir), []
     if (output_dir / "model").is_dir() and not summary["interrupted"]:

@@ -36,7 +36,7 @@ COLUMNS = (
 # The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
 WARM_UP_STEPS = 3
 LONG = 60  # seconds of training from which on its duration is announced
-# Of the progress bars. At 80 columns 10,000 steps of ten hours leave room for the figures, which tqdm's own does not.
+# Format of the progress bars. At 80 columns 10,000 steps of ten hours leave room for the figures; tqdm's does not.
 BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the output is not a terminal
 
@@ -47,11 +47,16 @@ class Metrics(Callback):
     Args:
         sets: name of a validation set -> its conversion of nats per token to bits per byte.
         meter: its peak is shown in the progress bar.
-        kept: the step until which `file` keeps its rows.
+        resumed_at: the step until which `file` keeps its rows.
     """
 
     def __init__(
-        self, file: Path, log_every: int, sets: Mapping[str, Callable[[float], float]], meter: MemoryMeter, kept: int
+        self,
+        file: Path,
+        log_every: int,
+        sets: Mapping[str, Callable[[float], float]],
+        meter: MemoryMeter,
+        resumed_at: int,
     ) -> None:
         self.log_every, self.sets, self.meter = log_every, sets, meter
         self.own: Mapping[str, float] = {}  # a user's metric, as it was last measured
@@ -68,11 +73,11 @@ class Metrics(Callback):
         self._since = 0.0
         others = [f"{column}_{name}" for name in [*sets][1:] for column in ("val_loss", "bits_per_byte")]
         self._file = file
-        self._out, self._csv, earlier = csv_rows.open_csv(file, [*COLUMNS, *others], kept)
+        self._out, self._csv, earlier = csv_rows.open_csv(file, [*COLUMNS, *others], resumed_at)
         if losses := [row["train_loss"] for row in earlier if row["train_loss"]]:
             self.train_loss = float(losses[-1])
         self._start = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
-        self._told_duration = False
+        self._logged_duration = False
         self._bar: tqdm | None = None
         self._evaluation: tqdm | None = None
 
@@ -120,8 +125,8 @@ class Metrics(Callback):
         if module.gradient_norm is not None:
             metrics["gradient_norm"] = float(module.gradient_norm)
         self._write(trainer, module, "train", metrics)
-        if self._bar.disable and self._windows > WARM_UP_STEPS and not self._told_duration:  # a bar would show it
-            self._told_duration = True
+        if self._bar.disable and self._windows > WARM_UP_STEPS and not self._logged_duration:  # a bar would show it
+            self._logged_duration = True
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
@@ -152,16 +157,16 @@ class Metrics(Callback):
         self._evaluation.close()
         self.val_loss = float("nan") if module.val_loss is None else module.val_loss
         trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks watch it there
-        if module.val_loss is None:  # it was cut
+        if module.val_loss is None:  # the evaluation was cut short
             return
         losses = zip(self.sets.items(), module.val_losses, strict=True)
         self.evaluated = [evaluation(name, loss, bits(loss)) for (name, bits), loss in losses]
-        metrics = dict(pair for number, one in enumerate(self.evaluated) for pair in _columns(one, number > 0))
+        metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
         self._write(trainer, module, "val", metrics | self.own)
-        said = "; ".join(map(_evaluated, self.evaluated))
-        if self._bar:  # it trains
-            said = f"loss {self.train_loss:.3f}, {said}, {self.tokens_per_second():,.0f} tokens/s"
-        tqdm.write(f"step {trainer.global_step}: {said}")
+        message = "; ".join(map(_evaluated, self.evaluated))
+        if self._bar:  # in training
+            message = f"loss {self.train_loss:.3f}, {message}, {self.tokens_per_second():,.0f} tokens/s"
+        tqdm.write(f"step {trainer.global_step}: {message}")
         self._since = time.perf_counter()  # an evaluation is not part of the next step
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float]) -> None:
@@ -169,7 +174,9 @@ class Metrics(Callback):
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
-        if new := [column for column in row if column not in self._csv.fieldnames]:  # a user's metric has its first
+        if new := [
+            column for column in row if column not in self._csv.fieldnames
+        ]:  # the first values of a user's metric
             self._out.close()
             self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=step)
         self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | row)
@@ -203,12 +210,12 @@ def evaluation(name: str, loss: float, bits_per_byte: float) -> dict[str, object
     return {"name": name, "loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
 
 
-def _columns(of: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
+def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
     """Returns the columns of a set; the first set's have the plain names."""
-    end = f"_{of['name']}" if other else ""
-    return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in of.items() if key != "name")
+    end = f"_{results['name']}" if other else ""
+    return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in results.items() if key != "name")
 
 
-def _evaluated(of: dict[str, object]) -> str:
-    name = f" of {of['name']}" if of["name"] else ""
-    return f"validation{name} {of['loss']:.3f}, {of['bits_per_byte']:.3f} bits per byte"
+def _evaluated(results: dict[str, object]) -> str:
+    name = f" of {results['name']}" if results["name"] else ""
+    return f"validation{name} {results['loss']:.3f}, {results['bits_per_byte']:.3f} bits per byte"

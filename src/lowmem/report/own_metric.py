@@ -33,25 +33,25 @@ class OwnMetric(Callback):
             self.metrics.own = values
 
     def _called(self, model: torch.nn.Module) -> dict[str, float]:
-        trained = {p: p.requires_grad for p in model.parameters()}
+        requires_grad = {p: p.requires_grad for p in model.parameters()}
         try:
-            given = self.function(model, self.at_end.tokenizer)
+            values = self.function(model, self.at_end.tokenizer)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise Refused(
-                f"metric={self.name}: it raised {type(error).__name__} ({error}). Mend it, or type metric=null; "
-                "debug=true shows where it was."
+                f"metric={self.name}: it raised {type(error).__name__} ({error}). Correct it, or type metric=null; "
+                "debug=true shows where it failed."
             ) from error
         finally:
-            for p, is_trained in trained.items():  # a metric may have frozen all of them
-                p.requires_grad_(is_trained)
-        if not isinstance(given, Mapping) or not all(map(_is_figure, given.items())):
+            for p, required in requires_grad.items():  # a metric may have frozen all of them
+                p.requires_grad_(required)
+        if not isinstance(values, Mapping) or not all(map(_is_figure, values.items())):
             raise Refused(
-                f"metric={self.name}: it gave {str(given)[:80]!r}, and not names with a number each, such as "
-                f"{{'accuracy': 0.5}}. Names of metrics.csv are taken: {', '.join(COLUMNS)}."
+                f"metric={self.name}: it gave {str(values)[:80]!r}; it must give names with a number each, such as "
+                f"{{'accuracy': 0.5}}. The columns of metrics.csv are taken: {', '.join(COLUMNS)}."
             )
-        return {name: float(value) for name, value in given.items()}
+        return {name: float(value) for name, value in values.items()}
 
 
 def _is_figure(item: tuple[object, object]) -> bool:

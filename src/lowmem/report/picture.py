@@ -21,13 +21,17 @@ from lowmem.memory.tracker import Point
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 from lowmem.system.units import CATEGORIES, unit
 
-IN_A_STEP = ("forward", "backward", "step")  # an evaluation is sampled on steps whose training is not: a false dip
-LINE = 170  # characters of the line below, of which there are two
+IN_A_STEP = (
+    "forward",
+    "backward",
+    "step",
+)  # an evaluation at a step without samples of training would draw a false dip
+LINE = 170  # characters of a line of the footer, which has two
 
 
-def memory_picture(file: Path, *what, **more) -> None:
+def memory_picture(file: Path, *arguments, **options) -> None:
     """Writes the picture. Args: as for `drawn`."""
-    figure = drawn(*what, **more)
+    figure = drawn(*arguments, **options)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
@@ -46,10 +50,10 @@ def drawn(rows: list[dict], timeline: list[Point], title: str, typed: str = "", 
     _of_the_process(axes["process"], rows, size)
     for name in ("inside", "device") if limit is not None else ():
         _mark_limit(axes[name], limit, size)
-    for one in axes.values():
-        one.set_ylabel(size[1])
-        one.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        one.spines[["top", "right"]].set_visible(False)
+    for plot in axes.values():
+        plot.set_ylabel(size[1])
+        plot.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        plot.spines[["top", "right"]].set_visible(False)
     axes["process"].sharex(axes["device"])
     axes["device"].set_xlim(0, max(1, *(row["step"] for row in rows)) if rows else 1)
     return figure
@@ -99,10 +103,10 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
     """Marks the beginning of each phase, with its name on its own line: a short phase's name would cover the next."""
-    first = {}
+    starts = {}
     for i, point in enumerate(timeline):
-        first.setdefault(point.phase, i)
-    for line, (phase, i) in enumerate(first.items()):
+        starts.setdefault(point.phase, i)
+    for line, (phase, i) in enumerate(starts.items()):
         axes.axvline(i, color=INK, linewidth=0.7, linestyle=":")
         late = i > 0.9 * len(timeline)
         place = {"ha": "right" if late else "left", "va": "top", "transform": axes.get_xaxis_transform()}
@@ -153,11 +157,11 @@ def _mark_limit(axes: plt.Axes, limit: int, size: tuple[int, str, int]) -> None:
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()
     near = at < 2 * high
-    said = f"the device's limit: {limit / name[0]:,.4g} {name[1]}"
+    label = f"the device's limit: {limit / name[0]:,.4g} {name[1]}"
     if near:
         axes.set_ylim(low, max(high, 1.12 * at))
         axes.axhline(at, color=LIMIT, linestyle="--", linewidth=1)
-        axes.text(0.01, at, said, color=LIMIT, fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
+        axes.text(0.01, at, label, color=LIMIT, fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
     else:
         place = {"ha": "right", "va": "top", "transform": axes.transAxes}
-        axes.text(0.99, 0.99, f"{said}, far above", color=LIMIT, fontsize=8, **place)
+        axes.text(0.99, 0.99, f"{label}, far above", color=LIMIT, fontsize=8, **place)

@@ -20,7 +20,7 @@ from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
-BEGINNING = 8  # tokens of a text that nothing else divides into what is given and what is learnt
+BEGINNING = 8  # tokens of a text that become its prompt if no label tells where learning begins
 COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
@@ -39,7 +39,7 @@ class Samples(Callback):
     ) -> None:
         self.tokens, self.file, self.at_end = min(tokens, length // 2), file, at_end
         self.prompts = [ids[:, -(length - self.tokens) :] for ids in prompts]
-        self.text: str | None = None  # the first prompt with what was drawn behind it last
+        self.text: str | None = None  # the first prompt with its last drawn continuation
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking or not self.tokens or self.at_end.stopped():
@@ -55,7 +55,7 @@ class Samples(Callback):
 
     def _row(self, module: LightningModule, ids: Tensor, step: int) -> dict[str, object]:
         at_end = self.at_end
-        torch.manual_seed(at_end.seed)  # for each: what a prompt gets does not depend on the others
+        torch.manual_seed(at_end.seed)  # for each prompt: its continuation must not depend on the others
         writer = TextGenerator(module.model, at_end.tokenizer, module.device, module.ranks.divides, at_end.stopped)
         texts = [at_end.tokenizer.decode(ids[0], skip_special_tokens=True)]
         texts += [writer.continuation(ids, self.tokens, temperature) for temperature in (0.0, TEMPERATURE)]
@@ -67,29 +67,29 @@ def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int
     again and again."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            said = (f"{row['prompt']}**{row['greedy']}**\n\n*drawn:* {row['sampled']}" for row in rows)
-            logger.experiment.add_text("samples", "\n\n---\n\n".join(said), step)
+            texts = (f"{row['prompt']}**{row['greedy']}**\n\n*drawn:* {row['sampled']}" for row in rows)
+            logger.experiment.add_text("samples", "\n\n---\n\n".join(texts), step)
         elif hasattr(logger, "log_table"):
             logger.log_table("samples", [*COLUMNS], [[row[column] for column in COLUMNS] for row in rows], step=step)
 
 
-def prompts(given: list | str) -> list[Prompt]:
+def prompts(setting: list | str) -> list[Prompt]:
     """Returns the prompts of `sample_prompts`: a list, or the lines of a file; a line of a .jsonl is a text, or has
     `prompt` or `messages`.
 
     Raises:
         Refused: the file cannot be read, a line is no prompt, or there is none.
     """
-    found = given if isinstance(given, list) else _read(Path(given).expanduser())
-    for number, prompt in enumerate(found, start=1):
+    listed = setting if isinstance(setting, list) else _read(Path(setting).expanduser())
+    for number, prompt in enumerate(listed, start=1):
         if not (_is_text(prompt) or _is_messages(prompt)):
             raise Refused(
                 f"sample_prompts: number {number} is no prompt ({json.dumps(prompt)[:60]}). Give texts, or in a .jsonl "
                 '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]} in each line.'
             )
-    if not found:
-        raise Refused(f"sample_prompts={given}: there is none. Give one, or type sample_tokens=0 for no samples.")
-    return found
+    if not listed:
+        raise Refused(f"sample_prompts={setting}: it has no prompt. Type one, or type sample_tokens=0 for no samples.")
+    return listed
 
 
 def _is_text(prompt: object) -> bool:
@@ -98,7 +98,7 @@ def _is_text(prompt: object) -> bool:
 
 def _is_messages(prompt: object) -> bool:
     each = prompt if isinstance(prompt, list) else [None]
-    return bool(each) and all(isinstance(one, dict) and _is_text(one.get("content")) for one in each)
+    return bool(each) and all(isinstance(message, dict) and _is_text(message.get("content")) for message in each)
 
 
 def _read(file: Path) -> list:
@@ -120,8 +120,8 @@ def _of_json(line: str, number: int, file: Path) -> object:
     return record.get("prompt", record.get("messages")) if isinstance(record, dict) else record
 
 
-def beginning(first: MicroBatch) -> Tensor:
+def beginning(micro_batch: MicroBatch) -> Tensor:
     """Returns the ids of a prompt, (1, T): the first tokens of a text, or the tokens of a conversation or a record that
     precede those that are learnt."""
-    learnt = int((first.labels[0] != IGNORED).int().argmax())
-    return first.input_ids[:1, : learnt + 1 if learnt else BEGINNING]
+    learnt = int((micro_batch.labels[0] != IGNORED).int().argmax())
+    return micro_batch.input_ids[:1, : learnt + 1 if learnt else BEGINNING]

@@ -17,7 +17,7 @@ LEARNT = ("[", "]")
 LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
 HEAD = "═" * 4
-AT_ONCE = 1 << 22  # tokens whose bits are looked at together
+AT_ONCE = 1 << 22  # tokens whose learnt bits are read at once
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
 
 
@@ -35,12 +35,12 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
     """Returns the first `count` sequences of training, and counts of the full split."""
     rows = train.sequences
     marks = LEARNT_IN_COLOUR if colour else LEARNT
-    said = []
+    blocks = []
     for number, index in enumerate(train.between(START, Position(0, count)), 1):
         row = row_of(rows, index)
         learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learnt"
-        said.append(f"{HEAD} sequence {number} of {len(rows):,}: {learnt} {HEAD}\n{written(row, tokenizer, marks)}\n")
-    return "\n".join([*said, *counts(rows), f"What is learnt stands in {'green' if colour else '[ ]'}."])
+        blocks.append(f"{HEAD} sequence {number} of {len(rows):,}: {learnt} {HEAD}\n{written(row, tokenizer, marks)}\n")
+    return "\n".join([*blocks, *counts(rows), f"Learnt text is {'green' if colour else 'in [ ]'}."])
 
 
 def row_of(rows: Rows, index: int) -> Row:
@@ -60,25 +60,25 @@ def row_of(rows: Rows, index: int) -> Row:
 def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
     """Returns counts of rows and tokens; for a mixture those of each source, and its share."""
     if isinstance(rows, Mixed):
-        for part, of in zip(rows.names, rows.parts, strict=True):
-            yield from counts(of, part)
+        for source_name, source in zip(rows.names, rows.parts, strict=True):
+            yield from counts(source, source_name)
         yield f"{name}: {'; '.join(rows.describe())}."
     elif isinstance(rows, Drawn):
         yield f"{name}: {len(rows):,} sequences of {rows.seq_len:,}, drawn and of no text."
     else:
-        yield f"{name}: {'; '.join(_parts(rows, rows.split))}."
+        yield f"{name}: {'; '.join(_phrases(rows, rows.split))}."
 
 
-def _parts(rows: Rows, split: Split) -> list[str]:
+def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
-    parts = [f"{len(split.ends):,} documents", f"{tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
-    parts.append(f"{len(rows):,} sequences of {rows.seq_len:,}")
+    phrases = [f"{len(split.ends):,} documents", f"{tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
+    phrases.append(f"{len(rows):,} sequences of {rows.seq_len:,}")
     if "fill" in rows.report:
-        parts.append(f"{rows.report['fill']:.1%} filled")
+        phrases.append(f"{rows.report['fill']:.1%} filled")
     left_out = {"cut": "cut", "too_long": "longer than that and dropped", "nothing_to_learn": "with nothing to learn"}
-    parts += [f"{rows.report[key]:,} {words}" for key, words in left_out.items() if rows.report.get(key)]
-    return parts
+    phrases += [f"{rows.report[key]:,} {words}" for key, words in left_out.items() if rows.report.get(key)]
+    return phrases
 
 
 def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNT) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.units import GIB
 
-RANKS = 8  # at most, that each have a line
+RANKS = 8  # at most so many ranks have a line each
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
@@ -67,12 +67,12 @@ def table(summary: Mapping) -> str:
 def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
     """Yields rows for each validation set if there are several, and for a user's own metric."""
     sets = summary["validation"]
-    for one in sets:
-        loss, perplexity, bits = (_number(one[key], ".4g") for key in ("loss", "perplexity", "bits_per_byte"))
+    for data_set in sets:
+        loss, perplexity, bits = (_number(data_set[key], ".4g") for key in ("loss", "perplexity", "bits_per_byte"))
         if len(sets) == 1:
             yield "perplexity", perplexity
         else:
-            yield f"  {one['name']}", f"loss {loss}, perplexity {perplexity}, {bits} bits per byte"
+            yield f"  {data_set['name']}", f"loss {loss}, perplexity {perplexity}, {bits} bits per byte"
     yield from ((name, _number(value, ".4g")) for name, value in summary["metric"].items())
 
 
@@ -119,21 +119,21 @@ def _rank_rows(summary: Mapping) -> list[tuple[str, str]]:
     if len(ranks) > RANKS:
         order = sorted(ranks, key=lambda number: ranks[number]["device"] or 0)
         ranks = {number: ranks[number] for number in (order[0], order[-1])}
-    said = "device and host at their peaks; weights, their share of the model's, gradients, optimizer"
-    return [(f"GiB of {len(summary['ranks'])} ranks", said)] + [
+    explained = "device and host at their peaks; weights, their share of the model's, gradients, optimizer"
+    return [(f"GiB of {len(summary['ranks'])} ranks", explained)] + [
         (f"  rank {number}", _of_rank(rank, summary["weights_bytes"])) for number, rank in ranks.items()
     ]
 
 
-def _of_rank(rank: Mapping, whole: int) -> str:
+def _of_rank(rank: Mapping, total: int) -> str:
     device = "-" if rank["device"] is None else f"{rank['device'] / GIB:.3f}"
     weights, gradients, state = (f"{rank[kind] / GIB:.3f}" for kind in ("weights", "gradients", "optimizer"))
-    return f"{device} and {rank['host_rss'] / GIB:.3f}; {weights} ({rank['weights'] / whole:.1%}), {gradients}, {state}"
+    return f"{device} and {rank['host_rss'] / GIB:.3f}; {weights} ({rank['weights'] / total:.1%}), {gradients}, {state}"
 
 
 def _steps(summary: Mapping) -> str:
     skipped = summary["skipped_steps"]
-    return f"{summary['steps']:,}" + (f" (and {skipped} skipped: not finite, or not in fp16)" if skipped else "")
+    return f"{summary['steps']:,}" + (f" (and {skipped} skipped: not finite, or too large for fp16)" if skipped else "")
 
 
 def _gib(size: int | None) -> str:

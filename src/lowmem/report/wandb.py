@@ -52,7 +52,7 @@ def logger(
     folder.mkdir(parents=True, exist_ok=True)
     sweep, differs = of_sweep(folder)
     mode = _mode() if offline is None else ("offline" if offline else "online")
-    run = wandb.init(  # by hand: Lightning passes a setting on of which W&B warns that it has no effect
+    run = wandb.init(  # Lightning would pass on a setting that W&B warns about, since it has no effect
         project=project,
         name=name or differs or folder.name,
         group=group or sweep,
@@ -62,7 +62,7 @@ def logger(
         resume="allow" if run_id else None,
         # `mode` and not an environment variable, which would outlive this job of a multirun
         mode=mode,
-        settings=wandb.Settings(silent=True),  # its own lines; the one that matters is below
+        settings=wandb.Settings(silent=True),  # mutes W&B's lines; the one that matters is below
     )
     if mode == "online":
         log.info("W&B: %s", run.url)
@@ -96,7 +96,7 @@ def _chosen(folder: Path) -> list[str]:
 
 
 def _mode() -> str:
-    if "WANDB_MODE" in os.environ:  # the user has already said
+    if "WANDB_MODE" in os.environ:  # the user has already chosen
         return os.environ["WANDB_MODE"]
     import wandb
 

@@ -19,38 +19,38 @@ Unit = tuple[int, str, int]  # (bytes, name, digits)
 
 def paint(every: Sequence[Figures], front: Sequence[Figures]) -> None:
     """Returns a colour for each run. Few runs have distinct colours; among many only the Pareto front stands out."""
-    for i, one in enumerate(sorted(every, key=lambda one: one not in front)):
-        one.colour = OF_RUNS[i % len(OF_RUNS)]
-        one.stands_out = i < len(OF_RUNS) and (len(every) <= len(OF_RUNS) or one in front)
+    for i, run in enumerate(sorted(every, key=lambda run: run not in front)):
+        run.colour = OF_RUNS[i % len(OF_RUNS)]
+        run.stands_out = i < len(OF_RUNS) and (len(every) <= len(OF_RUNS) or run in front)
 
 
 def pareto(every: Sequence[Figures], front: Sequence[Figures], unit: Unit) -> go.Figure:
     size, name, digits = unit
-    runs = {i: one for i, one in enumerate(every) if one.device is not None and one.tokens_per_second is not None}
+    runs = {i: run for i, run in enumerate(every) if run.device is not None and run.tokens_per_second is not None}
     line = go.Scatter(
-        x=[one.tokens_per_second for one in front],
-        y=[one.device / size for one in front],
+        x=[run.tokens_per_second for run in front],
+        y=[run.device / size for run in front],
         mode="lines",
         line={"dash": "dot", "color": INK, "width": 1},
         hoverinfo="skip",
     )
-    x = [one.tokens_per_second for one in runs.values()]
+    x = [run.tokens_per_second for run in runs.values()]
     dots = _dots(
-        runs, x, [one.device / size for one in runs.values()], f"%{{x:,.0f}} tokens/s<br>%{{y:,.{digits}f}} {name}"
+        runs, x, [run.device / size for run in runs.values()], f"%{{x:,.0f}} tokens/s<br>%{{y:,.{digits}f}} {name}"
     )
-    dots.marker.symbol = ["star" if one in front else "circle" for one in runs.values()]
-    dots.marker.size = [15 if one in front else 9 for one in runs.values()]
+    dots.marker.symbol = ["star" if run in front else "circle" for run in runs.values()]
+    dots.marker.size = [15 if run in front else 9 for run in runs.values()]
     axes = {"xaxis": {"title": "tokens/s", "rangemode": "tozero"}, "yaxis": {"rangemode": "tozero"}}
     return _figure([line, dots] if runs else [], f"peak on the device, {name}", **axes)
 
 
 def loss(every: Sequence[Figures]) -> go.Figure:
     traces, by_seconds = [], []
-    for i, one in _front_last(every):
-        for curve, mode, what in ((one.loss, "lines", "loss"), (one.evaluations, "markers", "validation loss")):
+    for i, run in _front_last(every):
+        for curve, mode, name in ((run.loss, "lines", "loss"), (run.evaluations, "markers", "validation loss")):
             if curve[2]:
-                said = f"{what} %{{y:.4f}}<br>at %{{x:,.0f}} %{{xaxis.title.text}}"
-                traces.append(_curve(i, one, curve[0], curve[2], said, mode))
+                label = f"{name} %{{y:.4f}}<br>at %{{x:,.0f}} %{{xaxis.title.text}}"
+                traces.append(_curve(i, run, curve[0], curve[2], label, mode))
                 by_seconds.append(curve[1])
     figure = _figure(traces, "loss, nats per token", xaxis={"title": "tokens"})
     titles = ("tokens", "seconds")
@@ -62,11 +62,11 @@ def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
     """Draws the highest bytes of each step over the run: on the device, or of the process."""
     size, name, digits = unit
     traces, on_host = [], []
-    for i, one in _front_last(every):
-        if one.device_bytes[0] or one.host_bytes[0]:
-            said = f"step %{{x}}<br>%{{y:,.{digits}f}} {name}"
-            traces.append(_curve(i, one, one.device_bytes[0], _in(size, one.device_bytes), said, "lines"))
-            on_host.append((one.host_bytes[0], _in(size, one.host_bytes)))
+    for i, run in _front_last(every):
+        if run.device_bytes[0] or run.host_bytes[0]:
+            label = f"step %{{x}}<br>%{{y:,.{digits}f}} {name}"
+            traces.append(_curve(i, run, run.device_bytes[0], _in(size, run.device_bytes), label, "lines"))
+            on_host.append((run.host_bytes[0], _in(size, run.host_bytes)))
     axes = {"xaxis": {"title": "optimizer step"}, "yaxis": {"rangemode": "tozero"}}
     figure = _figure(traces, name, **axes)
     sides = {"device": [(trace.x, trace.y) for trace in traces], "host": on_host}
@@ -77,11 +77,11 @@ def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
 def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
     """Draws predicted over measured bytes: a row per phase, with a dot per run."""
     size, name, digits = unit
-    phases = [*dict.fromkeys(phase for one in every for phase in one.planned)]
-    runs = {i: one for i, one in enumerate(every) if one.planned}
+    phases = [*dict.fromkeys(phase for run in every for phase in run.planned)]
+    runs = {i: run for i, run in enumerate(every) if run.planned}
     at, x, y, compared = [], [], [], []
-    for place, (i, one) in enumerate(runs.items()):
-        for phase, (predicted, measured) in one.planned.items():
+    for place, (i, run) in enumerate(runs.items()):
+        for phase, (predicted, measured) in run.planned.items():
             at.append(i)
             x.append(100 * (predicted / measured - 1))
             y.append(phases.index(phase) + 0.6 * ((place + 0.5) / len(runs) - 0.5))
@@ -99,7 +99,7 @@ def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
 
 def inside(unit: Unit) -> go.Figure:
     """Returns an empty chart of one step: the page fills in the chosen run."""
-    said = f"%{{text}}<br>%{{fullData.name}} %{{y:,.{unit[2]}f}} {unit[1]}<extra></extra>"
+    label = f"%{{text}}<br>%{{fullData.name}} %{{y:,.{unit[2]}f}} {unit[1]}<extra></extra>"
     traces = [
         go.Scatter(
             name=category,
@@ -108,7 +108,7 @@ def inside(unit: Unit) -> go.Figure:
             line={"width": 0, "color": OF_CATEGORY[category]},
             fillcolor=OF_CATEGORY[category],
             marker={"color": OF_CATEGORY[category]},
-            hovertemplate=said,
+            hovertemplate=label,
         )
         for category in CATEGORIES
     ]
@@ -145,7 +145,7 @@ def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
     )
 
 
-def _dots(runs, x: Sequence[float], y: Sequence[float], said: str, at: Sequence[int] | None = None) -> go.Scatter:
+def _dots(runs, x: Sequence[float], y: Sequence[float], label: str, at: Sequence[int] | None = None) -> go.Scatter:
     """Returns one trace of dots. Its customdata holds each dot's run, by which the page finds it."""
     at = list(runs) if at is None else at
     return go.Scatter(
@@ -155,21 +155,21 @@ def _dots(runs, x: Sequence[float], y: Sequence[float], said: str, at: Sequence[
         customdata=at,
         text=[_touched(runs[i]) for i in at],
         marker={"color": [_colour(runs[i]) for i in at], "opacity": [_opacity(runs[i]) for i in at], "size": 8},
-        hovertemplate=f"%{{text}}<br>{said}<extra></extra>",
+        hovertemplate=f"%{{text}}<br>{label}<extra></extra>",
     )
 
 
-def _curve(i: int, one: Figures, x: Sequence[float], y: Sequence[float], said: str, mode: str) -> go.Scatter:
+def _curve(i: int, run: Figures, x: Sequence[float], y: Sequence[float], label: str, mode: str) -> go.Scatter:
     """Returns the trace of a run. Its `meta` holds the run, by which the page finds it."""
     return go.Scatter(
         x=x,
         y=y,
         mode=mode,
-        meta={"run": i, "label": _touched(one)},
-        line={"width": 1.8 if one.stands_out else 1, "color": _colour(one)},
-        marker={"color": _colour(one), "size": 6},
-        opacity=_opacity(one),
-        hovertemplate=f"%{{meta.label}}<br>{said}<extra></extra>",
+        meta={"run": i, "label": _touched(run)},
+        line={"width": 1.8 if run.stands_out else 1, "color": _colour(run)},
+        marker={"color": _colour(run), "size": 6},
+        opacity=_opacity(run),
+        hovertemplate=f"%{{meta.label}}<br>{label}<extra></extra>",
     )
 
 
@@ -188,17 +188,17 @@ def _front_last(every: Sequence[Figures]) -> Iterator[tuple[int, Figures]]:
     return iter(sorted(enumerate(every), key=lambda pair: pair[1].stands_out))
 
 
-def _colour(one: Figures) -> str:
-    return one.colour if one.stands_out else INK
+def _colour(run: Figures) -> str:
+    return run.colour if run.stands_out else INK
 
 
-def _opacity(one: Figures) -> float:
-    return 1.0 if one.stands_out else 0.4
+def _opacity(run: Figures) -> float:
+    return 1.0 if run.stands_out else 0.4
 
 
-def _touched(one: Figures) -> str:
+def _touched(run: Figures) -> str:
     """Returns a run's label in short lines; plotly reads some HTML."""
-    return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(one.label, LINE)) or "a run"
+    return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(run.label, LINE)) or "a run"
 
 
 def _in(size: int, curve: Curve) -> list[float]:

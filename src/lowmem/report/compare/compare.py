@@ -16,8 +16,8 @@ from lowmem.system.terminal import folded
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="compare.py", description="Runs side by side: a table, a csv and a page.")
-    parser.add_argument("folders", nargs="+", type=Path, help="of a run, or with runs below it")
-    parser.add_argument("--to", type=Path, help="where comparison.csv and .html go (the folder, if there is but one)")
+    parser.add_argument("folders", nargs="+", type=Path, help="a run's folder, or one with runs below it")
+    parser.add_argument("--to", type=Path, help="where comparison.csv and .html go (the folder, if only one is given)")
     options = parser.parse_args(arguments)
     try:
         compare(options.folders, options.to)
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{error.filename}: {error.strerror}. Type --to <a folder that can be written>.")
 
 
-def compare(given: Sequence[Path], to: Path | None = None) -> list[Path]:
+def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:
     """Prints the table of runs and writes the page and a csv file.
 
     Returns:
@@ -36,10 +36,10 @@ def compare(given: Sequence[Path], to: Path | None = None) -> list[Path]:
     Raises:
         Refused: a folder has no run.
     """
-    runs = list({run.folder.resolve(): run for folder in given for run in folders.runs_below(folder)}.values())
+    runs = list({run.folder.resolve(): run for folder in paths for run in folders.runs_below(folder)}.values())
     names = _names([run.folder for run in runs])
     print(folded("\n".join([folders.table(runs, names), *folders.reasons(runs, names)])))
-    to = to or (given[0] if len(given) == 1 else Path())
+    to = to or (paths[0] if len(paths) == 1 else Path())
     to.mkdir(parents=True, exist_ok=True)
     table, html = to / "comparison.csv", to / "comparison.html"
     with table.open("w", newline="", encoding="utf-8") as out:
@@ -53,9 +53,9 @@ def _names(paths: Sequence[Path]) -> list[str]:
     """Returns names for the folders, relative to the folder that contains all."""
     if len(paths) == 1:
         return [paths[0].resolve().name]
-    whole = [folder.resolve() for folder in paths]
-    above = Path(os.path.commonpath(whole))
-    return [str(folder.relative_to(above)) for folder in whole]
+    resolved = [folder.resolve() for folder in paths]
+    above = Path(os.path.commonpath(resolved))
+    return [str(folder.relative_to(above)) for folder in resolved]
 
 
 def _write(out, runs: Sequence[folders.RunFolder], names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from lowmem.report.folders import RunFolder
 from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import CATEGORIES, GIB
 
-POINTS = 500  # of a curve: about what a chart has columns
+POINTS = 500  # of a curve: about as many as a chart has columns
 
 Curve = list[list[float]]  # a list per column
 Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
@@ -17,7 +17,7 @@ Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
 
 @dataclass
 class Figures:
-    """A run's figures. Curves are empty and figures None if nothing was measured."""
+    """Holds a run's figures. Curves are empty and figures None if nothing was measured."""
 
     run: RunFolder
     name: str
@@ -38,7 +38,7 @@ class Figures:
     phases: Stack
     on: str  # which device
     colour: str = ""  # on the page
-    stands_out: bool = False  # in that colour, where most are not
+    stands_out: bool = False  # drawn in that colour; among many runs most are not
 
 
 def read(run: RunFolder, name: str, label: str) -> Figures:
@@ -65,29 +65,29 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
 
 def front(every: Sequence[Figures]) -> list[Figures]:
     """Returns the Pareto front, the smallest first: no other run is at least as fast with no more memory."""
-    measured = [one for one in every if one.device is not None and one.tokens_per_second is not None]
+    measured = [run for run in every if run.device is not None and run.tokens_per_second is not None]
 
-    def beaten(one: Figures) -> bool:
-        mine = (one.tokens_per_second, -one.device)
+    def beaten(run: Figures) -> bool:
+        mine = (run.tokens_per_second, -run.device)
         theirs = ((other.tokens_per_second, -other.device) for other in measured)
         return any(t[0] >= mine[0] and t[1] >= mine[1] and t != mine for t in theirs)
 
-    return sorted((one for one in measured if not beaten(one)), key=lambda one: (one.device, one.tokens_per_second))
+    return sorted((run for run in measured if not beaten(run)), key=lambda run: (run.device, run.tokens_per_second))
 
 
 def _planned(summary: dict) -> dict[str, tuple[int, int]]:
     try:
         return {phase: sides["device"] for phase, sides in predicted_and_measured(summary).items() if "device" in sides}
-    except (KeyError, TypeError, AttributeError):  # of an earlier version
+    except (KeyError, TypeError, AttributeError):  # written by an earlier version
         return {}
 
 
 def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
     """Returns a curve of the rows that have all of the columns, always with the last one."""
-    whole = [[_number(row.get(column)) for column in columns] for row in rows]
-    whole = [row for row in whole if None not in row]
-    whole = whole[:: -math.ceil(len(whole) / POINTS)][::-1] if whole else []
-    return [list(column) for column in zip(*whole, strict=True)] or [[] for _ in columns]
+    complete = [[_number(row.get(column)) for column in columns] for row in rows]
+    complete = [row for row in complete if None not in row]
+    complete = complete[:: -math.ceil(len(complete) / POINTS)][::-1] if complete else []
+    return [list(column) for column in zip(*complete, strict=True)] or [[] for _ in columns]
 
 
 def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:

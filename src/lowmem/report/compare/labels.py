@@ -20,7 +20,7 @@ def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     """
     keys = folders.differing(runs)
     typed = [as_mapping(run.overrides) for run in runs]
-    columns = [_column(key, keys, [one.get(key) for one in typed]) for key in keys]
+    columns = [_column(key, keys, [overrides.get(key) for overrides in typed]) for key in keys]
     written = [" ".join(column[i] for column in columns if column[i]) for i in range(len(runs))]
     for called in (shortened(names), names):
         alike = {label for label in written if not label or written.count(label) > 1}
@@ -55,9 +55,9 @@ def _column(key: str, keys: Sequence[str], values: Sequence[str | None]) -> list
     """Returns a key's words of each label: a word stands alone, any other value has the end of its key."""
     last = key.rpartition(".")[2]
     name = last if [other.rpartition(".")[2] for other in keys].count(last) == 1 else key
-    given = list(dict.fromkeys(value for value in values if value is not None))
-    short = dict(zip(given, shortened(given), strict=True))
-    alone = {value for value in given if "." not in key and not MUTE.fullmatch(short[value])}
+    typed = list(dict.fromkeys(value for value in values if value is not None))
+    short = dict(zip(typed, shortened(typed), strict=True))
+    alone = {value for value in typed if "." not in key and not MUTE.fullmatch(short[value])}
     return [
         value if value is None else short[value] if value in alone else f"{name}={short[value]}" for value in values
     ]

@@ -23,15 +23,15 @@ HERE = Path(__file__).parent
 def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """Returns the page. Args: names: of the runs."""
     every = [*map(read, runs, names, labels(runs, names))]
-    every.sort(key=lambda one: one.device or float("inf"))  # the smallest first, the unfinished last
+    every.sort(key=lambda figures: figures.device or float("inf"))  # the smallest first, the unfinished last
     best = front(every)
     charts.paint(every, best)
-    size = unit(max((one.device or 0 for one in every), default=0))
-    parts = {
+    size = unit(max((figures.device or 0 for figures in every), default=0))
+    sections = {
         "STYLE": (HERE / "page.css").read_text(encoding="utf-8"),
         "LEAD": _lead(every),
         "TABLE": _table(every, size),
-        "FRONT": "".join(_line_of_front(one, size) for one in best),
+        "FRONT": "".join(_line_of_front(figures, size) for figures in best),
         "KEY": "".join(f"<li>{_swatch(OF_CATEGORY[category])}{category}</li>" for category in CATEGORIES),
         "PARETO": _written("pareto", charts.pareto(every, best, size)),
         "LOSS": _written("loss", charts.loss(every)),
@@ -39,12 +39,12 @@ def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
         "PLANNED": _written("planned", charts.planned(every, size)),
         "INSIDE": _written("inside", charts.inside(size)),
         "TYPED": "".join(map(_typed, every)),
-        "DATA": _json({"ink": INK, "runs": [_drawn(one, size) for one in every]}),
+        "DATA": _json({"ink": INK, "runs": [_drawn(figures, size) for figures in every]}),
         "SCRIPT": (HERE / "page.js").read_text(encoding="utf-8"),
         "PLOTLY": get_plotlyjs(),
     }
     html = (HERE / "page.html").read_text(encoding="utf-8")
-    for mark, content in parts.items():
+    for mark, content in sections.items():
         html = html.replace(f"<!--{mark}-->", content)
     return html
 
@@ -60,27 +60,28 @@ def _written(name: str, figure: go.Figure) -> str:
 
 def _lead(every: Sequence[Figures]) -> str:
     """Returns the number of runs, and their common overrides, which the page shows only here."""
-    states = [one.run.status for one in every]
+    states = [figures.run.status for figures in every]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
-    typed = [one.run.overrides for one in every]
+    typed = [figures.run.overrides for figures in every]
     same = [line for line in typed[0] if all(line in lines for lines in typed)] if len(every) > 1 else []
-    said = f"<p>{len(every)} {'run' if len(every) == 1 else 'runs'}: {counts}.</p>"
-    return said + (f"<p>The same in all: <code>{escape(' '.join(same))}</code></p>" if same else "")
+    counted = f"<p>{len(every)} {'run' if len(every) == 1 else 'runs'}: {counts}.</p>"
+    return counted + (f"<p>The same in all: <code>{escape(' '.join(same))}</code></p>" if same else "")
 
 
-def _line_of_front(one: Figures, size: Unit) -> str:
+def _line_of_front(figures: Figures, size: Unit) -> str:
     """Returns a run's line of the Pareto front's legend, which has a line per run below its chart."""
-    at = f"{_size(one.device, size)} {size[1]}, {one.tokens_per_second:,.0f} tokens/s"
-    return f"<li>{_swatch(one.colour if one.stands_out else None)}{_label(one)} <small>{at}</small></li>"
+    at = f"{_size(figures.device, size)} {size[1]}, {figures.tokens_per_second:,.0f} tokens/s"
+    return f"<li>{_swatch(figures.colour if figures.stands_out else None)}{_label(figures)} <small>{at}</small></li>"
 
 
-def _typed(one: Figures) -> str:
-    return f"<dt>{escape(one.name)}</dt><dd><code>{escape(' '.join(one.run.overrides) or 'as shipped')}</code></dd>"
+def _typed(figures: Figures) -> str:
+    overrides = escape(" ".join(figures.run.overrides) or "as shipped")
+    return f"<dt>{escape(figures.name)}</dt><dd><code>{overrides}</code></dd>"
 
 
-def _label(one: Figures) -> str:
+def _label(figures: Figures) -> str:
     """Returns a label with grey keys, which breaks only between words."""
-    words = (word.rpartition("=") for word in one.label.split(" "))
+    words = (word.rpartition("=") for word in figures.label.split(" "))
     return " ".join(f"<span><em>{escape(key + equals)}</em>{escape(value)}</span>" for key, equals, value in words)
 
 
@@ -88,8 +89,8 @@ def _swatch(colour: str | None) -> str:
     return f'<span class="swatch" style="--colour: {colour}"></span>' if colour else '<span class="swatch"></span>'
 
 
-def _size(size: float | None, of: Unit) -> str:
-    return "-" if size is None else f"{size / of[0]:,.{of[2]}f}"
+def _size(size: float | None, size_unit: Unit) -> str:
+    return "-" if size is None else f"{size / size_unit[0]:,.{size_unit[2]}f}"
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
@@ -98,28 +99,31 @@ def _size(size: float | None, of: Unit) -> str:
 def _table(every: Sequence[Figures], size: Unit) -> str:
     """Returns the table in one unit, with a row per run. On a phone a row has the label above the figures."""
     numbers = {
-        f"device {size[1]}": lambda one: (one.device, _size(one.device, size)),
-        f"host {size[1]}": lambda one: (one.host, _size(one.host, size)),
-        "tokens/s": lambda one: (one.tokens_per_second, _number(one.tokens_per_second, ",.0f")),
-        "val loss": lambda one: (one.val_loss, _number(one.val_loss, ".4f")),
-        "bits/byte": lambda one: (one.bits_per_byte, _number(one.bits_per_byte, ".3f")),
+        f"device {size[1]}": lambda figures: (figures.device, _size(figures.device, size)),
+        f"host {size[1]}": lambda figures: (figures.host, _size(figures.host, size)),
+        "tokens/s": lambda figures: (figures.tokens_per_second, _number(figures.tokens_per_second, ",.0f")),
+        "val loss": lambda figures: (figures.val_loss, _number(figures.val_loss, ".4f")),
+        "bits/byte": lambda figures: (figures.bits_per_byte, _number(figures.bits_per_byte, ".3f")),
     }
     words = {}  # columns that say the same of every run are left out
-    if len({one.on for one in every if one.on}) > 1:
-        words["on"] = lambda one: (one.on, one.on)
-    if any(one.run.reason for one in every):
-        words["not done"] = lambda one: (one.run.reason or None, _state(one))
-    largest = max((sum(one.peak.values()) for one in every), default=0)
+    if len({figures.on for figures in every if figures.on}) > 1:
+        words["on"] = lambda figures: (figures.on, figures.on)
+    if any(figures.run.reason for figures in every):
+        words["not done"] = lambda figures: (figures.run.reason or None, _state(figures))
+    largest = max((sum(figures.peak.values()) for figures in every), default=0)
     head = '<th class="label">run</th><th class="bar">device peak, by category</th>'
     head += "".join(f'<th class="number">{name}</th>' for name in numbers)
     head += "".join(f'<th class="word">{name}</th>' for name in words)
     rows = []
-    for i, one in enumerate(every):
-        cells = [_cell("label", i, _swatch(one.colour if one.stands_out else None) + _label(one), one.name)]
-        cells += [_cell("bar", one.device, _bar(one, largest))]
-        cells += [_cell("number", *read(one)) for read in numbers.values()]
+    for i, figures in enumerate(every):
+        cells = [
+            _cell("label", i, _swatch(figures.colour if figures.stands_out else None) + _label(figures), figures.name)
+        ]
+        cells += [_cell("bar", figures.device, _bar(figures, largest))]
+        cells += [_cell("number", *read(figures)) for read in numbers.values()]
         cells += [
-            _cell("word", value, escape(said), one.run.reason) for value, said in (r(one) for r in words.values())
+            _cell("word", value, escape(text), figures.run.reason)
+            for value, text in (r(figures) for r in words.values())
         ]
         rows.append(f'<tr tabindex="0" data-run="{i}">{"".join(cells)}</tr>')
     return f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
@@ -131,13 +135,13 @@ def _cell(kind: str, value: object, content: str, title: str = "") -> str:
     return f'<td class="{kind}" data-value="{order}" title="{escape(title)}">{content}</td>'
 
 
-def _bar(one: Figures, largest: float) -> str:
-    parts = ((category, one.peak.get(category, 0)) for category in CATEGORIES if one.peak.get(category))
-    return "".join(f'<i style="width: {100 * s / largest:.2f}%; background: {OF_CATEGORY[c]}"></i>' for c, s in parts)
+def _bar(figures: Figures, largest: float) -> str:
+    sizes = ((category, figures.peak.get(category, 0)) for category in CATEGORIES if figures.peak.get(category))
+    return "".join(f'<i style="width: {100 * s / largest:.2f}%; background: {OF_CATEGORY[c]}"></i>' for c, s in sizes)
 
 
-def _state(one: Figures) -> str:
-    return f"{one.run.status}: {folders.line(one.run.reason)}" if one.run.reason else ""
+def _state(figures: Figures) -> str:
+    return f"{figures.run.status}: {folders.line(figures.run.reason)}" if figures.run.reason else ""
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -147,9 +151,9 @@ def _number(value: float | None, spec: str) -> str:
 # --- for the script ----------------------------------------------------------------------------------------------
 
 
-def _drawn(one: Figures, size: Unit) -> dict:
-    stacks = {"inside": one.inside, "steps": one.steps, "phases": one.phases}
-    look = {"label": one.label, "colour": one.colour, "stands_out": one.stands_out}
+def _drawn(figures: Figures, size: Unit) -> dict:
+    stacks = {"inside": figures.inside, "steps": figures.steps, "phases": figures.phases}
+    look = {"label": figures.label, "colour": figures.colour, "stands_out": figures.stands_out}
     return look | {name: _columns(stack, size) for name, stack in stacks.items()}
 
 

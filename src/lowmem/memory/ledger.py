@@ -26,7 +26,7 @@ class Owner(NamedTuple):
 
 
 class OwnedStorage(NamedTuple):
-    """A storage that exists now, with its category and side."""
+    """Describes a storage that exists now, with its category and side."""
 
     owner: Owner  # the first of those who hold it
     bytes: int
@@ -66,8 +66,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     size and no memory."""
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for one in (one for one in inner if isinstance(one, Tensor)):  # a divided one also names its devices
-            yield from plain_tensors(one)
+        for wrapped in (wrapped for wrapped in inner if isinstance(wrapped, Tensor)):  # a DTensor also names its mesh
+            yield from plain_tensors(wrapped)
     else:
         yield tensor
 

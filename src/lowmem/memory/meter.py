@@ -36,13 +36,13 @@ COLUMNS = (
 
 class MemoryMeter(Callback):
     """Measures the phases of a run. Args: limit: bytes of live device tensors that end the run, counted at every step
-    if the device is the CPU; kept: the step until which `file` keeps its rows.
+    if the device is the CPU; resumed_at: the step until which `file` keeps its rows.
     """
 
     tracker = StorageTracker
     first, every = 3, 20  # live tensors are broken down on steps 1 to `first` and on every `every`-th step
 
-    def __init__(self, file: Path, log_every: int = 10, limit: int | None = None, kept: int = 0) -> None:
+    def __init__(self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0) -> None:
         self.log_every, self.limit = log_every, limit
         if limit:
             self.every = 1
@@ -51,7 +51,7 @@ class MemoryMeter(Callback):
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the highest point of all sampled phases
         self.timeline: list[Point] = []  # of the last sampled training step
-        self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, kept)
+        self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, resumed_at)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
         self._step = 0
@@ -59,7 +59,7 @@ class MemoryMeter(Callback):
         self._cuda: torch.device | None = None
         self._compiled = False
 
-    # --- what Lightning tells -------------------------------------------------------------------------------------
+    # --- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self._parameters, self._buffers = ledger.parameters(module), ledger.buffers(module)
@@ -72,7 +72,7 @@ class MemoryMeter(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._buffers = ledger.buffers(module)  # moving a module to a card replaces them
-        if not module.ranks.divides:  # after a first evaluation that one may show what it has gathered
+        if not module.ranks.divides:  # a sharded model may show gathered weights after an evaluation
             self._parameters = ledger.parameters(module)
         self._cuda = module.device if module.device.type == "cuda" else None
         plugin = trainer.precision_plugin
@@ -282,6 +282,6 @@ def is_compiled(module: nn.Module) -> bool:
     """Returns whether any submodule runs through torch.compile."""
     return any(
         # by name: to import torch._dynamo only to ask takes over a second
-        compiled_itself(part) or type(part).__name__ == "OptimizedModule"
-        for part in module.modules()
+        compiled_itself(submodule) or type(submodule).__name__ == "OptimizedModule"
+        for submodule in module.modules()
     )

@@ -39,7 +39,7 @@ def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
 def _dump(file: Path) -> None:
     try:
         torch.cuda.memory._dump_snapshot(str(file))
-    except OSError as error:  # it must not stand in the place of what the run died of
+    except OSError as error:  # it must not hide the error that ended the run
         log.info(f"{file} could not be written: {error.strerror}.")
         return
     opened = f"python -m torch.cuda._memory_viz trace_plot {file} -o {file.with_suffix('.html')}"

@@ -67,7 +67,7 @@ def _begin(tracker: "StorageTracker") -> None:
 def _end(tracker: "StorageTracker") -> None:
     _active.remove(tracker)
     if not _active:
-        del UntypedStorage.resize_  # the class that it is made from has torch's own
+        del UntypedStorage.resize_  # the base class has torch's own
 
 
 def _resize(storage: UntypedStorage, size: int) -> None:

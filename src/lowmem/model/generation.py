@@ -37,24 +37,24 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
                 f"prompt={prompt}: the tokenizer's chat template does not take it ({error}). Give messages such as it "
                 "was made for, or a text."
             ) from None
-    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # of nothing: how a document begins
+    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # an empty prompt: as a document begins
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
     """Returns the ids that end a continuation: the model's, the tokenizer's, and the end of a turn of its chat
     template."""
     own = model.generation_config.eos_token_id
-    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}
-    return sorted(found - {None})
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}
+    return sorted(ends - {None})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the first control token after an answer, if the chat template writes one."""
     if tokenizer.chat_template is None:
         return None
-    said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     try:
-        behind = tokenizer.apply_chat_template(said, tokenize=False).rpartition(ANSWER)[2]
+        behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(ANSWER)[2]
     except (TemplateError, ValueError):
         return None
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
@@ -67,7 +67,7 @@ class TextGenerator:
 
     Args:
         device: the device that computes; None: that of the weights.
-        synced: other processes have shards of the model, so a process at its end goes on until all are.
+        synced: other processes have shards of the model, so a process that is done goes on until all are.
         stopped: called before each token; True ends the text.
     """
 
@@ -92,7 +92,7 @@ class TextGenerator:
             max_length=length,
             do_sample=temperature > 0,
             temperature=temperature or 1.0,
-            top_p=1.0,  # said, or those of the model's own generation_config.json are taken
+            top_p=1.0,  # else the model's generation_config.json would set top_p and top_k
             top_k=50,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
@@ -100,16 +100,16 @@ class TextGenerator:
         )
         if ids.shape[1] >= length:
             return ""
-        given = ids.to(self.device or model.device)
+        on_device = ids.to(self.device or model.device)
         written = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+            on_device,
+            attention_mask=torch.ones_like(on_device),
             generation_config=how,
             stopping_criteria=[lambda *_, **__: self.stopped()],
             synced_gpus=self.synced,
         )
-        before, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
-        return whole.removeprefix(before)  # decoded together: a token alone may lose its space
+        before, text = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
+        return text.removeprefix(before)  # decoded together: a token alone may lose its space
 
 
 def printable(text: str) -> str:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Described(NamedTuple):
-    """A model without weights: everything that data and a plan need to know, and the input of `load`."""
+    """Describes a model without weights: everything that data and a plan need, and the input of `load`."""
 
     spec: schema.Model
     config: PretrainedConfig  # without rows for added tokens
@@ -256,25 +256,25 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
     try:
         with torch.random.fork_rng(devices=[]):
             ids = (torch.tensor([row], device=device) % vocabulary for row in ((0, 1, 2), (0, 3, 4)))  # (1, 3)
-            one, other = (model(input_ids=row).logits[0, 0].float() for row in ids)  # (V,)
+            logits, changed = (model(input_ids=row).logits[0, 0].float() for row in ids)  # (V,)
     except (RuntimeError, ValueError):
         return False
     finally:
         model.train(training)
-    return bool((one - other).abs().max() > 1e-4 * one.abs().max())
+    return bool((logits - changed).abs().max() > 1e-4 * logits.abs().max())
 
 
-def _with_attention(attention: str, made: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """Builds a model with an attention. Every model has `eager`, which replaces a missing `sdpa`; a model that cannot
     be built with `eager` either fails for another reason."""
     drawn = torch.get_rng_state()
     try:
-        return made(attention)
+        return build_with(attention)
     except (ImportError, ValueError) as error:
         reason = _first_line(error)
     torch.set_rng_state(drawn)  # the second try starts as the first
     try:
-        model = made("eager")
+        model = build_with("eager")
     except (ImportError, ValueError) as error:
         raise Refused(f"This model cannot be built: {_first_line(error)}") from None
     if attention != "sdpa":
@@ -320,7 +320,7 @@ def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
         )
     except SafetensorError as error:  # cut short by a download or a copy, most often
         raise Refused(
-            f"model.name={name}: a file of its weights is damaged or not whole ({_first_line(error)}). Fetch it again."
+            f"model.name={name}: a file of its weights is damaged or incomplete ({_first_line(error)}). Fetch it again."
         ) from None
     except (OSError, RuntimeError) as error:
         raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
@@ -354,4 +354,6 @@ def check_architecture(run: Run) -> None:
 def positions(config: PretrainedConfig) -> int | None:
     """Returns the longest sequence that the architecture takes; None if it has no limit."""
     text = config.get_text_config(decoder=True)
-    return next((found for key in POSITIONS if isinstance(found := getattr(text, key, None), int) and found > 0), None)
+    return next(
+        (longest for key in POSITIONS if isinstance(longest := getattr(text, key, None), int) and longest > 0), None
+    )

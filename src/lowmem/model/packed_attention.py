@@ -22,10 +22,10 @@ from transformers.masking_utils import sdpa_mask
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
 
-SHARED = "lowmem_packed"  # by which transformers' configs call it
+SHARED = "lowmem_packed"  # the attention's name in transformers' configs
 LOOKED_AT = 64  # tokens of a row: more than a rule that sets in at a length is likely to leave out
 SAME = 1e-4  # of the largest logit: other kernels differ by less, lost positions by a hundred times as much
-ROUNDINGS = 8  # where one of them is more than that
+ROUNDINGS = 8  # tolerated instead, if so many exceed SAME in the coarsest dtype
 
 
 def numbers_once(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
@@ -68,16 +68,16 @@ def keeps_apart(model: PreTrainedModel, input_ids: Tensor) -> bool:
     places = torch.cat([torch.arange(length, device=input_ids.device) for length in lengths])
     packed = {"input_ids": input_ids, "position_ids": places.expand_as(input_ids)}
     with torch.no_grad(), own_mask(model):
-        parts = [model(input_ids=part, use_cache=False).logits for part in input_ids.split(lengths, dim=1)]
-    return _sees_nothing_before(model, packed, lengths) and _same(model, packed, torch.cat(parts, dim=1))
+        alone = [model(input_ids=document, use_cache=False).logits for document in input_ids.split(lengths, dim=1)]
+    return _sees_nothing_before(model, packed, lengths) and _same(model, packed, torch.cat(alone, dim=1))
 
 
 def _same(model: PreTrainedModel, packed: dict[str, Tensor], alone: Tensor) -> bool:
     with torch.no_grad():
-        together = model(**packed, use_cache=False).logits.float()
+        in_row = model(**packed, use_cache=False).logits.float()
     coarsest = max(torch.finfo(dtype).eps for dtype in (alone.dtype, _computed_in(model, alone.device.type)))
     tolerance = max(SAME, ROUNDINGS * coarsest) * alone.abs().max().item()
-    return torch.allclose(together, alone.float(), rtol=0.0, atol=tolerance, equal_nan=True)
+    return torch.allclose(in_row, alone.float(), rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
@@ -95,7 +95,7 @@ def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], leng
 
     hook = model.get_input_embeddings().register_forward_hook(caught)
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in the one, without the other
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation has inference mode on and gradients off
             packed = {name: tensor.clone() for name, tensor in packed.items()}
             logits = model(**packed, use_cache=False).logits.float()  # (B, T, V)
     finally:
@@ -119,6 +119,6 @@ def verify(model: PreTrainedModel, input_ids: Tensor) -> None:
     """
     if not keeps_apart(model, input_ids):
         raise Refused(
-            f"data.packing=documents: in {type(model).__name__} documents of a row see each other, whatever it is told "
-            "of their positions, and a mixture would be trained. Type data.packing=padded."
+            f"data.packing=documents: in {type(model).__name__} documents of a row see each other, whatever position "
+            "ids it gets, so training would mix them. Type data.packing=padded."
         )

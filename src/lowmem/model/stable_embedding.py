@@ -39,19 +39,21 @@ def stabilise(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def folded(model: PreTrainedModel, whole: Callable[[nn.Parameter], Tensor] = lambda p: p.data) -> Iterator[None]:
+def folded(
+    model: PreTrainedModel, full_precision: Callable[[nn.Parameter], Tensor] = lambda p: p.data
+) -> Iterator[None]:
     """Applies the norm to every row, for an export that any program can load: the norm depends on the row alone.
 
     Args:
-        whole: returns a parameter at full precision.
+        full_precision: returns a parameter at full precision.
     """
     stable = model.get_input_embeddings()
     if not isinstance(stable, StableEmbedding):
         yield
         return
     with torch.no_grad():
-        rows, norm = whole(stable.weight), stable.norm
-        shape, weight, bias = norm.normalized_shape, whole(norm.weight), whole(norm.bias)
+        rows, norm = full_precision(stable.weight), stable.norm
+        shape, weight, bias = norm.normalized_shape, full_precision(norm.weight), full_precision(norm.bias)
         plain = nn.Embedding.from_pretrained(nn.functional.layer_norm(rows, shape, weight, bias, norm.eps))
     tied = model.config.tie_word_embeddings
     model.set_input_embeddings(plain)

@@ -33,12 +33,12 @@ class Packed:
     """The base class of layers that hold a matrix in fewer bits than any dtype of torch's parameters."""
 
     packed_elements: int
-    transposed: bool  # it stands in the place of a Conv1D, whose matrix is (in, out)
+    transposed: bool  # it replaces a Conv1D, whose matrix is (in, out)
 
 
 def packed(model: nn.Module) -> list[int]:
     """Returns the number of elements of each matrix that a `Packed` layer holds."""
-    return [part.packed_elements for part in model.modules() if isinstance(part, Packed)]
+    return [module.packed_elements for module in model.modules() if isinstance(module, Packed)]
 
 
 def trains_everything(model: nn.Module) -> bool:
@@ -53,16 +53,16 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     if trains_everything(model):
         return everything
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    for path, part in model.named_modules(remove_duplicate=False):
-        if trainable(part):
-            names |= {f"{path}.{name}".lstrip(".") for name, _ in part.named_buffers(recurse=False)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if trainable(module):
+            names |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)}
     return {name: tensor for name, tensor in everything.items() if name in names}
 
 
 def digest_of_base(model: nn.Module) -> str | None:
     """Returns a digest of the names, shapes, dtypes and numbers that a checkpoint does not hold; None: it holds all."""
-    held, digest = checkpoint_state(model), sha256()
-    base = {name: tensor for name, tensor in model.state_dict().items() if name not in held}
+    stored, digest = checkpoint_state(model), sha256()
+    base = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
     for name, tensor in base.items():
         flat = tensor.detach().flatten()
         some = flat[:: 1 + flat.numel() // SAMPLE].cpu().contiguous()

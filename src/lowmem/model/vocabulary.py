@@ -31,8 +31,8 @@ class Added(NamedTuple):
 
 def wanted(run: Run) -> list[str]:
     """Returns the typed tokens, and those that a chat template needs and the tokenizer lacks."""
-    parts = [run.data.arguments, *run.data.arguments.get("parts", {}).values()]
-    chatml = CHATML_TOKENS if any(part.get("template") == "chatml" for part in parts) else ()
+    sources = [run.data.arguments, *run.data.arguments.get("parts", {}).values()]
+    chatml = CHATML_TOKENS if any(source.get("template") == "chatml" for source in sources) else ()
     return list(dict.fromkeys([*run.model.added_tokens, *chatml]))
 
 
@@ -42,8 +42,8 @@ def add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], vocab_size: i
     Args:
         vocab_size: number of rows of the embedding.
     """
-    there = tokenizer.get_vocab()
-    new = [token for token in tokens if token not in there]
+    known = tokenizer.get_vocab()
+    new = [token for token in tokens if token not in known]
     tokenizer.add_tokens(new, special_tokens=True)
     return Added(max(vocab_size, rows_of(tokenizer)), tokenizer.convert_tokens_to_ids(new))
 
@@ -67,7 +67,7 @@ def grow(model: PreTrainedModel, added: Added) -> None:
 
 
 def _by_token(model: PreTrainedModel) -> list[Tensor]:
-    """Yields the tensors with a row for each token, once if embedding and head share them."""
+    """Returns the tensors with a row for each token, once if embedding and head share them."""
     ends: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
     rows = [getattr(end, name, None) for end in ends for name in ("weight", "bias")]
     return list({id(tensor): tensor for tensor in rows if tensor is not None}.values())

@@ -20,7 +20,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
-    put_back(path)  # of one who was killed
+    put_back(path)  # left by a process that was killed
     delete(draft)
     try:
         with naming_file(path):
@@ -43,7 +43,7 @@ def put_back(path: Path) -> None:
     if path.exists():
         delete(old_of(path))
     else:
-        with suppress(FileNotFoundError):  # there is none, mostly
+        with suppress(FileNotFoundError):  # most often there is none
             os.replace(old_of(path), path)
 
 
@@ -72,8 +72,8 @@ def _why(error: BaseException) -> int | None:
     """Returns the system's error number: torch's writer hides it in the error's context, safetensors in its text."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
-    if said := re.search(r"\(os error (\d+)\)", str(error)):
-        return int(said[1])
+    if number := re.search(r"\(os error (\d+)\)", str(error)):
+        return int(number[1])
     return _why(error.__context__) if error.__context__ else None
 
 

@@ -13,16 +13,16 @@ def open_csv(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, cs
     Returns:
         The open file, its writer, and the old rows.
     """
-    kept = []
+    old_rows = []
     if until and file.is_file():
         with file.open(newline="", encoding="utf-8") as lines:
-            whole = [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
-        kept = [dict.fromkeys(columns, "") | row for row in whole if int(row["step"]) <= until]
+            complete = [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
+        old_rows = [dict.fromkeys(columns, "") | row for row in complete if int(row["step"]) <= until]
     out = file.open("w", newline="", encoding="utf-8")
-    writer = csv.DictWriter(out, kept[0].keys() if kept else columns)
+    writer = csv.DictWriter(out, old_rows[0].keys() if old_rows else columns)
     writer.writeheader()
-    writer.writerows(kept)
-    return out, writer, kept
+    writer.writerows(old_rows)
+    return out, writer, old_rows
 
 
 def cut_after(file: Path, until: int) -> None:

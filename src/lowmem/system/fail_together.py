@@ -12,9 +12,9 @@ KINDS = {kind.__name__: kind for kind in (Refused, NotFinite)}
 class Ranks(Protocol):
     """The methods of a strategy (`techniques/strategy/contract.py`) that are called here."""
 
-    def all_gather(self, said: object) -> list: ...
+    def all_gather(self, value: object) -> list: ...
 
-    def leave_after_rank_0(self, what: str) -> AbstractContextManager: ...
+    def leave_after_rank_0(self, task: str) -> AbstractContextManager: ...
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
     the others how it went.
 
     Raises:
-        RankLost: of rank 0, which was stopped meanwhile, or is gone.
+        RankLost: rank 0 was stopped meanwhile, or is gone.
         Exception: the process's own; where its own work went well, that of the first rank that failed: an OSError with
             its number and file, a sentence for the user, or a RuntimeError that names the rank.
     """
@@ -33,16 +33,16 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
             yield
         except Exception as error:
             failure = error
-    said = ranks.all_gather(_packed(failure))
+    failures = ranks.all_gather(_packed(failure))
     if failure is not None:
         raise failure
-    for rank, one in enumerate(said):
-        if one is not None:
-            raise _unpacked(rank, *one)
+    for rank, packed in enumerate(failures):
+        if packed is not None:
+            raise _unpacked(rank, *packed)
 
 
 def _packed(failure: Exception | None) -> tuple[str, tuple] | None:
-    """Returns the name of its class and arguments that every rank can rebuild it from; None where nothing failed."""
+    """Returns the class's name and the arguments from which every rank can rebuild it; None: nothing failed."""
     if failure is None:
         return None
     if isinstance(failure, OSError):
@@ -50,7 +50,7 @@ def _packed(failure: Exception | None) -> tuple[str, tuple] | None:
     return type(failure).__name__, (str(failure),)
 
 
-def _unpacked(rank: int, kind: str, what: tuple) -> Exception:
+def _unpacked(rank: int, kind: str, arguments: tuple) -> Exception:
     if kind == "OSError":
-        return OSError(*what)
-    return KINDS[kind](*what) if kind in KINDS else RuntimeError(f"Rank {rank}: {kind}: {what[0]}")
+        return OSError(*arguments)
+    return KINDS[kind](*arguments) if kind in KINDS else RuntimeError(f"Rank {rank}: {kind}: {arguments[0]}")

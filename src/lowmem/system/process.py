@@ -63,9 +63,9 @@ def page_out(tensors: Iterable[Tensor]) -> None:
         return
     libc = ctypes.CDLL(None)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    for first, size in storages.items():
-        last = first + size
-        start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+    for address, size in storages.items():
+        last = address + size
+        start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > start:
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_PAGEOUT)
 

@@ -24,7 +24,7 @@ NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environmen
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: where ranks meet
 LOG = "output.log"  # in a rank's folder, or in a job's: what it printed
 MOST = 4000  # characters of a report: a pipe holds it until the rank has ended
-ORPHANED = 30.0  # seconds for a checkpoint, when who has started the ranks is gone
+ORPHANED = 30.0  # seconds for a checkpoint, when the command that started the ranks is gone
 LOOK = 0.1  # seconds between two looks into the store: a signal comes in between
 
 
@@ -64,17 +64,17 @@ def check(devices: int) -> None:
     """Raises Refused if the number of started processes is not devices=, or not known."""
     if wrong := _no_numbers():
         raise Refused(
-            f"{wrong[0]}={os.environ[wrong[0]]}: this is no number of a rank. Start them with torchrun; where nobody "
-            "has started them, unset RANK and WORLD_SIZE."
+            f"{wrong[0]}={os.environ[wrong[0]]}: this is no number of a rank. Start them with torchrun, or if no "
+            "ranks were started, unset RANK and WORLD_SIZE."
         )
     if is_rank():
         if size() != devices:
             raise Refused(
                 f"devices={devices}: {size()} processes were started (WORLD_SIZE={size()}). Type devices={size()}, or "
-                f"torchrun --nproc-per-node {devices}; where nobody has started them, unset RANK and WORLD_SIZE."
+                f"torchrun --nproc-per-node {devices}; if no ranks were started, unset RANK and WORLD_SIZE."
             )
         return
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # of this srun; of the whole job there may be more
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # tasks of this srun; the job may have more
     if devices > 1 and tasks.isdigit() and int(tasks) > 1:
         raise Refused(
             f"devices={devices}: SLURM runs {tasks} tasks (SLURM_STEP_NUM_TASKS), and each would start all ranks. Type "
@@ -103,53 +103,53 @@ def leashed() -> None:
 
 def _watch() -> None:
     with suppress(OSError):
-        os.read(0, 1)  # nothing ever comes but the end
+        os.read(0, 1)  # returns only when stdin closes
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHANED)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def report(how: str, said: str = "") -> None:
+def report(how: str, message: str = "") -> None:
     """Reports to the command that started this rank how it ends. Only the first report counts.
 
     Args:
         how: done, even if threads of libraries fail while the process ends; interrupted, by a signal, with a
-        checkpoint;
-            ended, by a signal, at once; lost, because another rank is gone; failed.
-        said: the signal, or the error.
+            checkpoint; ended, by a signal, at once; lost, because another rank is gone; failed.
+        message: the signal, or the error.
     """
     if REPORTS in os.environ:
-        with suppress(OSError):  # it is gone itself
-            os.write(int(os.environ[REPORTS]), json.dumps({"how": how, "said": _shortened(said)}).encode() + b"\n")
+        with suppress(OSError):  # the command itself is gone
+            os.write(int(os.environ[REPORTS]), json.dumps({"how": how, "said": _shortened(message)}).encode() + b"\n")
 
 
-def _shortened(said: str) -> str:
+def _shortened(message: str) -> str:
     """Returns a traceback without its middle."""
-    if len(said) <= MOST:
-        return said
-    return "\n".join((said.splitlines()[0][:MOST], "  ...", *said[-MOST:].splitlines()[1:]))
+    if len(message) <= MOST:
+        return message
+    return "\n".join((message.splitlines()[0][:MOST], "  ...", *message[-MOST:].splitlines()[1:]))
 
 
-# --- what all would say is said once -------------------------------------------------------------------------------
+# --- an error that all ranks have is printed once ------------------------------------------------------------------
 
 
 def says(message: str) -> bool:
     """Returns whether this rank prints an error on stderr.
 
-    With lowmem's own command that is the first rank; with torchrun the first rank that has this error.
+    With lowmem's own command those are the ranks with a log of their own, since the command prints what is reported;
+    with torchrun it is the first rank that has this error.
     """
     if of_run() is not None:
         return number() > 0
-    first = not _said_before(message)
-    if _terminal and first:
+    is_first = not _reported_before(message)
+    if _terminal and is_first:
         os.write(_terminal[0], f"rank {number()}: {message}\n".encode())
-    return first or bool(_terminal)
+    return is_first or bool(_terminal)
 
 
-def _said_before(message: str) -> bool:
+def _reported_before(message: str) -> bool:
     if size() == 1 or not _of_agent():
         return False
-    with suppress(Exception):  # who hosts the store is gone
+    with suppress(Exception):  # the store's host is gone
         return _store().add(sha256(message.encode()).hexdigest(), 1) > 1
     return False
 
@@ -168,7 +168,7 @@ def redirected(run: Path) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
-    sys.stdout.reconfigure(line_buffering=True)  # the log holds what was said before a rank was killed
+    sys.stdout.reconfigure(line_buffering=True)  # the log has all lines from before a rank was killed
 
 
 def agreed(claimed: Path | None) -> Path:
@@ -176,8 +176,7 @@ def agreed(claimed: Path | None) -> Path:
 
     Args:
         claimed: the folder that this process has claimed; None: it waits for rank 0. If rank 0 is refused, torchrun
-        ends
-            this process.
+            ends this process.
     """
     store = _store()
     if claimed is not None:
@@ -188,12 +187,12 @@ def agreed(claimed: Path | None) -> Path:
     return Path(store.get("folder").decode())
 
 
-@cache  # a store ends with who holds it
+@cache  # a store closes with its last reference
 def _store():
     """Returns torchrun's store, or if somebody else has set the environment, rank 0's, which torch's group uses too."""
     from datetime import timedelta
 
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of who does not answer it tells in frames of C++, twice
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it logs C++ frames twice if a host does not answer
     from torch.distributed import PrefixStore, TCPStore
 
     if unset := [key for key in MEETING if key not in os.environ]:
@@ -201,7 +200,7 @@ def _store():
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = number() == 0 and not _of_agent()
     how = {"wait_for_workers": False, "multi_tenant": True, "timeout": timedelta(seconds=60)}
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives it, and what was said in it
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store and its keys outlive a life
     return PrefixStore(f"launched/{life}", TCPStore(*where, is_master=hosts, **how))
 
 

@@ -36,7 +36,7 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
         a function that installs the handlers again if other code has replaced them.
     """
     previous = {sent: signal.getsignal(sent) for sent in ENDING}
-    # Python handles signals in its main thread alone; None: a handler of C's, which could not be put back
+    # Python handles signals in its main thread alone; None: a handler of C's, which could not be restored
     ours = [sent for sent, before in previous.items() if before not in (signal.SIG_IGN, None)]
     ours = ours if threading.current_thread() is threading.main_thread() else []
     last = -ECHO_SECONDS

@@ -22,8 +22,8 @@ class Stop(Callback):
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        self.signal: signal.Signals | None = None  # of any process, once all know of it
-        self._sent: signal.Signals | None = None  # to this one
+        self.signal: signal.Signals | None = None  # that any process got, once all know of it
+        self._sent: signal.Signals | None = None  # that this process got
         self._keeps, self._trainer, self._alone = keeps, None, True
         self._take: Callable[[], None] = lambda: None
 
@@ -35,7 +35,7 @@ class Stop(Callback):
         self._take()  # Lightning has put a handler of its own before ours, which calls a collective
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._take()  # of one that is all there is to do
+        self._take()  # the evaluation may be the only work
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._take()
@@ -85,5 +85,5 @@ class Stop(Callback):
         self._sent = sent
         if self._alone:
             self.signal = sent
-            self._trainer.should_stop = True  # here, so that no moment is too late for this window
+            self._trainer.should_stop = True  # set here, so that even a late signal ends this window's training
         log.info(f"{sent.name}: stopping after this step, with a checkpoint. Once more stops at once, without one.")

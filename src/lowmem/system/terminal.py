@@ -23,10 +23,10 @@ def width(stream: TextIO) -> int | None:
 def folded(text: str, stream: TextIO | None = None) -> str:
     """Breaks long lines between words, and indents the rest of a line as its beginning."""
     room = width(stream or sys.stdout)
-    return text if room is None else "\n".join(part for line in text.split("\n") for part in _parts(line, room))
+    return text if room is None else "\n".join(piece for line in text.split("\n") for piece in _wrapped(line, room))
 
 
-def _parts(line: str, room: int) -> list[str]:
+def _wrapped(line: str, room: int) -> list[str]:
     if len(line) <= room:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]

@@ -101,7 +101,7 @@ COMPARES = (aten.equal.default, aten.allclose.default)  # what `torch.equal` and
 MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # what `torch.tensor` calls
 ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # what fully_shard divides gradients with
 WAITS = torch.ops._c10d_functional.wait_tensor.default  # what yields a tensor that others send, when it has come
-SPLIT = aten.split_with_sizes.default  # what another one calls, with the tokens of each expert
+SPLIT = aten.split_with_sizes.default  # what other mixtures call, with the tokens of each expert
 ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where a tensor without memory would lie
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
 
@@ -138,14 +138,14 @@ def schema(func: OpOverload) -> torch.FunctionSchema:
     return func._schema
 
 
-def group_of(asked: object) -> torch.distributed.ProcessGroup:
+def group_of(boxed: object) -> torch.distributed.ProcessGroup:
     """Returns the process group that an operator got, boxed or by its name. Instead: nothing public opens the box."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    if isinstance(asked, str):
-        return _resolve_process_group(asked)
+    if isinstance(boxed, str):
+        return _resolve_process_group(boxed)
     group = torch.distributed.ProcessGroup
-    return asked if isinstance(asked, group) else group.unbox(asked)
+    return boxed if isinstance(boxed, group) else group.unbox(boxed)
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
@@ -153,7 +153,8 @@ def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> No
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Set timeout is now only supported")  # one that sends nothing has none
+        # a backend that sends nothing has no timeout
+        warnings.filterwarnings("ignore", "Set timeout is now only supported")
         _set_pg_timeout(timeout, group)
 
 
@@ -224,8 +225,8 @@ def boundaries_count_as_real() -> AbstractContextManager:
     memory have no answer, and it would mask nothing. Instead: an argument for it."""
 
     def documents(position_ids: Tensor) -> Tensor:  # as it tells them apart itself
-        first = position_ids[:, :1] - 1
-        return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+        before = position_ids[:, :1] - 1
+        return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
     return patch("transformers.masking_utils.find_packed_sequence_indices", documents)
 

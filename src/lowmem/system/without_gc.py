@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def undisturbed(said: str = "") -> Iterator[None]:
-    """Pauses the collector. Args: said: printed for people who wait at a terminal.
+def undisturbed(message: str = "") -> Iterator[None]:
+    """Pauses the collector. Args: message: printed for people who wait at a terminal.
 
     torch, Lightning and transformers create half a million objects that all stay. Searching them for garbage again and
     again takes a quarter of the time."""
-    if said and sys.stderr.isatty():
-        print(said, file=sys.stderr, flush=True)
+    if message and sys.stderr.isatty():
+        print(message, file=sys.stderr, flush=True)
     searching = gc.isenabled()
     gc.disable()
     try:

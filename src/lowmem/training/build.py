@@ -43,7 +43,7 @@ class Texts(NamedTuple):
     described: Described  # the model whose tokens these are
     tokens: Tokens
     train: Rows
-    val: dict[str, Rows]  # by name; the first is that by which a checkpoint is the best
+    val: dict[str, Rows]  # by name; the first one decides which checkpoint is the best
 
     def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
         """Returns how many optimizer steps run.epochs take. A batch size that is not known yet does not change them: a
@@ -98,8 +98,8 @@ def data(
     train = texts.windows(run, ranks, saved.position if saved else START)
     share, limit = share_of(run, ranks), run.val_sequences
     val = [ValidationLoader(rows, share, limit, name) for name, rows in texts.val.items()]
-    for one in val:
-        _tell_cut(one)
+    for loader in val:
+        _tell_cut(loader)
     return Data(texts.described, texts.tokens, train, val, _prompts(run, texts.tokens, val[0]))
 
 
@@ -110,7 +110,7 @@ def _tell_cut(val: ValidationLoader) -> None:
         log.info(
             f"val_sequences={val.count}: an evaluation{f' of {val.name}' if val.name else ''} reads so many of "
             f"{every:,} rows, and which documents those hold depends on data.packing, data.too_long and seq_len. Type "
-            f"val_sequences={every} where runs that differ in these are compared."
+            f"val_sequences={every} to compare runs that differ in these."
         )
 
 
@@ -119,7 +119,7 @@ def _sources(data: Node) -> dict[str, Openable]:
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}
-    others = {name: [path, *(one for one in sets.values() if one != path)] for name, path in sets.items()}
+    others = {name: [path, *(other for other in sets.values() if other != path)] for name, path in sets.items()}
     return {name: _source(data, val_path=paths) for name, paths in others.items()}
 
 
@@ -134,24 +134,24 @@ def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
         return []
     if run.sample_prompts is None:
         return [sample.beginning(next(iter(val)))]
-    given = sample.prompts(run.sample_prompts)
-    return [prompt_ids(tokens.tokenizer, one, tokens.template is not None) for one in given]
+    prompts = sample.prompts(run.sample_prompts)
+    return [prompt_ids(tokens.tokenizer, prompt, tokens.template is not None) for prompt in prompts]
 
 
-def module(run: Run, of: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE) -> CausalLM:
+def module(run: Run, data: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE) -> CausalLM:
     """Loads the model and shards it over the ranks. Args: saved: the checkpoint that training goes on from."""
-    whole = saved is not None and saved.base is None  # the checkpoint brings all weights
-    made = causal_lm(run, of.described.at_random if whole else of.described, loading.check_causal, ranks)
-    if made.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
-        load(made.model, path)
-    if (base := made.ranks.broadcast(digest_of_base(made) if made.ranks.builds else None)) is not None:
-        made.identity["base"] = base
-    if of.tokens.template is not None:
-        made.identity["template"] = of.tokens.template
+    complete = saved is not None and saved.base is None  # the checkpoint brings all weights
+    built = causal_lm(run, data.described.at_random if complete else data.described, loading.check_causal, ranks)
+    if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
+        load(built.model, path)
+    if (base := built.ranks.broadcast(digest_of_base(built) if built.ranks.builds else None)) is not None:
+        built.identity["base"] = base
+    if data.tokens.template is not None:
+        built.identity["template"] = data.tokens.template
     if saved:
-        saved.check(made, of.tokens.tokenizer)
-    made.ranks.shard(made)
-    return made
+        saved.check(built, data.tokens.tokenizer)
+    built.ranks.shard(built)
+    return built
 
 
 def causal_lm(
@@ -164,17 +164,17 @@ def causal_lm(
     slices of tokens, streamed weights. Args: check: called with the loaded model, if it has numbers and not only
     shapes."""
     loss = _loss(run)
-    held = getattr(torch, run.loaded_in)
+    dtype = getattr(torch, run.loaded_in)
     described = described if ranks.builds else described.at_random
     with ranks.building():
-        network = loading.load(described, base_dtype(run.adapter.arguments.get("path")) or held)
+        network = loading.load(described, base_dtype(run.adapter.arguments.get("path")) or dtype)
         if ranks.builds:
             check(network)
         if with_positions(run.data.arguments):
             packed_attention.share_mask(network)
         choose_trained(run, network)
         for p in network.parameters():
-            p.data = p.data if p.requires_grad else p.data.to(held)
+            p.data = p.data if p.requires_grad else p.data.to(dtype)
     if described.added is not None:
         vocabulary.check_trained(network, described.added)
     instantiate(run.gradient_checkpointing)(network)

@@ -31,12 +31,12 @@ class NonFiniteSteps:
     def meet(self, module: LightningModule, loss: Tensor, window: Window) -> None:
         """Raises: NotFinite: steps are not skipped, or too many were."""
         self.in_a_row += 1
-        said = describe(module, loss, window)
+        message = describe(module, loss, window)
         if not self.skips:
-            raise NotFinite(f"{said} Nothing of it was saved.")
+            raise NotFinite(f"{message} Nothing of it was saved.")
         if self.in_a_row > IN_A_ROW:
-            raise NotFinite(f"{said} So were the {IN_A_ROW} steps before.")
-        log.warning(f"{said} The step is skipped.")
+            raise NotFinite(f"{message} So were the {IN_A_ROW} steps before.")
+        log.warning(f"{message} The step is skipped.")
 
 
 def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
@@ -44,13 +44,13 @@ def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
     trainer = module.trainer
     names = module.ranks.all_gather(
         trainer.precision_plugin.first_not_finite(module.ranks.local_parameters(module))
-    )  # of its part each knows
+    )  # each rank knows its own shard
     name = next(filter(None, names), None)
-    what = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]
-    what += [f"the gradient of {name}, the model's first of which that is so, is not finite"] if name else []
+    faults = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]
+    faults += [f"the gradient of {name}, the first such parameter of the model, is not finite"] if name else []
     sequences = trainer.train_dataloader.between(module.position, window.end)
     listed = ", ".join(map(str, sequences[:NAMED])) + (" ..." if len(sequences) > NAMED else "")
     return (
-        f"In step {trainer.global_step + 1} {' and '.join(what) or 'the norm of the gradients is not finite'}. Its "
+        f"In step {trainer.global_step + 1} {' and '.join(faults) or 'the norm of the gradients is not finite'}. Its "
         f"window is sequences {listed} of the training split ({len(sequences)}, in epoch {module.position.epoch})."
     )

@@ -38,7 +38,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "val_loss": metrics.val_loss,
         "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
         "validation": metrics.evaluated,  # each set
-        "validation_sequences": [one.count for one in training.trainer.val_dataloaders or ()],  # of each set
+        "validation_sequences": [loader.count for loader in training.trainer.val_dataloaders or ()],  # of each set
         "metric": dict(metrics.own),
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
@@ -68,7 +68,7 @@ def _stepped_by(optimizer: object | None) -> str | None:
 
 
 def _recipe(training: Training, command: Command) -> dict:
-    """Names what was trained, on what and how, without a place of this machine."""
+    """Names what was trained, on what and how, without local paths."""
     run, model = command.run, training.module.model
     of_hub = run.model.pretrained and not Path(run.model.name).expanduser().is_dir()
     places = [node["path"] for _, node in targets(run.data.plain()) if node.get("path") is not None]

@@ -85,14 +85,14 @@ class Training:
 def training_session(
     run: Run,
     output_dir: Path,
-    asked: Task = TRAIN,
+    task: Task = TRAIN,
     keeps: bool = True,
     ranks: OneDevice = ONE_DEVICE,
     texts: build.Texts | None = None,
 ) -> Iterator[Training]:
     """Trains, or does the part of it that a task asks for, and yields the `Training`.
 
-    Args: run: checked, resolved, with a device and a number for batch_size; asked: the task; keeps: write checkpoints
+    Args: run: checked, resolved, with a device and a number for batch_size; task: what to do; keeps: write checkpoints
     into `output_dir`; ranks: of this training; texts: the run's open data.
 
     Raises:
@@ -100,22 +100,22 @@ def training_session(
         Refused: an error that only the data, the weights or a checkpoint show.
     """
     training = network = None
-    saved = asked.saved
+    saved = task.saved
     try:
-        with ranks.rank_0_first("read the data"):  # what the first has written the others read
+        with ranks.rank_0_first("read the data"):  # the others read the files that rank 0 writes
             data = build.data(run, saved, ranks, texts)
         if ranks.several:
             _compare(data, ranks)
         before = process.rss_bytes()
-        seed_everything(run.seed, verbose=False)  # just before the weights are drawn: what drew earlier does not matter
+        seed_everything(run.seed, verbose=False)  # just before the weights are drawn: earlier draws do not matter
         if run.evaluate is not None:
             log.info(_evaluated(run, data.val))
         module = build.module(run, data, saved, ranks)
-        if saved and asked.work == "train":
+        if saved and task.work == "train":
             saved.check_training(module, data.train)
         network = module.model
         ranks.folder(output_dir).mkdir(parents=True, exist_ok=True)
-        training = _assembled(run, output_dir, data, module, asked, keeps)
+        training = _assembled(run, output_dir, data, module, task, keeps)
         training.rss_before_model = before
         with training.watchers.stop.listening():
             with (
@@ -123,7 +123,7 @@ def training_session(
                 capped(run.limit, run.device),
                 recorded(ranks.folder(output_dir), run.memory.snapshot, run.device),
             ):
-                _work(training, data, asked)
+                _work(training, data, task)
             yield training
     except NotFinite as error:
         raise Refused(_after_a_fault(error, training, run, output_dir)) from error
@@ -132,8 +132,8 @@ def training_session(
     except (RuntimeError, MemoryError) as error:
         if network is not None and mixes_dtypes(error, network):
             raise Refused(
-                f"precision: the code of {type(network).__name__} computes partly in fp32, which its 16-bit "
-                f"weights do not fit ({error}). Type precision=bf16, with which weights are fp32."
+                f"precision: the code of {type(network).__name__} computes partly in fp32, which does not "
+                f"fit its 16-bit weights ({error}). Type precision=bf16, which has fp32 weights."
             ) from error
         if not _is_out_of_memory(error):
             raise
@@ -152,23 +152,23 @@ def _compare(data: build.Data, ranks: OneDevice) -> None:
         ends = sequences.micro_batch(np.array([0, len(sequences) - 1]))
         return sha256(ends.input_ids.numpy().tobytes() + ends.labels.numpy().tobytes()).hexdigest()
 
-    said = {
+    digests = {
         "the tokenizer": checkpoint.fingerprint(data.tokens.tokenizer),
         "the training data": (data.train.order, rows(data.train.sequences)),
-        "the validation data": [(one.name, one.count, rows(one.sequences)) for one in data.val],
+        "the validation data": [(loader.name, loader.count, rows(loader.sequences)) for loader in data.val],
     }
-    require_same(ranks, said, "read other data. Give all of them the same files, and a cache_dir that is made of these")
+    require_same(ranks, digests, "read other data. Give all of them the same files, and a cache_dir built from these")
 
 
-def _work(training: Training, data: build.Data, asked: Task) -> None:
-    trainer, module, saved = training.trainer, training.module, asked.saved
+def _work(training: Training, data: build.Data, task: Task) -> None:
+    trainer, module, saved = training.trainer, training.module, task.saved
     start = {"ckpt_path": saved.path if saved else None, "weights_only": True}
-    if asked.work == "train":
+    if task.work == "train":
         trainer.fit(module, data.train, data.val, **start)
         return
     if saved:
-        trainer.fit_loop.load_state_dict(saved.progress)  # what is written is of that step
-    if asked.work == "evaluate":
+        trainer.fit_loop.load_state_dict(saved.progress)  # results are written for that step
+    if task.work == "evaluate":
         trainer.validate(module, data.val, verbose=False, **start)
         return
     trainer.strategy.connect(module)  # whose steps they are
@@ -178,15 +178,16 @@ def _work(training: Training, data: build.Data, asked: Task) -> None:
 
 
 def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
-    """Logs on how many sequences a text was evaluated."""
+    """Returns on how many sequences each text is evaluated, as a line of the log."""
     counts = ", ".join(
-        f"{one.count:,} of {len(one.sequences):,} sequences{f' of {one.name}' if one.name else ''}" for one in sets
+        f"{loader.count:,} of {len(loader.sequences):,} sequences{f' of {loader.name}' if loader.name else ''}"
+        for loader in sets
     )
     share = ""
     if run.data.arguments.get("val_path", "") is None:
         share = (
-            f". They are the share of data.path that is held out, data.val_fraction={run.data.val_fraction}: of "
-            "another text data.val_path=<it> takes all"
+            f". They are the share of data.path that is held out, data.val_fraction={run.data.val_fraction}; "
+            "data.val_path=<it> evaluates all of another text"
         )
     return f"evaluate={run.evaluate}: on {counts} (val_sequences={run.val_sequences}){share}."
 
@@ -199,20 +200,20 @@ def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: P
         instead.append("precision=bf16, which has fp32's range")
     if not (run.on_nonfinite == "skip" or run.in_backward or run.early):
         instead.append("on_nonfinite=skip")
-    there = "There is no checkpoint yet."
+    resume = "There is no checkpoint yet."
     if last[-1]:
-        there = f"{in_shell('resume', last[-1])} goes on from the last checkpoint."
-    return f"{error} Type {', or '.join(instead)}. {there}"
+        resume = f"{in_shell('resume', last[-1])} goes on from the last checkpoint."
+    return f"{error} Type {', or '.join(instead)}. {resume}"
 
 
-def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, asked: Task, keeps: bool) -> Training:
+def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, task: Task, keeps: bool) -> Training:
     folder = module.ranks.folder(output_dir)
-    watchers = Watchers.for_run(run, data, folder, asked.saved.steps if asked.resumes else 0, keeps)
+    watchers = Watchers.for_run(run, data, folder, task.saved.steps if task.resumes else 0, keeps)
     saving, paused = watchers.meter.saving, watchers.metrics.paused
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, saving, paused)
     plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]
     callbacks = _callbacks(run, watchers, saves if keeps else None)
-    loggers = _loggers(run, asked, module.ranks)
+    loggers = _loggers(run, task, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
         logger.log_hyperparams(run.as_dict())
@@ -226,14 +227,14 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, a
         "max_epochs": -1,  # epochs are the loader's affair
         "val_check_interval": run.val_every,
         "check_val_every_n_epoch": None,
-        "inference_mode": not module.ranks.several,  # fully_shard counts versions of tensors, which there have none
+        "inference_mode": not module.ranks.several,  # fully_shard needs tensors' versions, which inference lacks
         "num_sanity_val_steps": 1,  # an evaluation that does not fit fails before the first step, not hours later
         "default_root_dir": folder,
         "logger": loggers or False,
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     }
     trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | run.trainer.arguments))
-    start = asked.saved.path if asked.saved else None
+    start = task.saved.path if task.saved else None
     return Training(module, data.tokens, trainer, loggers, watchers, saves, resumed_from=start)
 
 
@@ -246,12 +247,12 @@ def _callbacks(run: Run, watchers: Watchers, saves: checkpoint.Checkpoints | Non
     return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
 
 
-def _loggers(run: Run, asked: Task, ranks: OneDevice) -> list[Logger]:
+def _loggers(run: Run, task: Task, ranks: OneDevice) -> list[Logger]:
     if ranks.rank:  # some callbacks of Lightning's want one on every rank, or on none
         return [DummyLogger() for _ in run.logger]
-    if asked.resumes and asked.saved.wandb and "wandb" in run.logger:
-        run = run.knowing(logger={"wandb": {"run_id": asked.saved.wandb}})
-    return [logger for logger in map(instantiate, run.logger.values()) if logger is not None]  # not installed
+    if task.resumes and task.saved.wandb and "wandb" in run.logger:
+        run = run.knowing(logger={"wandb": {"run_id": task.saved.wandb}})
+    return [logger for logger in map(instantiate, run.logger.values()) if logger is not None]  # None: not installed
 
 
 def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:

@@ -26,11 +26,11 @@ class Watchers(NamedTuple):
 
     @classmethod
     def for_run(cls, run: Run, data: Data, folder: Path, resumed_at: int, keeps: bool) -> "Watchers":
-        """Makes them. Args: folder: for their files; resumed_at: the step until which files keep their rows; keeps: the
-        run writes checkpoints."""
+        """Makes the callbacks. Args: folder: for their files; resumed_at: the step until which files keep their rows;
+        keeps: the run writes checkpoints."""
         stop, limit = Stop(keeps), run.limit if run.device == "cpu" else None
         meter = MemoryMeter(folder / "memory.csv", run.log_every, limit, resumed_at)
-        sets = {one.name: bits_per_byte(data.tokens, one) for one in data.val}
+        sets = {loader.name: bits_per_byte(data.tokens, loader) for loader in data.val}
         metrics = Metrics(folder / "metrics.csv", run.log_every, sets, meter, resumed_at)
         at_end = EndOfEvaluation(data.tokens.tokenizer, run.seed, stop, meter)
         csv_rows.cut_after(folder / "samples.jsonl", resumed_at)

@@ -30,7 +30,7 @@ from lowmem.training import build
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or with all of it read or written by the host
 OUTLINED = (
-    "This counts a transformer of the same widths, which in small runs was from a third too low to a fifth too high."
+    "This counts a transformer of the same widths, which in small runs was from a third too little to a fifth too much."
 )
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: a margin, not a measurement

@@ -13,7 +13,7 @@ from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import needs, outline
 from lowmem.plan.search.candidates import Typed, candidates, trainings
 from lowmem.plan.search.derive import Derivation
-from lowmem.plan.search.recipes import model_depth
+from lowmem.plan.search.recipes import depth_and_period
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
 from lowmem.system.errors import Refused
@@ -117,7 +117,7 @@ def test_a_recipe_with_an_adapter_is_derived_as_it_is_traced(composer, line, pre
     recipe["batch_size"] = "4"
     make = composer(line)
     cfg = make(recipe)
-    shapes, _ = Derivation(make, DEPTH, (1, 4), Target(on_card=True), machine()).trace(recipe, cfg)
+    shapes, _ = Derivation(make, DEPTH, (1, 4), Target(on_card=True), machine()).derive(recipe, cfg)
     derived, itself = (needs(found, cfg, Target(on_card=True), 0) for found in (shapes, trace(cfg, on_card=True)))
     for phase, need in itself.phases.items():
         assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
@@ -135,11 +135,11 @@ def test_a_search_changes_no_adapter(composer):
 
 
 def test_blocks_of_which_only_some_are_frozen_are_no_stack_of_equals(composer):
-    assert model_depth(composer("freeze=[*.h.*.mlp.*]")({})) == (DEPTH, 1)
-    with pytest.raises(Refused, match=r"freeze=.*blocks of which some are frozen.*search=false"):
-        model_depth(composer("freeze=['*.h.[0-3].*']")({}))
+    assert depth_and_period(composer("freeze=[*.h.*.mlp.*]")({})) == (DEPTH, 1)
+    with pytest.raises(Refused, match=r"freeze=.*some blocks are frozen.*search=false"):
+        depth_and_period(composer("freeze=['*.h.[0-3].*']")({}))
     with pytest.raises(Refused, match=r"search=false"):
-        model_depth(composer("adapter=lora", "adapter.target=['*.h.6.*']")({}))
+        depth_and_period(composer("adapter=lora", "adapter.target=['*.h.6.*']")({}))
 
 
 @pytest.mark.parametrize(("line", "precision"), product(("adapter=dora", FREEZE), ("bf16-true", "bf16-master")))

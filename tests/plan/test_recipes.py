@@ -81,7 +81,7 @@ def test_derived_recipes_are_those_that_are_traced(composed, ways):
     for way in ways:
         recipe = as_override(*way)
         cfg = composed(recipe)
-        shapes, seconds = derivation.trace(recipe, cfg)
+        shapes, seconds = derivation.derive(recipe, cfg)
         itself = trace(cfg, on_card=True)
         assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01), way
         derived, traced = (needs(found, cfg, ON_CARD, 0) for found in (shapes, itself))
@@ -101,7 +101,7 @@ def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, 
     monkeypatch.setattr("test_recipes.SHAPE", [*SHAPE, "tile.tokens=50"])
     recipe = as_override("bf16-master", "adamw8bit", "every_layer", "chunked", 4)
     cfg = composed(recipe)
-    shapes, _ = Derivation(composed, DEPTH, (1, 8), ON_CARD, machine()).trace(recipe, cfg)
+    shapes, _ = Derivation(composed, DEPTH, (1, 8), ON_CARD, machine()).derive(recipe, cfg)
     derived, itself = (needs(found, cfg, ON_CARD, 0) for found in (shapes, trace(cfg, on_card=True)))
     for phase in ("forward", "backward", "step"):
         assert derived.phases[phase].device == pytest.approx(itself.phases[phase].device, rel=0.01), phase
@@ -111,7 +111,7 @@ def test_a_derivation_from_another_depth_is_not(composed):
     recipe = as_override(*RECIPES[0])
     cfg = composed(recipe)
     wrong = Derivation(composed, DEPTH - 1, (1, 8), ON_CARD, machine())
-    derived = needs(wrong.trace(recipe, cfg)[0], cfg, ON_CARD, 0)
+    derived = needs(wrong.derive(recipe, cfg)[0], cfg, ON_CARD, 0)
     assert derived.device_peak != pytest.approx(needs(trace(cfg, on_card=True), cfg, ON_CARD, 0).device_peak, rel=0.01)
 
 
@@ -326,7 +326,7 @@ def ranked(monkeypatch):
             def bytes(self, option):
                 return recipes_[option["precision"], option["optim"]][0]
 
-            def trace(self, option, cfg):
+            def derive(self, option, cfg):
                 size, seconds = recipes_[option["precision"], option["optim"]]
                 return size, seconds
 
@@ -441,14 +441,14 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
 def test_the_depth_is_that_of_the_architecture(config):
     for name, depth in (("gpt2-xl", 48), ("llama-3.2-1b", 16), ("qwen3-0.6b", 28)):
         cfg = config(f"model={name}").resolved()
-        assert recipes.model_depth(cfg) == (depth, 1)
+        assert recipes.depth_and_period(cfg) == (depth, 1)
 
 
 def test_a_model_that_is_no_stack_of_equal_blocks_is_refused_a_search(config):
     cfg = config().resolved()
     cfg = cfg.replacing("model.architecture", {"model_type": "gemma3_text", "num_hidden_layers": 6})
     with pytest.raises(Refused, match="search=false"):
-        recipes.model_depth(cfg)
+        recipes.depth_and_period(cfg)
 
 
 def test_a_search_says_that_it_takes_long_before_it_does(config, composed, capsys, monkeypatch):
@@ -550,9 +550,12 @@ def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch,
         return taking_turns(config, recipe, depth)
 
     cfg = composed(recipe)
-    assert recipes.model_depth(cfg) == (depth, 2)
+    assert recipes.depth_and_period(cfg) == (depth, 2)
     derivation = Derivation(composed, depth, (1, 4), ON_CARD, machine(), period=rounds)
-    derived, traced = needs(derivation.trace(recipe, cfg)[0], cfg, ON_CARD, 0), needs(trace(cfg, True), cfg, ON_CARD, 0)
+    derived, traced = (
+        needs(derivation.derive(recipe, cfg)[0], cfg, ON_CARD, 0),
+        needs(trace(cfg, True), cfg, ON_CARD, 0),
+    )
     assert (derived.device_peak == pytest.approx(traced.device_peak, rel=0.002)) == (rounds == 2)
     assert rounds == 1 or derivation.estimate(recipe, cfg) is None
 
@@ -593,7 +596,7 @@ def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(compos
     rates, recipe = replace(machine(), overhead=0.0), streaming(*way)
     derivation, cfg = Derivation(composed, DEPTH, (1, 8), ON_CARD, rates), composed(recipe)
     itself = trace(cfg, on_card=True)
-    derived, traced = derivation.trace(recipe, cfg), needs(itself, cfg, ON_CARD, 0)
+    derived, traced = derivation.derive(recipe, cfg), needs(itself, cfg, ON_CARD, 0)
     assert derived[1] == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
     assert (derived[0].weights, derived[0].streamed, derived[0].host_bytes) == pytest.approx(
         (itself.weights, itself.streamed, itself.host_bytes), rel=0.001
@@ -603,7 +606,7 @@ def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(compos
         assert found.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
         assert found.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
     if way[-1]:
-        fewer, _ = derivation.trace(recipe | {"weights.resident_blocks": str(way[-1] - 1)}, cfg)
+        fewer, _ = derivation.derive(recipe | {"weights.resident_blocks": str(way[-1] - 1)}, cfg)
         assert fewer.weights < 0.99 * itself.weights and fewer.streamed > 1.1 * itself.streamed
 
 

@@ -40,7 +40,7 @@ GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB with its fir
 # The single allocations of a derived recipe are not known. Its reserved bytes, and the least that must be reserved, are
 # taken as these multiples of the peak that is allocated. In seventeen traced recipes of four models they were 1.03 to
 # 1.20, and 1.00 to 1.07; below a GiB, where segments of 20 MiB are coarse, up to 1.11.
-RESERVED, SMALLEST = 1.1, 1.07
+RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ def _mapped(run: Run, parameters: int, size: int) -> int:
 def _by_the_allocator(trace: Trace, device_peak: int, leaving: int) -> tuple[int, int]:
     """Returns (bytes reserved if there is room, the least bytes that must be reserved)."""
     if not trace.events:
-        return round(device_peak * RESERVED), round(device_peak * SMALLEST)
+        return round(device_peak * RESERVED), round(device_peak * LEAST_RESERVED)
     # The events lack the scratch of generated code, hence the comparison with the peak.
     reserved, smallest = replay(trace.events).reserved, smallest_limit(trace.events)
     return max(reserved + leaving, device_peak), max(smallest + leaving, device_peak)

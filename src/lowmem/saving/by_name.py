@@ -3,7 +3,9 @@
 A checkpoint is the same for every strategy and number of processes. A process has a shard of each parameter, and the
 same shard of its optimizer state, as plain tensors (`local` of `techniques/strategy/contract.py`). When saving, each
 shard gets its place in the full tensor; when loading, each process reads its shard of a full tensor from a file or a
-folder. Nothing is sent, and there is no second model while one is read.
+folder. Where a shard is no DTensor, or its order is not the model's (DeepSpeed, fused layers), `as_dtensor` gathers one
+tensor at a time, when saving and when loading a folder. Loading sends nothing else, and no process holds a second model
+while it reads.
 """
 
 import logging
@@ -45,9 +47,11 @@ def local_data(tensor: Tensor, ranks: OneDevice) -> Tensor:
 # --- saved -----------------------------------------------------------------------------------------------------------
 
 
-def divided(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor], dict]:
-    """Splits a checkpoint, on all processes. Returns: its tensors, as `checkpoint_folder.save` takes them, and the
-    rest."""
+def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor], dict]:
+    """Separates a checkpoint's tensors from the rest; all processes call this.
+
+    Returns: the tensors by name, as `checkpoint_folder.save` takes them, and the rest.
+    """
     tied, numbered, (optimizer,) = _tied(module), stepped(module), checkpoint["optimizer_states"]
     tensors = dict(_weights(checkpoint["state_dict"], module, tied))
     plain: dict[str, dict] = {}
@@ -69,6 +73,7 @@ def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: di
             continue
         if name in parameters:
             p = parameters[name]
+            # not `tensor`, but the shard that the optimizer steps
             yield WEIGHTS + name, module.ranks.as_dtensor(p, local_data(p, module.ranks))
         elif name not in tied:  # a buffer
             yield WEIGHTS + name, tensor
@@ -85,8 +90,11 @@ def _tied(module: LightningModule) -> dict[str, str]:
 
 
 def load(folder: Path) -> dict:
-    """Returns the checkpoint that `divided` got. Its tensors have no memory and are read when a shard needs them:
-    `state_dict` is a `checkpoint_folder.Stored`, and so is `stored` beside the optimizer's state."""
+    """Returns the checkpoint that `tensors_and_rest` got.
+
+    Its tensors have no memory and are read when a shard needs them: `state_dict` is a `checkpoint_folder.Stored`, and
+    so is `stored` beside the optimizer's state.
+    """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
         if WEIGHTS + first_name not in stored.tensors:  # frozen
@@ -108,10 +116,10 @@ def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rest
         if name not in tied and not tensor.is_meta:
             p, rest = parameters.get(name, tensor), rests.get(name)
             shard = local_data(p, module.ranks)
-            _fill(shard, p, name, state_dict, module.ranks, lambda full, rest=rest: _in_full(full, rest))
+            _fill(shard, p, name, state_dict, module.ranks, lambda upper, rest=rest: _with_rest(upper, rest))
 
 
-def _in_full(upper: Tensor, rest: Tensor | None) -> Tensor:
+def _with_rest(upper: Tensor, rest: Tensor | None) -> Tensor:
     return upper if rest is None else joined(upper, rest)
 
 
@@ -121,21 +129,24 @@ def _fill(
     name: str,
     tensors: Mapping[str, Tensor],
     ranks: OneDevice,
-    in_full: Callable[[Tensor], Tensor] = lambda full: full,
+    widened: Callable[[Tensor], Tensor] = lambda saved: saved,
 ) -> None:
-    """Copies this process's shard of a saved tensor, which has the layout of the parameter `p`, into `shard`."""
+    """Copies this process's shard of a saved tensor into `shard`. The tensor is laid out like the parameter `p`.
+
+    Args: widened: joins the two halves of a weight, of which a checkpoint in a file may consist.
+    """
     if not isinstance(tensors, checkpoint_folder.Stored):
-        shard.copy_(ranks.shard_of(p, in_full(tensors[name])))
+        shard.copy_(ranks.shard_of(p, widened(tensors[name])))
         return
     placed = ranks.as_dtensor(p, shard)
     tensors.read(name, placed)
     read = placed.to_local() if isinstance(placed, DTensor) else ranks.shard_of(p, placed)
-    if read.data_ptr() != shard.data_ptr():  # `placed` is a copy
+    if read.data_ptr() != shard.data_ptr():  # `as_dtensor` made a tensor of its own, in other memory
         shard.copy_(read)
 
 
-class Later(Mapping[str, object]):
-    """Holds the optimizer's state of one parameter. Each tensor is read when it is accessed."""
+class LazyState(Mapping[str, object]):
+    """Holds the optimizer's state of one parameter. Each tensor is read again each time it is accessed."""
 
     def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
         self.readers = readers
@@ -151,42 +162,47 @@ class Later(Mapping[str, object]):
 
 
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
-    """Returns the argument of the optimizer's `load_state_dict`: this process's shard of the saved state."""
+    """Returns the argument of the optimizer's `load_state_dict`: this process's shard of the saved state. Of the
+    schedules in `checkpoint`, it drops values of parameter groups that this process does not have."""
     (theirs,) = checkpoint["optimizer_states"]
-    names = checkpoint["lowmem"].get("stepped")  # None: an older checkpoint, of one device
+    names = checkpoint["lowmem"].get("stepped")  # None: written by one device, before this key existed
     ours = stepped(module)
     if "stored" not in theirs and not module.ranks.divides and names in (None, [name for name, _ in ours]):
         return theirs
     if "stored" not in theirs and names is None:
         raise Refused(
-            "resume=: this checkpoint was written before strategies could divide a model, and its optimizer state "
-            "lacks the parameters' names. Resume it with strategy=auto until a newer one is saved."
+            "resume=: this checkpoint was written before models could be divided, and does not say which parameter "
+            "each state belongs to. Resume it with strategy=auto until a newer checkpoint is saved, then resume that "
+            "one."
         )
-    by_name = _in_folder(theirs) if "stored" in theirs else _in_file(theirs, names, checkpoint["state_dict"])
+    in_folder = "stored" in theirs
+    readers_of = (
+        _readers_from_folder(theirs) if in_folder else _readers_from_file(theirs, names, checkpoint["state_dict"])
+    )
     here = ((number, name, p) for number, (name, p) in enumerate(ours) if not p.is_meta)
-    state = {number: Later(by_name(name, p, module.ranks)) for number, name, p in here}
+    state = {number: LazyState(readers_of(name, p, module.ranks)) for number, name, p in here}
     if hasattr(optimizer, "get_config"):  # bitsandbytes restores nothing but dicts
         state = {number: dict(values) for number, values in state.items()}
     groups = {group["role"]: group for group in theirs["param_groups"]}
     own = optimizer.state_dict()["param_groups"]
-    _choose(checkpoint["lr_schedulers"], list(groups), [group["role"] for group in own])
+    _keep_own_groups(checkpoint["lr_schedulers"], list(groups), [group["role"] for group in own])
     return {
         "state": {number: values for number, values in state.items() if values},
         "param_groups": [groups[group["role"]] | {"params": group["params"]} for group in own],
     }
 
 
-Readers = Callable[[str, nn.Parameter, OneDevice], dict[str, Callable[[], object]]]
+ReadersOf = Callable[[str, nn.Parameter, OneDevice], dict[str, Callable[[], object]]]
 
 
-def _in_folder(theirs: dict) -> Readers:
+def _readers_from_folder(theirs: dict) -> ReadersOf:
     stored, keys = theirs["stored"], {}
     for name, _, key in (full.rpartition("/") for full in stored):
         keys.setdefault(name, []).append(key)
 
     def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
         like = stored[full]
-        laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # scales of blocks, means of rows are not
+        laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # not so: scales per block, means per row
         undivided = not (ranks.divides and like.dim() and laid_out_alike)
         shard = (
             torch.empty_like(like, device="cpu")
@@ -203,15 +219,15 @@ def _in_folder(theirs: dict) -> Readers:
     return readers
 
 
-def _in_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> Readers:
+def _readers_from_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> ReadersOf:
     names_by_memory: dict[int, str] = {weights[name].data_ptr(): name for name in names}  # a tied weight has one memory
     state = {name: theirs["state"].get(number, {}) for number, name in enumerate(names)}
 
     def readers(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:
         values = state[name if name in state else names_by_memory[weights[name].data_ptr()]]
-        shaped = {key for key, value in values.items() if isinstance(value, Tensor) and value.dim()}
+        with_dimensions = {key for key, value in values.items() if isinstance(value, Tensor) and value.dim()}
         return {
-            key: partial(ranks.shard_of, p, value) if key in shaped else partial(_itself, value)
+            key: partial(ranks.shard_of, p, value) if key in with_dimensions else partial(_itself, value)
             for key, value in values.items()
         }
 
@@ -222,9 +238,9 @@ def _itself(value: object) -> object:
     return value
 
 
-def _choose(schedules: list[dict], roles: list[str], own_roles: list[str]) -> None:
-    """Keeps, of a schedule's values per parameter group, those of the groups that this process has."""
-    for schedule in schedules if roles != own_roles else ():
+def _keep_own_groups(schedules: list[dict], saved_roles: list[str], own_roles: list[str]) -> None:
+    """Changes the schedules: of each list with a value per parameter group, keeps those of this process's groups."""
+    for schedule in schedules if saved_roles != own_roles else ():
         for key, value in schedule.items():
-            if isinstance(value, list) and len(value) == len(roles):
-                schedule[key] = [value[roles.index(role)] for role in own_roles]
+            if isinstance(value, list) and len(value) == len(saved_roles):
+                schedule[key] = [value[saved_roles.index(role)] for role in own_roles]

@@ -52,7 +52,7 @@ class AtomicCheckpointIO(CheckpointIO):
         """Writes it; all processes call this. Raises: OSError: on all of them, if one cannot write."""
         ranks = self.module.ranks if self.module else OneDevice()
         if ranks.divides:
-            checkpoint_folder.save(Path(path), *by_name.divided(checkpoint, self.module), ranks)
+            checkpoint_folder.save(Path(path), *by_name.tensors_and_rest(checkpoint, self.module), ranks)
             return
         with fail_together(ranks):
             if ranks.rank == 0:

@@ -140,10 +140,10 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
     return list(by_choice.values())
 
 
-def candidates(typed: Typed, training: Training, shared: Collection[str] = ("auto",)) -> Iterator[Candidate]:
+def candidates(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Candidate]:
     """Yields the ways to compute one training that are not refused, with the micro-batches that do not change the
-    sequences of an optimizer step. Args: shared: strategies."""
-    for strategy, weights in product(shared, _choices(typed, PLACED)):
+    sequences of an optimizer step. Args: names: of strategies."""
+    for strategy, weights in product(names, _choices(typed, PLACED)):
         chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
         chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
         run = typed.config(chosen)

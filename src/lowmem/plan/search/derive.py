@@ -75,7 +75,7 @@ class Derivation:
         self._streaming: dict[str, str] = {}  # precision that others compute as -> the precision traced for all of them
         self._staying: dict[tuple, Trace] = {}  # traces with one block that stays, at the smaller depth
 
-    def trace(self, recipe: Mapping[str, str], run: Run) -> tuple[Trace, float]:
+    def derive(self, recipe: Mapping[str, str], run: Run) -> tuple[Trace, float]:
         """Derives a recipe's trace and its time.
 
         Args: recipe: override -> value, including the groups and batch_size; run: with its precision and optim.

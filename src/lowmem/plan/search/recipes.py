@@ -13,7 +13,7 @@ from lowmem.config.typed_lines import CONF, as_lines, as_mapping
 from lowmem.model.loading import describe, period
 from lowmem.model.trainable import trainable
 from lowmem.plan.cost.machine import Machine, machine
-from lowmem.plan.prediction import SMALLEST, Prediction, needs, outline, outlined, predict
+from lowmem.plan.prediction import LEAST_RESERVED, Prediction, needs, outline, outlined, predict
 from lowmem.plan.search.candidates import Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
 from lowmem.plan.search.changes import Change, Tier
 from lowmem.plan.search.derive import STAY, Derivation, Needed
@@ -37,14 +37,14 @@ NO_BF16 = (
 class Recipe:
     """Holds a recipe with its prediction.
 
-    Args: overrides: those to add to the typed ones; seconds: estimate for an optimizer step; changes: of the training.
+    Args: overrides: added to the typed lines, in place of those with the same key; seconds: estimate for an optimizer
+    step; changes: how the training differs from the typed one.
     """
 
     overrides: tuple[str, ...]
     prediction: Prediction
     seconds: float
     changes: tuple[Change, ...] = ()
-    rank: int = 1  # a recipe of a higher rank is taken only if none of a lower rank fits
     traced: bool = False  # the recipe itself was traced, not derived
 
     @property
@@ -73,7 +73,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the fastest recipe that fits; other times are relative to them."""
+        """Returns the seconds of the fastest recipe that fits, or of the fastest at all if none fits: the unit of
+        relative times."""
         return min(recipe.seconds for recipe in self.fitting or self.recipes)
 
     @property
@@ -88,7 +89,8 @@ def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
     Args: helper: traces some of the recipes.
 
     Raises:
-        Refused: the model's blocks are not equal and do not take turns, so only single runs can be predicted.
+        Refused: recipes cannot be derived for this model or strategy (`depth_and_period`), the model cannot be traced,
+            every recipe is refused, or the card cannot multiply in bf16.
     """
     state = _Search(typed, target, helper)
     tried: list[Recipe] = []
@@ -117,17 +119,18 @@ class _Search:
         self.by_rank: dict[int, list[Training]] = {}
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
-        self.hopeless: list[Candidate] = []  # too large by their parameters alone
+        self.hopeless: list[Candidate] = []  # too large by weights, gradients and state alone
         rates = machine(target.on_card, target.card, typed.run.multiplies_in)
-        depth, rounds = model_depth(typed.run)
-        shared = {name: typed.config({SHARED: name}) for name in strategies(typed)}
-        sizes = [size for run in shared.values() for size, _ in micro_batches(typed, run)]
-        self.derivation = Derivation(typed.config, depth, (min(sizes), max(sizes)), target, rates, period=rounds)
+        depth, turn = depth_and_period(typed.run)
+        run_of = {name: typed.config({SHARED: name}) for name in strategies(typed)}
+        sizes = [size for run in run_of.values() for size, _ in micro_batches(typed, run)]
+        self.derivation = Derivation(typed.config, depth, (min(sizes), max(sizes)), target, rates, period=turn)
         self.reasons: dict[str, str] = {}  # strategy -> why it does not work
-        self.shared = [name for name in shared if len(shared) == 1 or self._divides(name)]
+        self.strategies = [name for name in run_of if len(run_of) == 1 or self._works(name)]
 
-    def _divides(self, strategy: str) -> bool:
-        """Returns whether this strategy can divide the model: its widths may not divide."""
+    def _works(self, strategy: str) -> bool:
+        """Returns whether a strategy works with this model, by a trace of one block. If not, stores the reason: a width
+        may not be divisible by the number of devices."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             trace(short, self.target.on_card, 1, self.target.capability)
@@ -138,15 +141,18 @@ class _Search:
     def refused(self) -> Iterator[str]:
         """Yields the reasons why no recipe can be tried."""
         for training in self.trainings:
-            for strategy in self.shared:
+            for strategy in self.strategies:
                 yield from refused(self.typed.config({**training.chosen, SHARED: strategy}))
         yield from self.reasons.values()
 
     def recipes(self, rank: int) -> list[Recipe]:
-        """Returns the recipes of a rank that fit, best first, then those that do not. Recipes whose weights wait on the
-        host are tried only if no other fits: they compute the same, and every pass needs the link."""
+        """Returns the recipes of a rank that were tried; those that fit are in order, best first.
+
+        Recipes that need data from the host in every pass are tried only if no other fits: they compute the same, and
+        the link may slow them down.
+        """
         of_rank = self.by_rank[rank]
-        listed = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.shared)]
+        listed = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.strategies)]
         tried = []
         for waits in (False, True):
             tried += self._recipes([candidate for candidate in listed if candidate.over_the_link == waits])
@@ -156,12 +162,12 @@ class _Search:
 
     def _recipes(self, group: list[Candidate]) -> list[Recipe]:
         hopeful = []
-        self._trace(self.derivation.needed(c.option, c.run)[1] for c in group)
+        self._make_traces(self.derivation.needed(c.option, c.run)[1] for c in group)
         for candidate in group:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)
         derived += self._derived(list(self._partly_resident(hopeful, derived)))
-        ranked = _ranked(r for r in derived if r.prediction.fits(self.target))
+        ranked = _best_first(r for r in derived if r.prediction.fits(self.target))
         return self._confirmed(ranked) + [r for r in derived if not r.prediction.fits(self.target)]
 
     def _partly_resident(self, hopeful: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
@@ -171,9 +177,11 @@ class _Search:
             return
         for candidate, recipe in zip(hopeful, derived, strict=True):
             if candidate.streams and recipe.prediction.fits(self.target):
-                block = SMALLEST * recipe.prediction.trace.streamed / self.derivation.depth
+                block = LEAST_RESERVED * recipe.prediction.trace.streamed / self.derivation.depth
                 room = int((memory - recipe.prediction.device_need) / block)
-                most = self.derivation.depth - candidate.run.weights.slots - 1  # with more, all blocks would stay
+                most = (
+                    self.derivation.depth - candidate.run.weights.slots - 1
+                )  # with more, every block would have a place
                 if (count := min(room, most)) > 0:
                     yield replace(candidate, option={**candidate.option, STAY: str(count)})
 
@@ -206,70 +214,71 @@ class _Search:
         return parameters.phases["step"].total + self.target.context_bytes
 
     def _derived(self, group: list[Candidate]) -> list[Recipe]:
-        self._trace(need for c in group for need in self.derivation.needed(c.option, c.run))
+        self._make_traces(need for c in group for need in self.derivation.needed(c.option, c.run))
         return [self._recipe(candidate) for candidate in group]
 
     def _recipe(self, candidate: Candidate) -> Recipe:
         option, run = candidate.option, candidate.run
-        derived, seconds = self.derivation.trace(option, run)
+        derived, seconds = self.derivation.derive(option, run)
         need = needs(derived, run, self.target, self.libraries)
         need = replace(need, estimate=self.derivation.estimate(option, run) or need.estimate)
         if link := self.derivation.machine.link:
             seconds += 2 * need.paged_on_host(self.target.device_memory) / link  # each of its pages comes and leaves
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
-        training = candidate.training
-        return Recipe(overrides, need, seconds, training.changes, _rank(training, self.typed.may_change))
+        return Recipe(overrides, need, seconds, candidate.training.changes)
 
-    def _trace(self, needed: Iterable[Needed]) -> None:
+    def _make_traces(self, needed: Iterable[Needed]) -> None:
+        """Makes those of the needed traces that do not exist yet."""
         trace_all(self.typed.run, self.derivation, needed, self.helper)
 
 
 def _rank(training: Training, may_change: Collection[str] | None) -> int:
-    """Returns the rank of a training: ranks are tried in order. A training close to the typed one is of the lowest rank
-    if `may_change` allows it."""
+    """Returns the rank of a training: rank 1 is tried first. A training close to the typed one shares it if
+    `may_change` names any group."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 
-def _ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Returns the fastest recipes first. Of equally fast ones, the one with the fewest changes of the training comes
-    first, then the one with the fewest overrides."""
+def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Returns recipes, fastest first, but moves one of those as fast as the fastest to the front: the one with the
+    fewest changes of the training, of several the one with the fewest overrides."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
     as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # stable: of ties the fastest stays ahead
     return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
 
 
-def model_depth(run: Run) -> tuple[int, int]:
+def depth_and_period(run: Run) -> tuple[int, int]:
     """Returns (number of blocks, number after which the kinds of blocks repeat)."""
     config, strategy = describe(run, plans=True).grown, run.technique("strategy")
     if strategy.overlaps_micro_batches or strategy.package:
         raise Refused(
-            "strategy: recipes are derived from a few blocks of a model, which this one divides otherwise than all of "
-            "them. Type search=false to plan.py to predict one run at a time."
+            "strategy: recipes are derived from traces of a few blocks, and this strategy divides a few blocks in "
+            "another way than the full model. Type search=false to plan.py to predict one run at a time."
         )
     depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
-    rounds = period(kinds) if kinds else 1
-    if not depth or rounds is None:
+    turn = period(kinds) if kinds else 1
+    if not depth or turn is None:
         raise Refused(
-            f"model.name={run.model.name}: recipes are derived from a stack of blocks that are equal or take "
-            "turns, and this model's do not. Type search=false to plan.py to predict one run at a time."
+            f"model.name={run.model.name}: recipes are derived from a stack of blocks that are equal, or whose kinds "
+            "repeat in a fixed order; this model's do not. Type search=false to plan.py to predict one run at a time."
         )
-    if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, config, rounds):
+    if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, config, turn):
         raise Refused(
-            "freeze=, adapter.target=: recipes are derived from a stack of blocks that are equal, and these are blocks "
-            "of which some are frozen or adapted otherwise. Type search=false to plan.py to predict one run at a time."
+            "freeze=, adapter.target=: recipes are derived from a stack of blocks that are equal, and here some blocks "
+            "are frozen or adapted and others are not. Type search=false to plan.py to predict one run at a time."
         )
-    return depth, rounds
+    return depth, turn
 
 
-def _trained_alike(run: Run, config: PretrainedConfig, rounds: int) -> bool:
+def _trained_alike(run: Run, config: PretrainedConfig, turn: int) -> bool:
     """Returns whether all blocks of a kind have the same trainable parameters."""
     kinds = [{name for name, _ in trainable(block)} for block in stack_of(outlined(run, config))]
-    return all(kind == kinds[number % rounds] for number, kind in enumerate(kinds))
+    return all(kind == kinds[number % turn] for number, kind in enumerate(kinds))
 
 
 def largest_model(plan: Plan) -> str | None:
-    """Returns the largest model of conf/model, below the plan's own, with which the plan's smallest recipe fits."""
+    """Returns the largest model of conf/model, with fewer parameters than the plan's own, that fits with the plan's
+    smallest recipe; None: none does. It is asked of plans in which nothing fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
     parameters = plan.recipes[0].prediction.parameters
     sizes = {}

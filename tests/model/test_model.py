@@ -33,7 +33,7 @@ def folder(request, tmp_path, small, config):
 
 def spec(folder, **changes):
     how = {"name": str(folder), "pretrained": True, "trust_remote_code": False, "attention": "sdpa"}
-    return Model.model_construct(**how | {"architecture": None, "stable_embedding": False} | changes)
+    return Model.model_construct(**how | {"architecture": None} | changes)
 
 
 def built(how, dtype=torch.float32):
@@ -92,7 +92,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem.config import schema
 from lowmem.model import loading
 how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
-spec = schema.Model.model_construct(**how, stable_embedding=False)
+spec = schema.Model.model_construct(**how)
 def anonymous():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
 described = loading.Described(spec, loading.architecture(spec))

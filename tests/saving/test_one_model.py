@@ -89,7 +89,7 @@ from lowmem.techniques.precision.host_masters import BFloat16Master
 from lowmem.techniques.precision.bf16_on_host import BFloat16Stochastic
 from lowmem.techniques.weights.streamed import Streamed
 how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
-spec = schema.Model.model_construct(**how, stable_embedding=False)
+spec = schema.Model.model_construct(**how)
 kind, dtype = (BFloat16Master, torch.float32) if sys.argv[2] == "halves" else (BFloat16Stochastic, torch.bfloat16)
 def anonymous():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024

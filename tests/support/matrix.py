@@ -83,7 +83,6 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
         "adapter=dora": (also(plain, "adapter=dora", "lr=1"), FP32),
         "adapter=qlora": (also(plain, "adapter=qlora", "lr=1"), FP32),
         "freeze": (also(exact, "freeze=['*embed*','*layers.0.*']"), FP64),
-        "model.stable_embedding": (also(exact, "model.stable_embedding=true"), FP64),
         "a mixture's auxiliary loss": (also(plain, network="qwen3_moe", apart=True), FP32),
         "tied embeddings (GPT-2)": (also(exact, network="gpt2"), FP64),
         # rows

@@ -22,7 +22,7 @@ def llama(**keys):
 
 def built(folder):
     how = {"name": str(folder), "pretrained": True, "trust_remote_code": False, "architecture": None}
-    spec = Model.model_construct(**how, attention="sdpa", stable_embedding=False)
+    spec = Model.model_construct(**how, attention="sdpa")
     return loading.load(loading.Described(spec, loading.architecture(spec)), torch.float32)
 
 

@@ -164,12 +164,6 @@ REFUSALS = (
         "a_base_in_4_bits_does_not_stream",
     ),
     Refusal(
-        lambda run: run.model.stable_embedding and run.model.pretrained,
-        "model.stable_embedding=true: a published model was not trained with a norm after its embedding, which would "
-        "change what all its weights mean. Type model.pretrained=false for a random start, or optim.embedding_bits=32.",
-        "a_norm_behind_a_trained_embedding_changes_what_it_computes",
-    ),
-    Refusal(
         lambda run: run.batch_size == "auto" and "size" not in run.accumulation.arguments and not run.several,
         "batch_size=auto: the micro-batch is chosen so that the effective batch stays, and accumulation does not say "
         "one. Type accumulation=effective_batch accumulation.size=64.",

@@ -128,7 +128,6 @@ class Model(Section):
     seq_len: Count
     max_steps: Count
     architecture: _words("its keys, such as model.architecture.n_layer=6", dict[str, Any] | None)
-    stable_embedding: Switch
     added_tokens: _words("a list such as [<|im_start|>,<|im_end|>]", list[Text])
 
 

@@ -34,7 +34,6 @@ from lowmem.config.check import POSITIONS, check_hub_id, check_positions
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
 from lowmem.model import vocabulary
-from lowmem.model.stable_embedding import stabilise
 from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -218,8 +217,6 @@ def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
     model = _with_attention(spec.attention, load_with)
     if described.added and spec.pretrained:
         vocabulary.grow(model, described.added)
-    if spec.stable_embedding:
-        stabilise(model)
     wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
     if wrong:
         raise Refused(f"model.name={spec.name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")

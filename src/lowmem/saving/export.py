@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem.model.stable_embedding import folded
 from lowmem.model.trainable import full_shape
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.fail_together import fail_together
@@ -131,7 +130,7 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     Args: weights: the model's own reader; None: its parameters are at full precision.
     """
     weights, dtype = weights or Weights(network), folder.dtype
-    with folder.draft() as draft, folded(network, weights.full):
+    with folder.draft() as draft:
         tensors = network.state_dict() | _laters(network, dtype, weights)
         network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=SHARD)
         # transformers has written the dtype of the parameters in memory

@@ -33,7 +33,6 @@ CASES = {
     "gpt2, bf16": (*GPT2, "precision=bf16-sr", "optim=adamw"),
     "llama": LLAMA,
     "llama, untied, 16 bits": (*LLAMA, "model.architecture.tie_word_embeddings=false", "precision=bf16-sr"),
-    "stable embedding": (*GPT2, "model.stable_embedding=true"),
     "frozen": (*GPT2, "freeze=[transformer.wte.*]"),
     "adapter": (*GPT2, "adapter=lora"),
     "adapter with magnitudes": (*LLAMA, "adapter=dora"),

@@ -38,6 +38,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.arithmetic.fp32_halves import rounded
 from lowmem.techniques.gradient_checkpointing import policies
+from lowmem.techniques.precision.cpu_products import widened
 from lowmem.training import build
 from lowmem.training.training import mixes_dtypes
 
@@ -231,7 +232,8 @@ def masters(architecture: dict) -> str:
     torch.manual_seed(1)
     narrow.model.train()
     for _ in range(2):
-        (narrow.loss(narrow.model, MicroBatch(ids[:, :-1], ids[:, 1:])) / (BATCH * TOKENS)).backward()
+        with widened(torch.bfloat16, "cpu"):  # as the run's products are, where the CPU has no units for bf16
+            (narrow.loss(narrow.model, MicroBatch(ids[:, :-1], ids[:, 1:])) / (BATCH * TOKENS)).backward()
         for w, p in pairs:
             w.grad, p.grad = None if p.grad is None else p.grad.float(), None
         stepping.step()

@@ -60,7 +60,7 @@ LOW_RANK = 0.04
 # much of it the next losses show is no constant: a large step of plain SGD multiplies it, and so does a sign. So the
 # optimizer does not count here. What is left is the products' rounding, of which a mean over tokens shows this share
 # of what it does to the update of matrices (measured: at most a 390th with bf16, a 920th with fp16, an 810th in fp32);
-# a micro-batch left out is at 0.27, a loss that is summed in bf16 at 0.0017, of 0.001 that bf16 weights may be off by.
+# a micro-batch left out is at 0.27, a loss that is summed in bf16 at 0.03, of 0.001 that bf16 weights may be off by.
 OF_LOSS = 1 / 200
 # One gradient through torch.compile's partitioner, relative; and a loss after four steps through generated code
 PARTITIONED, GENERATED = 1e-5, 1e-4

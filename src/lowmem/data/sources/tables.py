@@ -125,7 +125,7 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
 def _check_columns(names: Sequence[str], columns: Sequence[str], file: Path) -> None:
     for column in columns:
         if column not in names:
-            known = ", ".join(f'"{shown(name)}"' for name in names[:8]) or "none"
+            known = ", ".join(f'"{shown(name)}"' for name in names[:8]) or "unnamed"
             raise Refused(f'data: {shown(file)} has no column "{column}"; its columns are {known}. Type one of them.')
         if names.count(column) > 1:
             raise Refused(f'data: {shown(file)} has two columns "{column}". Rename one.')

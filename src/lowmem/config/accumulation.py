@@ -46,14 +46,14 @@ def fixed(batches: int) -> WindowSize:
 
 def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
     """Returns windows of as many micro-batches as make `size` sequences per optimizer step, over all devices."""
-    together = batch_size * devices
-    if not _counts(size) or size % together:
-        near = max(1, round(size / together)) * together
+    sequences = batch_size * devices
+    if not _counts(size) or size % sequences:
+        near = max(1, round(size / sequences)) * sequences
         raise Refused(
-            f"accumulation.size={size}: {devices} x batch_size={batch_size} sequences at a time do not make it up "
-            f"exactly. Type accumulation.size={near}, or a batch_size that divides it."
+            f"accumulation.size={size}: it is no multiple of the {devices} x batch_size={batch_size} sequences of a "
+            f"pass. Type accumulation.size={near}, or a batch_size that divides it."
         )
-    return WindowSize({0: size // together})
+    return WindowSize({0: size // sequences})
 
 
 def by_epoch(sizes: Mapping[int, int]) -> WindowSize:

@@ -18,15 +18,15 @@ from lowmem.memory import cap
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, MIB
 
-KEPT = 0.02  # of a bare size
+SPARE = 0.02  # share of a bare size that stays free
 CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; the few that have more are the largest
 COMMUNICATOR = 512 * MIB  # of NCCL, for each group of ranks that exchange: 0.5 to 1 GiB were seen (nccl#864, nccl#1685)
-LATER = 128 * MIB  # kernels that load when they are first called, 20 to 70 MiB, and cuBLAS's workspace, 16 to 64
-REACHED = 0.85  # of the bandwidth of a data sheet
+LATER = 128 * MIB  # for kernels that load at their first call, 20 to 70 MiB, and cuBLAS's workspace, 16 to 64
+REACHED = 0.85  # share of a data sheet's bandwidth that a run reaches
 OVERHEAD = 5e-6  # seconds per operator
 # The first compute capability whose cards multiply in a dtype. One without tensorfloat32 computes it in fp32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
-REFERENCE = "rtx3060"  # whose rates are those of a card without a name that is not here
+REFERENCE = "rtx3060"  # its rates are assumed for a bare size if no card is here
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class Card:
         return self.capability is None or self.capability >= MULTIPLIES[dtype]
 
 
-def card(asked: str | int | None, key: str = "gpu") -> Card | None:
+def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
     """Returns the card for 'rtx3060' or '12GiB'; None, if none was typed, stands for the card in this machine.
 
     Raises:
         Refused: neither a size nor a name of conf/gpu.yaml.
     """
-    if asked is None:
+    if name_or_size is None:
         return None
-    if str(asked).lower() in cards():
-        return named(str(asked).lower())
-    size, says = cap.parse_bytes(asked, key, plain=False), f"{asked}, {KEPT:.0%} of it kept free"
-    return Card(round((1 - KEPT) * size), f"{says}, with the times of an {REFERENCE} if none is here", CONTEXT)
+    if str(name_or_size).lower() in cards():
+        return named(str(name_or_size).lower())
+    size, says = cap.parse_bytes(name_or_size, key, plain=False), f"{name_or_size}, {SPARE:.0%} of it kept free"
+    return Card(round((1 - SPARE) * size), f"{says}, with the times of an {REFERENCE} if none is here", CONTEXT)
 
 
 def here() -> Card:
@@ -75,29 +75,31 @@ def here() -> Card:
     Raises:
         Refused: there is no CUDA device.
     """
-    import torch  # not above: sizes are read before it is needed
+    import torch  # not above: a command reads sizes before it needs torch
 
     if not torch.cuda.is_available():
-        raise Refused("device=cuda: no card is here that could say what is free. Type gpu=12GiB for one in mind.")
+        raise Refused(
+            "device=cuda: this machine has no card whose free memory could be read. Type gpu=12GiB for a card in mind."
+        )
     major, minor = torch.cuda.get_device_capability()
-    says = "what is free of the one that is here, CUDA's context taken off"
+    says = "what is free on the card of this machine, without CUDA's context"
     return Card(torch.cuda.mem_get_info()[0], says, LATER, capability=major + minor / 10)
 
 
 def named(name: str) -> Card:
-    said = cards()[name]
+    section = cards()[name]
     rates = {
-        "flops": {kind: 1e12 * rate for kind, rate in said["tflops"].items()},
-        "bandwidth": REACHED * 1e9 * said["bandwidth"],
+        "flops": {dtype: 1e12 * rate for dtype, rate in section["tflops"].items()},
+        "bandwidth": REACHED * 1e9 * section["bandwidth"],
         "overhead": OVERHEAD,
-        "link": 1e9 * said["link"],
-        "against": said["against"],
-        "peer": 1e9 * said["peer"],
-        "network": 1e9 * said["network"],
+        "link": 1e9 * section["link"],
+        "against": section["against"],
+        "peer": 1e9 * section["peer"],
+        "network": 1e9 * section["network"],
     }
-    context_bytes = said["context_mib"] * MIB + LATER
+    context_bytes = section["context_mib"] * MIB + LATER
     says = f"{name}, as torch reports it"
-    return Card(round(said["total_gib"] * GIB), says, context_bytes, rates, said["capability"], name)
+    return Card(round(section["total_gib"] * GIB), says, context_bytes, rates, section["capability"], name)
 
 
 def nearest(word: object) -> list[str]:

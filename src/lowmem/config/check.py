@@ -20,11 +20,11 @@ from lowmem.config.typed_lines import CONF
 from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
 
-# Under which name a model's config has the length of the longest sequence, if it has one.
+# Names under which a model's config may have the length of the longest sequence.
 POSITIONS = ("max_position_embeddings", "n_positions")
-OF_A_RUN = ("resume", "evaluate", "export", "generate")  # what they name has been trained
+OF_A_RUN = ("resume", "evaluate", "export", "generate")  # keys that name something trained
 TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # in a yaml
-# Keys of conf/optim that are lowmem's, beside the arguments of the class that a yaml names.
+# lowmem's own keys of conf/optim. All others are arguments of the class that a yaml names.
 OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 
 
@@ -40,29 +40,29 @@ def check(run: Run, choices: Mapping[str, str]) -> None:
 
 def check_values(run: Run) -> None:
     """Checks the values against each other, within milliseconds. `schema.py` has checked their types and ranges."""
-    if len(named := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
-        raise Refused(f"{' and '.join(named)}: one command does one of them. Leave the others out.")
+    if len(works := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
+        raise Refused(f"{' and '.join(works)}: one command does one of them. Leave the others out.")
     if run.push is not None and (run.evaluate is not None or run.generate is not None):
         raise Refused(f"push={run.push}: this writes no model. Type export=<a run> push={run.push}.")
     if (run.generate is None) != (run.prompt is None):
         typed, other = ("generate", "prompt='...'") if run.prompt is None else ("prompt", "generate=<a run or model>")
-        raise Refused(f"{typed}={getattr(run, typed)}: one goes on with the other. Type {other} beside it.")
+        raise Refused(f"{typed}={getattr(run, typed)}: generate and prompt go together. Type {other} beside it.")
     if same := [place for place in _val_places(run.data.arguments) if _same(run.data.path, place)]:
         raise Refused(
-            f"data.val_path={same[0]}: this is data.path too, and validation would be of what was trained "
-            "on. Type data.val_path=<another>, or null for a share of data.path."
+            f"data.val_path={same[0]}: this is data.path too, and validation would measure texts that were "
+            "trained on. Type data.val_path=<another>, or null for a share of data.path."
         )
     _check_data(run)
     architecture = run.model.architecture or {}
-    typed = (architecture[key] for key in POSITIONS if _is_count(architecture.get(key)))
-    check_positions(run.seq_len, next(typed, None))
+    positions = (architecture[key] for key in POSITIONS if _is_count(architecture.get(key)))
+    check_positions(run.seq_len, next(positions, None))
 
 
 def _check_data(run: Run) -> None:
     """Checks early what a data source would refuse when it is opened, as far as its keys show it."""
     data = run.data.arguments
-    if (parts := data.get("parts")) is not None:
-        values.checked_shares(parts, data.get("shares"))
+    if (sources := data.get("parts")) is not None:
+        values.checked_shares(sources, data.get("shares"))
     if data.get("streaming") is True and run.show is not None:
         raise Refused(
             f"show={run.show}: the rows of a stream have no numbers, and are made while it is read. Type "
@@ -71,7 +71,7 @@ def _check_data(run: Run) -> None:
     trains_tokenizer = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
     if data.get("streaming") is True and trains_tokenizer and run.evaluate is None and run.generate is None:
         raise Refused(
-            "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder or "
+            "data.streaming=true: no tokenizer can be trained before the texts arrive. Type tokenizer=<a folder or "
             "hub id>, or data.streaming=false."
         )
 
@@ -93,24 +93,24 @@ def check_places(run: Run) -> None:
         check_hub_id("tokenizer", run.tokenizer)
     data = run.data.arguments
     _check_texts("data", data)
-    for name, part in data.get("parts", {}).items():
-        _check_texts(f"data.parts.{name}", part)
+    for name, source in data.get("parts", {}).items():
+        _check_texts(f"data.parts.{name}", source)
     if (path := run.adapter.arguments.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
 
 
-def _check_texts(of: str, data: Mapping) -> None:
-    """Checks the files of a data source. Args: of: its key, `data` or `data.parts.<name>`. A name that a hub may know
-    is checked where the hub is asked."""
+def _check_texts(section: str, data: Mapping) -> None:
+    """Checks the files of a data source. Args: section: its key, `data` or `data.parts.<name>`. A name that a hub
+    may know is checked when the hub is asked."""
     for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
         for place in places:
             if place is not None and "revision" not in data and not _is_there(place):
                 several = " Several have names, as in {news:a,wiki:b}." if place[0] in "{[" else ""
-                raise Refused(f"{values.no_such(f'{of}.{key}', place)}{several}")
+                raise Refused(f"{values.no_such(f'{section}.{key}', place)}{several}")
     values.checked_fields(*(data.get(name) for name in ("field", "prompt", "completion", "messages")))
     template = data.get("template")
     if template not in (None, "chatml") and not _is_there(template):
-        raise values.no_such(f"{of}.template", template)
+        raise values.no_such(f"{section}.template", template)
     if "encoding" in data:
         values.check_utf8(data["encoding"])
     if "on_error" in data:
@@ -129,8 +129,8 @@ def check_hub_id(key: str, name: str) -> None:
 
 def _val_places(data: Mapping) -> list[str]:
     """Returns the validation paths: none, one, or one for each named set."""
-    given = data.get("val_path")
-    return [] if given is None else [given] if isinstance(given, str) else list(given.values())
+    val_path = data.get("val_path")
+    return [] if val_path is None else [val_path] if isinstance(val_path, str) else list(val_path.values())
 
 
 def _is_there(place: str) -> bool:
@@ -138,13 +138,13 @@ def _is_there(place: str) -> bool:
         Path(os.path.expanduser(place)).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (OSError, ValueError):  # whoever reads it says why it cannot
+    except (OSError, ValueError):  # reading it will say why it cannot be read
         return True
     return True
 
 
-def _same(one: str, other: str) -> bool:
-    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
+def _same(path: str, other: str) -> bool:
+    return Path(path).expanduser().absolute() == Path(other).expanduser().absolute()
 
 
 def _is_count(value: object) -> bool:
@@ -154,11 +154,11 @@ def _is_count(value: object) -> bool:
 def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
     """Yields a sentence for each key that the yaml's class or function does not take."""
     for path, node in targets(run.as_dict()):
-        group = next((part for part in reversed(path) if part in choices), path[0])
+        group = next((key for key in reversed(path) if key in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
         try:
             takes = inspect.signature(get_object(node["_target_"])).parameters
-        except Exception as error:  # whatever importing it raises is the user's to know
+        except Exception as error:  # the user is told whatever the import raises
             why = str(error).splitlines()[-1]
             yield f"{yaml}: {node['_target_']} cannot be imported ({why}).{moved(node['_target_'])}"
             continue
@@ -175,14 +175,14 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns a sentence with the `_target_` of conf/ that has this one's last name: modules have moved since people
-    wrote their own yamls. Empty where there is none."""
+    """Returns a sentence with the `_target_` of conf/ with the same last name: modules have moved since people wrote
+    their own yamls. The sentence is empty if there is none."""
     *path, name = target.split(".")
-    shipped = {found for file in CONF.rglob("*.yaml") for found in TARGET.findall(file.read_text(encoding="utf-8"))}
-    same = [found for found in sorted(shipped) if path[:1] == ["lowmem"] and found.endswith(f".{name}")]
+    shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
+    same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]
     if not same:
         return ""
-    return f" It is now {max(same, key=lambda found: len({*path} & {*found.split('.')}))}: type that."
+    return f" It is now {max(same, key=lambda known: len({*path} & {*known.split('.')}))}: type that."
 
 
 def _savers(run: Run) -> Iterator[str]:
@@ -190,24 +190,24 @@ def _savers(run: Run) -> Iterator[str]:
     from lightning.pytorch.callbacks import Checkpoint
 
     for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):
-        one = get_object(node["_target_"])
-        if isinstance(one, type) and issubclass(one, Checkpoint):
+        callback = get_object(node["_target_"])
+        if isinstance(callback, type) and issubclass(callback, Checkpoint):
             yield (
-                f"{'.'.join(path)}: {one.__name__} saves inside accumulation windows, which no run can go on from. "
-                "Leave it out: save_every=30min and checkpoint.keep=best do what it is for."
+                f"{'.'.join(path)}: {callback.__name__} saves inside accumulation windows, where no run can resume. "
+                "Leave it out, and type save_every=30min checkpoint.keep=best instead."
             )
 
 
 def _metric(name: str | None) -> Iterator[str]:
     if name is None:
         return
-    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it prints besides what it raises
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # Hydra would also print the error that it raises
     try:
-        found = callable(get_object(name))
+        is_function = callable(get_object(name))
         why = "it is no function"
-    except Exception as error:  # whatever the module does when it is imported
-        found, why = False, str(error.__cause__ or error).partition("\n")[0]
-    if not found:
+    except Exception as error:  # importing a module may raise anything
+        is_function, why = False, str(error.__cause__ or error).partition("\n")[0]
+    if not is_function:
         yield f"metric={name}: {why}. Type metric=<module>.<function> of a module beside train.py, or metric=null."
 
 
@@ -239,7 +239,7 @@ def _device(device: str, snapshot: bool) -> None:
         if "LOCAL_WORLD_SIZE" not in os.environ:
             raise Refused(
                 f"LOCAL_WORLD_SIZE is not set: all {ranks} ranks would be on this machine, {why}. Start them with "
-                "torchrun, or set LOCAL_WORLD_SIZE to how many are here."
+                "torchrun, or set LOCAL_WORLD_SIZE to the number of ranks on this machine."
             )
         raise Refused(
             f"devices={rank_environment.size()}: {ranks} of these ranks are on this machine, {why}. Type "
@@ -253,7 +253,7 @@ def _device(device: str, snapshot: bool) -> None:
 
 
 def check_positions(seq_len: int, positions: int | None) -> None:
-    """Raises Refused if a row is longer than the model's positions. Args: positions: None is without limit."""
+    """Raises Refused if a row is longer than the model's positions. Args: positions: None if there is no limit."""
     if positions is not None and seq_len > positions:
         raise Refused(f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
 

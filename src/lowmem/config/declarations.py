@@ -29,11 +29,11 @@ from pydantic import BaseModel
 from lowmem.config.typed_lines import CONF
 from lowmem.system.errors import Refused
 
-# What the planner does with a group's techniques. One that it does not know, it leaves as it was typed.
+# Groups that the planner may change. It leaves all other groups as they were typed.
 CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
-COMPUTED = ("gradient_checkpointing", "loss")  # groups of ways to compute the same
-PLACED = "weights"  # a group of places where they wait, which what a step does depends on
-SHARED = "strategy"  # a group of ways for several devices to share one training
+COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute the same in other ways
+PLACED = "weights"  # the group that says where weights wait; what a step does depends on it
+SHARED = "strategy"  # the group that says how several devices share one training
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Technique:
 def groups() -> tuple[str, ...]:
     """Returns the groups with a technique that declares something, in the order of conf/config.yaml."""
     defaults = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    named = [key for line in defaults if isinstance(line, dict) for key in line]
-    return tuple(group for group in named if any(map(_declares, (CONF / group).glob("*.yaml"))))
+    names = [key for line in defaults if isinstance(line, dict) for key in line]
+    return tuple(group for group in names if any(map(_declares, (CONF / group).glob("*.yaml"))))
 
 
 def _declares(file: Path) -> bool:
@@ -138,15 +138,15 @@ def techniques(group: str) -> dict[str, Technique]:
     Raises:
         Refused: a key that no technique declares.
     """
-    found = {}
+    properties = {}
     for file in sorted((CONF / group).glob("*.yaml")):
-        said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        found[file.stem] = _technique(said.get(group, said).get("declares") or {}, f"conf/{group}/{file.name}")
-    return found
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        properties[file.stem] = _technique(values.get(group, values).get("declares") or {}, f"conf/{group}/{file.name}")
+    return properties
 
 
-def _technique(said: Mapping, where: str) -> Technique:
-    known = [one.name for one in fields(Technique)]
-    if unknown := [key for key in said if key not in known]:
+def _technique(declared: Mapping, where: str) -> Technique:
+    known = [property_.name for property_ in fields(Technique)]
+    if unknown := [key for key in declared if key not in known]:
         raise Refused(f"{where}: declares.{unknown[0]} means nothing here. Declare one of {', '.join(known)}.")
-    return Technique(**said)
+    return Technique(**declared)

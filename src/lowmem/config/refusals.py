@@ -47,8 +47,9 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.on_nonfinite == "skip" and (run.in_backward or run.early),
-        "on_nonfinite=skip: here weights step while gradients are still made, and one that is not finite comes too "
-        "late for those before it. Type on_nonfinite=stop, or clip=1.0 optim.in_backward=false, which wait for all.",
+        "on_nonfinite=skip: weights step while other gradients are still being computed, and one that is not finite "
+        "comes too late to skip the earlier steps. Type on_nonfinite=stop, or clip=1.0 optim.in_backward=false, which "
+        "wait for all.",
         "an_early_step_cannot_be_taken_back",
     ),
     Refusal(
@@ -71,20 +72,20 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: not run.several and run.devices != 1,
-        "devices={devices}: strategy=auto is one device. Type strategy=ddp, where the model fits on each, or "
+        "devices={devices}: strategy=auto uses one device. Type strategy=ddp, where the model fits on each, or "
         "strategy=fsdp, which divides it.",
         "one_device_leaves_the_others_idle",
     ),
     Refusal(
         lambda run: run.several and run.streams,
         "weights=streamed: the host holds one whole model, for one device. Type weights=resident precision=bf16-sr "
-        "optim=adamw strategy=fsdp_offload for several, whose hosts hold a part of it for each, or strategy=auto "
+        "optim=adamw strategy=fsdp_offload for several, where the host holds one shard for each, or strategy=auto "
         "devices=1.",
         "each_process_would_hold_all_that_streams",
     ),
     Refusal(
         lambda run: run.several and run.masters and not run.streams,
-        "strategy: with this precision the host steps one whole model beside one device. Type precision=bf16 for "
+        "strategy: with this precision the host steps one full model, for one device. Type precision=bf16 for "
         "several, or bf16-sr where the engine is torch's, or strategy=auto devices=1.",
         "each_process_would_step_masters_of_its_own",
     ),
@@ -102,16 +103,16 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.any("divides") and (run.any("needs_whole") or run.technique("optim").state_bits < 32),
-        "strategy: it divides each matrix, and this optim takes means over rows, or holds state in blocks, of the "
-        "whole of it: on a part it would be another update. Type optim=adamw, or strategy=ddp.",
+        "strategy: it shards each matrix, and this optim takes means over rows of the full matrix, or holds its "
+        "state in blocks: on a shard its update would be another one. Type optim=adamw, or strategy=ddp.",
         "an_optimizer_of_whole_matrices_steps_parts_otherwise",
     ),
     Refusal(
         lambda run: (
             run.saves_parts and run.technique("optim").generates_code and run.technique("optim").state_bits < 32
         ),
-        "strategy: each rank saves what it has, number by number, and the state of this optim is tensors of its own "
-        "kind, which are none. Type optim=adamw8bit or adam8bit with strategy=pipeline, or optim=adamw.",
+        "strategy: each rank saves its shard as plain numbers, and the state of this optim is tensors of a class of "
+        "its own, which cannot be saved so. Type optim=adamw8bit or adam8bit with strategy=pipeline, or optim=adamw.",
         "state_of_a_kind_of_its_own_is_not_saved_by_ranks",
     ),
     Refusal(
@@ -127,52 +128,52 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.any("adds_in_blocks") and run.any("compiles_blocks"),
-        "strategy: inside of each block devices add what they have, and torch.compile cannot tell how many bytes of "
-        "that there are. Type gradient_checkpointing=selective or every_layer.",
+        "strategy: inside of each block devices add up their results, and torch.compile cannot tell how many bytes "
+        "those have. Type gradient_checkpointing=selective or every_layer.",
         "compiled_blocks_do_not_add_over_devices",
     ),
     Refusal(
         lambda run: run.any("overlaps_micro_batches") and _merges(run) and "weights" in run.technique("adapter").saves,
         "strategy=pipeline: the adapter would be merged at the end (merge=true, or a model that starts at random), and "
-        "of weights in 4 bits each stage has its own blocks' alone. Type merge=false with a published model, "
+        "each stage has the 4-bit weights of its own blocks alone. Type merge=false with a published model, "
         "adapter=lora, or strategy=fsdp.",
         "a_stage_has_4_bits_of_its_own_blocks_alone",
     ),
     Refusal(
         lambda run: run.streams and not run.masters and not run.several,
-        "weights=streamed: this precision steps on the device, where the weights are only for their turn. Type "
+        "weights=streamed: this precision steps on the device, where weights are only while their block runs. Type "
         "precision=bf16-master gradient_checkpointing=every_layer, or weights=resident. 16-master and bf16-sr step on "
         "the host, too, and any gradient_checkpointing works that computes blocks again.",
         "weights_that_stream_are_not_there_to_be_stepped",
     ),
     Refusal(
         lambda run: run.streams and run.masters and run.any("keeps_all") and not run.several,
-        "weights=streamed: without gradient checkpointing autograd keeps every block's weights from forward until "
-        "backward, when others lie in their place. Type gradient_checkpointing=every_layer.",
+        "weights=streamed: without gradient checkpointing autograd reads every block's weights again in backward, "
+        "when those of other blocks lie in their place. Type gradient_checkpointing=every_layer.",
         "autograd_reads_weights_that_have_left",
     ),
     Refusal(
         lambda run: run.streams and run.any("compiles_blocks"),
-        "weights=streamed: a block's weights are put into their place as it is called, which compiled blocks do not "
-        "do. Type gradient_checkpointing=every_layer.",
+        "weights=streamed: a block's weights are put into their place when it is called, and compiled blocks skip "
+        "that. Type gradient_checkpointing=every_layer.",
         "compiled_blocks_do_not_take_their_weights_as_they_are_called",
     ),
     Refusal(
         lambda run: run.streams and run.any("freezes_base") and "weights" in run.technique("adapter").saves,
         "weights=streamed: this adapter holds the model's own weights in a few bits, which stay on the device, and "
-        "nothing but itself would stream. Type adapter=lora, whose base streams in 16 bits, or weights=resident.",
+        "only the adapter itself would stream. Type adapter=lora, whose base streams in 16 bits, or weights=resident.",
         "a_base_in_4_bits_does_not_stream",
     ),
     Refusal(
         lambda run: run.batch_size == "auto" and "size" not in run.accumulation.arguments and not run.several,
-        "batch_size=auto: the micro-batch is chosen so that the effective batch stays, and accumulation does not say "
-        "one. Type accumulation=effective_batch accumulation.size=64.",
+        "batch_size=auto: the search keeps the effective batch as it is, and this accumulation has none. "
+        "Type accumulation=effective_batch accumulation.size=64.",
         "auto_without_an_effective_batch_would_decide_the_update",
     ),
     Refusal(
         lambda run: run.batch_size == "auto" and run.limit is None and run.runs_on == "cpu" and not run.several,
-        "batch_size=auto: on a CPU there is no card whose memory ends a try. Type memory.limit=12GiB for the card that "
-        "you have in mind, or a number for batch_size.",
+        "batch_size=auto: the search tries sizes until memory runs out, and a CPU has no card whose memory could. Type "
+        "memory.limit=12GiB for the card that you have in mind, or a number for batch_size.",
         "auto_on_a_cpu_without_a_limit_has_no_try_that_fails",
     ),
     Refusal(
@@ -184,7 +185,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.tile.tokens is not None and run.any("compiles_blocks"),
-        "tile.tokens={tokens}: torch.compile decides what is kept of these blocks, and does not see into slices. Type "
+        "tile.tokens={tokens}: torch.compile decides what these blocks store, and does not see into slices. Type "
         "gradient_checkpointing=every_layer, or tile.tokens=null.",
         "compiled_blocks_do_not_see_into_slices",
     ),
@@ -203,27 +204,27 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.any("steps_wide") and run.weights_dtype != "float32",
-        "strategy: its engine steps weights in fp32, and would hold them beside those of 16 bits: nothing would be "
-        "rounded as this precision does it, or saved. Type precision=bf16, 16 or 32, or strategy=fsdp.",
+        "strategy: its engine steps weights in fp32, and would hold them beside those of 16 bits: it would not round "
+        "as this precision does, and save no memory. Type precision=bf16, 16 or 32, or strategy=fsdp.",
         "an_engine_that_steps_fp32_does_not_round_to_16_bits",
     ),
     Refusal(
         lambda run: run.any("gathers_in_hooks") and run.any("compiles_blocks"),
-        "strategy: its engine gathers a module's weights as that is called, where torch.compile has to give up. Type "
-        "gradient_checkpointing=every_layer, or strategy=fsdp.",
+        "strategy: its engine gathers a module's weights when the module is called, and there torch.compile gives up. "
+        "Type gradient_checkpointing=every_layer, or strategy=fsdp.",
         "compiled_blocks_do_not_gather_their_weights",
     ),
     Refusal(
         lambda run: run.any("gathers_in_hooks") and run.tile.tokens is not None,
-        "tile.tokens={tokens}: this strategy's engine gathers a module's weights as that is called, and slices are "
-        "computed with the weights themselves. Type tile.tokens=null, or strategy=fsdp.",
+        "tile.tokens={tokens}: this strategy's engine gathers a module's weights when the module is called, and slices "
+        "use the weights without calling it. Type tile.tokens=null, or strategy=fsdp.",
         "slices_do_not_gather_their_weights",
     ),
 )
 
 
 def refused(run: Run) -> Iterator[str]:
-    typed = {
+    values = {
         "clip": run.clip,
         "limit": run.memory.limit,
         "tokens": run.tile.tokens,
@@ -231,7 +232,7 @@ def refused(run: Run) -> Iterator[str]:
         "plan": run.plan,
         "package": run.technique("strategy").package,
     }
-    return (refusal.says.format(**typed) for refusal in REFUSALS if refusal.applies(run))
+    return (refusal.says.format(**values) for refusal in REFUSALS if refusal.applies(run))
 
 
 def _merges(run: Run) -> bool:
@@ -239,5 +240,5 @@ def _merges(run: Run) -> bool:
 
 
 def _on_one_device(trainer: Node) -> bool:
-    given = trainer.arguments
-    return given.get("devices", 1) in (1, "1", "auto", [0]) and given.get("num_nodes", 1) == 1
+    arguments = trainer.arguments
+    return arguments.get("devices", 1) in (1, "1", "auto", [0]) and arguments.get("num_nodes", 1) == 1

@@ -21,9 +21,9 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import steps_or_seconds
 
 
-def _words(said: str, annotation: Any, **bounds: Any) -> Any:
+def _words(words: str, annotation: Any, **bounds: Any) -> Any:
     """Returns a type with its range and the words that follow 'give' where somebody typed something else."""
-    return Annotated[annotation, Field(description=said, **bounds)]
+    return Annotated[annotation, Field(description=words, **bounds)]
 
 
 def _size(plain: bool) -> AfterValidator:
@@ -37,12 +37,12 @@ def _size(plain: bool) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _card(asked: str) -> str:
+def _card(value: str) -> str:
     try:
-        cards.card(asked)
+        cards.card(value)
     except Refused as error:
         raise ValueError from error
-    return asked
+    return value
 
 
 def _below(pattern: str) -> str:
@@ -63,7 +63,7 @@ def _never(_: object) -> None:
 
 _steps_or_minutes = AfterValidator(lambda value: steps_or_seconds(value) and value)
 SIZE = "a size such as 12GiB or 900MiB (GiB = 2**30 bytes)"
-CARDS = "<cards>"  # in a sentence: the names of all, nearest to what was typed first
+CARDS = "<cards>"  # a sentence has the names of all cards here, the one nearest to the typed word first
 
 Switch = _words("true or false", bool)
 Text = _words("a text", str, min_length=1)
@@ -76,7 +76,7 @@ Timeout = _words("a positive number of seconds, at most a week (604800)", float,
 NotNegative = _words("a number of at least 0", float, ge=0, allow_inf_nan=False)
 Share = _words("a number from 0 to 1", float, ge=0, le=1)
 Decay = _words("a number of at least 0 and below 1", float, ge=0, lt=1)
-Part = _words("its keys", dict[str, Any])
+Properties = _words("its keys", dict[str, Any])
 Places = _words("a list such as [a,b]", list)
 Lr = _words("a positive step size, such as 2e-5 for a pretrained model", Positive)
 Clip = _words("a positive number, or null to switch it off", Positive | None)
@@ -107,7 +107,7 @@ class Node(BaseModel):
     target: Text = Field(alias="_target_")
 
     def plain(self) -> dict[str, Any]:
-        """Returns it as its yaml has it, with `_target_`."""
+        """Returns the node as its yaml has it, with `_target_`."""
         return self.model_dump(by_alias=True)
 
     @property
@@ -116,7 +116,7 @@ class Node(BaseModel):
         return {key: value for key, value in self.model_extra.items() if not key.startswith("_") and key != "declares"}
 
 
-Parts = _words("parts by their names, each with its _target_", dict[str, Node])
+Nodes = _words("nodes by their names, each with its _target_", dict[str, Node])
 
 
 class Model(Section):
@@ -202,7 +202,7 @@ class Master(Section):
 class Declared(Section):
     """The declarations of a precision, whose own keys lie elsewhere."""
 
-    declares: Part
+    declares: Properties
 
 
 class Keys(Section):
@@ -219,7 +219,7 @@ class Keys(Section):
     weights: Node
     strategy: Node
     loss: Node
-    logger: Parts
+    logger: Nodes
     lr: Lr
     batch_size: BatchSize
     seq_len: Count
@@ -264,7 +264,7 @@ class Keys(Section):
     weights_dtype: _words(f"one of {', '.join(get_args(Dtype))}", Dtype)
     trainer: _words("its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
     master: Master | None = None
-    callbacks: Parts
+    callbacks: Nodes
 
 
 class PlanKeys(Keys):
@@ -277,8 +277,8 @@ class PlanKeys(Keys):
     rows: Count
 
 
-# What an argument of a `_target_` is by its name, whichever class takes it. One that is not here is of the type of its
-# value in the yaml: a whole number there is a count.
+# The types of a `_target_`'s arguments by their names, whichever class takes them. An argument that is missing here has
+# the type of its value in the yaml, where a whole number is a count.
 ARGUMENTS: dict[str, Any] = {
     "lr": Lr,
     "betas": _words(
@@ -291,7 +291,7 @@ ARGUMENTS: dict[str, Any] = {
     "weight_decay": NotNegative,
     "clip_threshold": Positive,
     "embedding_bits": _words("8 or 32, the bits of the state of embeddings", Literal[8, 32]),
-    "relative_step": _words("false: the step size is lr, on scheduler's way", Literal[False]),
+    "relative_step": _words("false: lr and scheduler set the step size", Literal[False]),
     "warmup_steps": Whole,
     "warmup": _words("a share of all steps from 0 to 1, such as 0.03, or null", Share | None),
     "total_steps": Count,
@@ -317,7 +317,7 @@ ARGUMENTS: dict[str, Any] = {
     "schedule": _words("1f1b or gpipe", Literal["1f1b", "gpipe"]),
     "skip_bad": Switch,
     **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
-    "shares": _words("a positive number by part, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
+    "shares": _words("a positive number by source, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
     "delimiter": _words(
         "one character, such as ';', or the word tab", Annotated[str, Field(pattern=r'^([^"\n\r]|tab)$')]
     ),
@@ -330,7 +330,7 @@ ARGUMENTS: dict[str, Any] = {
     "enabled": Switch,
     "early_step": Switch,
     "resident_blocks": Whole,
-    "steps_in": _words("what weights= gives it: leave it out", Literal["weights_16bit", "bf16_on_host"]),
+    "steps_in": _words("nothing: weights= sets it", Literal["weights_16bit", "bf16_on_host"]),
     "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),
     **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),
@@ -347,23 +347,23 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
 
     Args: is_taken_over: True for a path of keys whose value an interpolation takes from another key.
     """
-    told = [*_sentences(PlanKeys if "gpu" in values else Keys, values)]
+    sentences = [*_sentences(PlanKeys if "gpu" in values else Keys, values)]
     for path, node in _nodes(values):
-        told += _sentences(arguments(_identity(node)), node, path)
-    # a value that was only taken over is told of where it was typed
-    typed = [sentence for path, sentence in told if not is_taken_over(path)]
-    return list(dict.fromkeys(typed or [sentence for _, sentence in told]))
+        sentences += _sentences(arguments(_identity(node)), node, path)
+    # a wrong value that was only taken over is reported where it was typed
+    typed = [sentence for path, sentence in sentences if not is_taken_over(path)]
+    return list(dict.fromkeys(typed or [sentence for _, sentence in sentences]))
 
 
 @cache
 def arguments(identity: str) -> type[BaseModel]:
     """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. It is empty if
     no yaml names it."""
-    wholes = (parsed(text) for text in _texts() if identity in text)
-    named = [node for whole in wholes for _, node in _nodes(whole) if _identity(node) == identity]
-    values = {key: value for node in reversed(named) for key, value in node.items()}
-    needed = set.intersection(*map(set, named)) if named else set()
-    return _schema({**dict.fromkeys(ARGUMENTS, ...), **values} if named else {}, needed)
+    contents = (parsed(text) for text in _texts() if identity in text)
+    nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
+    values = {key: value for node in reversed(nodes) for key, value in node.items()}
+    needed = set.intersection(*map(set, nodes)) if nodes else set()
+    return _schema({**dict.fromkeys(ARGUMENTS, ...), **values} if nodes else {}, needed)
 
 
 @cache
@@ -387,8 +387,8 @@ def _kind(key: str, default: object) -> Any:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
         return _words(f"{default}, as its yaml does".lower(), Literal[default])
-    if isinstance(default, str) and (of := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
-        return Keys.__annotations__.get(of[1], Any)
+    if isinstance(default, str) and (reference := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
+        return Keys.__annotations__.get(reference[1], Any)
     if isinstance(default, dict):
         return _words("its keys", _schema(default))
     return OF_VALUES.get(type(default), Any)
@@ -396,8 +396,8 @@ def _kind(key: str, default: object) -> Any:
 
 def _or_null(kind: Any) -> Any:
     """Adds null to a type, for arguments that are null in the yaml."""
-    said = next(one.description for one in kind.__metadata__ if getattr(one, "description", None))
-    return kind if said.endswith("null") else _words(f"{said}, or null", kind | None)
+    words = next(constraint.description for constraint in kind.__metadata__ if getattr(constraint, "description", None))
+    return kind if words.endswith("null") else _words(f"{words}, or null", kind | None)
 
 
 def _nodes(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:
@@ -418,13 +418,13 @@ def _sentences(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] 
     try:
         schema.model_validate(values)
     except ValidationError as refusal:
-        said = dict(_wordings(schema))
+        wordings = dict(_wordings(schema))
         for error in refusal.errors(include_url=False, include_context=False, include_input=False):
-            yield _sentence(error["type"], error["loc"], values, said, above)
+            yield _sentence(error["type"], error["loc"], values, wordings, above)
 
 
 def _sentence(
-    kind: str, place: tuple, values: Mapping, said: Mapping[tuple, str], above: tuple[str, ...]
+    kind: str, place: tuple, values: Mapping, wordings: Mapping[tuple, str], above: tuple[str, ...]
 ) -> tuple[tuple, str]:
     """Words an error of pydantic. Args: place: its location, which may end within a union; above: the path of
     `values`."""
@@ -437,11 +437,11 @@ def _sentence(
         return place, no_such_key(line, others)
     words = path = None
     for end in range(1, len(place) + 1):
-        if (found := said.get(place[:end], said.get((*place[: end - 1], "*")))) is not None:
-            words, path = found, place[:end]
-    given = _shown(_at(values, path))
-    words = words.replace(CARDS, ", ".join(cards.nearest(given)))
-    return above + path, f"{'.'.join(above + path)}={given}: give {words}."
+        if (wording := wordings.get(place[:end], wordings.get((*place[: end - 1], "*")))) is not None:
+            words, path = wording, place[:end]
+    value = _shown(_at(values, path))
+    words = words.replace(CARDS, ", ".join(cards.nearest(value)))
+    return above + path, f"{'.'.join(above + path)}={value}: give {words}."
 
 
 def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -451,8 +451,8 @@ def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
     for name, field in schema.model_fields.items():
         path, kind = (field.alias or name,), field.annotation
         kinds = get_args(kind) or (kind,)
-        sections = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
-        names = [of.alias or key for section in sections for key, of in section.model_fields.items()]
+        sections = [member for member in kinds if isinstance(member, type) and issubclass(member, BaseModel)]
+        names = [subfield.alias or key for section in sections for key, subfield in section.model_fields.items()]
         yield path, field.description or f"its keys: {', '.join(names)}"
         if get_origin(kind) is dict and sections:
             path += ("*",)

@@ -34,9 +34,9 @@ class Run(schema.Keys):
     """All settings of a run. It does not change; `knowing` and `replacing` return another run."""
 
     output_dir: str | None = None  # known as soon as there is a folder
-    device: str  # typed is one of Keys'; tests also compare in float64 and ask for meta
+    device: str  # `Keys` admits fewer values of these two; tests also use meta and float64
     weights_dtype: str
-    _draft: DictConfig = PrivateAttr()  # as it was composed, with its interpolations
+    _draft: DictConfig = PrivateAttr()  # the composed config, with its interpolations
 
     @classmethod
     def from_draft(cls, draft: DictConfig) -> "Run":
@@ -209,7 +209,7 @@ class PlanRun(Run, schema.PlanKeys):
     """All settings of plan.py: a run, and the card and host that it is planned for."""
 
 
-# What `fit` and `plan` take: a config that somebody has composed, in a notebook for example, or a run.
+# The argument of `fit` and `plan`: a config that was composed elsewhere, for example in a notebook, or a run.
 Config = DictConfig | Run
 
 
@@ -229,15 +229,15 @@ def settled(cfg: Config) -> Run:
     try:
         errors = _errors(cfg)
     except OmegaConfBaseException as error:
-        said = str(error).partition("\n")[0]
-        errors = [f"{error.full_key}: {said}. Type a value for it, or ${{<key>}} of a key that there is."]
+        message = str(error).partition("\n")[0]
+        errors = [f"{error.full_key}: {message}. Type a value for it, or ${{<key>}} of a key that exists."]
     if errors:
         raise Refused("\n".join(errors))
     return Run.from_draft(cfg)
 
 
 def _errors(cfg: DictConfig) -> list[str]:
-    for key in cfg:  # an interpolation of what is not there is told of where it was typed, not where it is used
+    for key in cfg:  # reads every key, so that an interpolation of a missing key is reported where it stands
         OmegaConf.is_missing(cfg, key) or cfg[key]
     if missing := OmegaConf.missing_keys(cfg):
         return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]

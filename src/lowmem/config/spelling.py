@@ -47,10 +47,10 @@ def check_lines(lines: Sequence[str]) -> None:
         Refused: a line takes a group out, names a choice that does not exist or a folder without a name, sets a key
             twice, or changes what a technique declares.
     """
-    said = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
-    for one, other in EITHER:
-        if {one, other} <= said:
-            raise Refused(f"{one} and {other}: each stands in the place of the other. Leave one out.")
+    keys = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
+    for name, alternative in EITHER:
+        if {name, alternative} <= keys:
+            raise Refused(f"{name} and {alternative}: both set the same thing. Leave one out.")
     for line in lines:
         group, choices = key(line), _chosen(line)
         if group == "hydra":
@@ -85,16 +85,16 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
     try:
         return next(_unknown(lines, name))
     except (StopIteration, HydraException):
-        pass  # it is something else
+        pass  # all keys exist, so the error has another cause
     if isinstance(error, OverrideParseException):
         return _unreadable(unquoted(error.override))
-    if isinstance(error, MissingConfigException) and error.options:  # of a group of Hydra's own
+    if isinstance(error, MissingConfigException) and error.options:  # one of Hydra's own groups
         return f"There is no {error.missing_cfg_file}. Type one of {', '.join(error.options)}."
     if several := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", str(error)):
         line = unquoted(several[1] or several[2])
         return f"{line}: several values make a sweep. Type -m beside them, or {key(line)}='[...]' for a list."
-    said = [str(one).strip().partition("\n")[0].rstrip(" .") for one in (error, error.__cause__) if one]
-    return ". ".join(filter(None, said)) + "."
+    messages = [str(cause).strip().partition("\n")[0].rstrip(" .") for cause in (error, error.__cause__) if cause]
+    return ". ".join(filter(None, messages)) + "."
 
 
 def no_such_key(line: str, known: Iterable[str]) -> str:
@@ -117,9 +117,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     ends = [name for name in names if _last(name) == last]
     if ends and (not parent or parent not in names):
         return get_close_matches(word, ends, 1, 0)[0]
-    beside = {_last(name): name for name in names if name.rpartition(".")[0] == parent}
-    if near := get_close_matches(last, beside, 1, NEAR):
-        return beside[near[0]]
+    siblings = {_last(name): name for name in names if name.rpartition(".")[0] == parent}
+    if near := get_close_matches(last, siblings, 1, NEAR):
+        return siblings[near[0]]
     ours = [name for name in names if word.startswith("hydra.") or not name.startswith("hydra.")]
     anywhere = {_last(name): name for name in reversed(ours)}
     return next((anywhere[name] for name in get_close_matches(last, anywhere, 1, NEAR)), None)
@@ -140,7 +140,7 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
     for line in typed:
         is_there = key(line) in known or is_group(key(line))
         if line[0] == "+" != line[1] and is_there:
-            yield f"{line}: this is there already. Type {_in_shell(line[1:])}."
+            yield f"{line}: this key exists already. Type {_in_shell(line[1:])}."
         elif line[0] == "~" and not is_there:
             yield f"{line}: there is no {key(line)} to take out."
         elif line[0] not in "+~" and not is_there:
@@ -178,15 +178,15 @@ def _choice_like(choice: str, group: str) -> str:
     near = get_close_matches(choice, choices, 1, NEAR)
     if not near:
         return f"<one of {', '.join(choices)}>"
-    return f"{near[0]}, or one of {', '.join(one for one in choices if one != near[0])}"
+    return f"{near[0]}, or one of {', '.join(name for name in choices if name != near[0])}"
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:
     """Returns a sentence about an argument that does not exist; a yaml need not list all arguments of an
     architecture."""
-    beside = [name for name in known if name.startswith(ARCHITECTURE)]
-    if beside and get_close_matches(_last(key(line)), map(_last, beside), 1, NEAR):
-        return no_such_key(line, beside)
+    existing = [name for name in known if name.startswith(ARCHITECTURE)]
+    if existing and get_close_matches(_last(key(line)), map(_last, existing), 1, NEAR):
+        return no_such_key(line, existing)
     return f"{line}: the yaml of this model does not have it. If its architecture does, type {_in_shell('+' + line)}."
 
 
@@ -204,11 +204,12 @@ def _groups() -> list[str]:
     return [folder.name for folder in CONF.iterdir() if is_group(folder.name)]
 
 
-@cache  # it is asked once for each typed line
+@cache  # every typed line asks for it
 def _needed() -> set[str]:
     """Returns the groups that have a default."""
     defaults = parsed((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {group for one in defaults if isinstance(one, dict) for group, choice in one.items() if choice is not None}
+    chosen = (item for item in defaults if isinstance(item, dict))
+    return {group for item in chosen for group, choice in item.items() if choice is not None}
 
 
 def _last(name: str) -> str:

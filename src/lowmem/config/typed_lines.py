@@ -18,20 +18,20 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
-FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # made where they are not there
-PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # there already, or on a hub
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created where they are missing
+PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # they exist, here or on a hub
 PLACES += ("tokenizer", "generate", "data.template", "adapter.path")
-WHOLE = (*FOLDERS, "may_change", "prompt")  # a comma in these separates nothing, in a sweep either
-FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # whatever a file calls them
-TEXTS = (*WHOLE, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
-NAMED = ("data.val_path",)  # one of them, or several by their names
+UNSPLIT = (*FOLDERS, "may_change", "prompt")  # a comma separates nothing, not even in a sweep
+FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a file may call its fields anything
+TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
+NAMED = ("data.val_path",)  # one place, or several by names
 MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
-# Two ways to say one thing: of a run that goes on, whichever is typed now stands in the place of both.
+# Pairs of keys that set one thing. When a run is resumed, the one that is typed now replaces both.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
 # What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # choice(a,b): what a sweep does with values
+FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # such as choice(a,b), with which a sweep chooses values
 
 FLAGS = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-sc")
 FLAGS += ("--shell-completion",)
@@ -49,16 +49,16 @@ def as_mapping(lines: Iterable[str]) -> dict[str, str]:
     return {key(line): line.partition("=")[2] for line in lines if "=" in line}
 
 
-def said_anew(lines: Iterable[str]) -> set[str]:
+def keys_replaced(lines: Iterable[str]) -> set[str]:
     """Returns the keys that these lines set, also under the other of two names."""
-    said = set(map(key, lines))
-    return said.union(*(both for both in EITHER if said.intersection(both)))
+    keys = set(map(key, lines))
+    return keys.union(*(pair for pair in EITHER if keys.intersection(pair)))
 
 
 def in_place_of(lines: Sequence[str]) -> list[str]:
     """Returns lines that undo a key of an experiment's yaml if its alternative was typed."""
-    said = set(map(key, lines))
-    return [f"{one}=null" for one, other in EITHER if "experiment" in said and other in said and one not in said]
+    keys = set(map(key, lines))
+    return [f"{name}=null" for name, other in EITHER if "experiment" in keys and other in keys and name not in keys]
 
 
 def as_lines(mapping: Mapping[str, str]) -> list[str]:
@@ -80,7 +80,7 @@ def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str
     return [*without(recipe, lines), *as_lines({name: value for name, value in recipe.items() if value is not None})]
 
 
-def of_any_part(name: str) -> str:
+def as_only_source(name: str) -> str:
     """Returns the key of a mixture's source as if it were the only one: data.parts.code.path is a data.path."""
     return re.sub(r"^data\.parts\.[^.]+\.", "data.", name)
 
@@ -98,20 +98,18 @@ def quoted(line: str, sweep: bool = False) -> str:
     name, equals, value = line.partition("=")
     if equals and is_group(key(line)):
         return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
-    known = of_any_part(key(line))
+    known = as_only_source(key(line))
     if known in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
-        return (
-            name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda one: _text(os.path.expanduser(one[1])), value)
-        )
+        return name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda m: _text(os.path.expanduser(m[1])), value)
     if not equals or known not in TEXTS or re.fullmatch(rf"(?:{QUOTED})(?:,(?:{QUOTED}))*", value):
         return line
     if known in FOLDERS + PLACES:
         value = os.path.expanduser(value)
     values = [value]
-    if sweep and key(line) not in WHOLE and not os.path.exists(value):
+    if sweep and key(line) not in UNSPLIT and not os.path.exists(value):
         if FUNCTION.fullmatch(value):
             return line
-        values = [one.strip() for one in value.split(",")]
+        values = [item.strip() for item in value.split(",")]
     return name + "=" + ",".join(map(_text, values))
 
 
@@ -134,7 +132,7 @@ def unquoted(line: str) -> str:
     name, equals, value = line.partition("=")
     if is_group(key(line)):
         return name + equals + value.replace("'", "")
-    if of_any_part(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
+    if as_only_source(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
         # Hydra escapes a quotation mark, and the backslashes before it or before the end; no other
         escaped = rf"(\\+)({value[0]}|\Z)"
         return name + equals + re.sub(escaped, lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])
@@ -168,13 +166,13 @@ def composed(lines: Iterable[str], name: str = "config", whole: bool = False) ->
     return cfg
 
 
-def _composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
+def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = False) -> DictConfig:
     """Composes as Hydra does, before typed lines win over experiments."""
-    read = list(map(quoted, lines))
+    overrides = list(map(quoted, lines))
     if GlobalHydra.instance().is_initialized():
-        return hydra.compose(name, read, return_hydra_config=whole)
+        return hydra.compose(name, overrides, return_hydra_config=with_hydra)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose(name, read, return_hydra_config=whole)
+        return hydra.compose(name, overrides, return_hydra_config=with_hydra)
 
 
 def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
@@ -185,11 +183,11 @@ def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
     if not file.is_file():
         return
     experiment = OmegaConf.load(file)
-    own = {name: choice for one in experiment.get("defaults", []) for name, choice in one.items()}
+    own = {name: choice for entry in experiment.get("defaults", []) for name, choice in entry.items()}
     for group in filter(is_group, experiment):
         if group in typed and own.get(f"override /{group}", typed[group]) != typed[group]:
-            of_it = [line for line in lines if key(line).split(".")[0] == group]
-            cfg[group] = OmegaConf.create(OmegaConf.to_container(_composed(of_it)[group]))
+            own_lines = [line for line in lines if key(line).split(".")[0] == group]
+            cfg[group] = OmegaConf.create(OmegaConf.to_container(_composed(own_lines)[group]))
 
 
 class TypedWins(Callback):

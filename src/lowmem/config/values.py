@@ -29,25 +29,25 @@ def checked_on_error(on_error: str) -> str:
 
 def checked_fields(field: str | None, prompt: str | None, completion: str | None, messages: str | None) -> None:
     """Raises Refused for keys of several kinds of record, and for a prompt without a completion."""
-    given = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
-    if len(given) > 1:
+    kinds = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
+    if len(kinds) > 1:
         raise Refused(
-            f"data.{given[0]} and data.{given[1]}: a record is one of text (data.field), prompt and completion, or a "
+            f"data.{kinds[0]} and data.{kinds[1]}: a record is one of text (data.field), prompt and completion, or a "
             "conversation (data.messages). Leave the others null."
         )
     if bool(prompt) != bool(completion):
-        one, other = ("prompt", "completion") if prompt else ("completion", "prompt")
-        raise Refused(f"data.{one}={prompt or completion}: there is no data.{other}. Type data.{other}=<a field>.")
+        key, missing = ("prompt", "completion") if prompt else ("completion", "prompt")
+        raise Refused(f"data.{key}={prompt or completion}: there is no data.{missing}. Type data.{missing}=<a field>.")
 
 
-def checked_shares(parts: Collection[str], shares: Mapping[str, float] | None) -> None:
+def checked_shares(sources: Collection[str], shares: Mapping[str, float] | None) -> None:
     """Raises Refused for a mixture without sources, and for shares of other sources."""
-    if not parts:
+    if not sources:
         raise Refused(
-            "data=mix: it has no parts. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
+            "data=mix: it has no sources. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
         )
-    if shares is not None and {*shares} != {*parts}:
-        raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(parts)}, or null.")
+    if shares is not None and {*shares} != {*sources}:
+        raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(sources)}, or null.")
 
 
 def no_such(key: str, path: str) -> Refused:

@@ -63,9 +63,9 @@ def fit(
     with process_group(run) as ranks:
         if ranks.rank == 0:
             hints.tell_folders(run, output_dir)
-        with ranks.rank_0_first("count the rows"):  # what the first has written the others read
+        with ranks.rank_0_first("count the rows"):  # the other ranks read what rank 0 has written
             command, texts = _counted(command, ranks)
-        task = find_task(command.run, output_dir, ranks)  # before anything is planned for it
+        task = find_task(command.run, output_dir, ranks)  # before a plan is made
         if task.work == "nothing":
             return summary_of(task.saved)
         if task.work == "show":
@@ -93,7 +93,7 @@ def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | 
     run = at_start.with_recipe(command.run, command.lines)
     run = batch_size.resolve(run).resolved()
     command = replace(command, run=run)
-    prediction = at_start.checked(run, command.lines) if ranks.rank == 0 else None  # whose word holds for all
+    prediction = at_start.checked(run, command.lines) if ranks.rank == 0 else None  # rank 0 checks for all ranks
     seconds = at_start.seconds_per_step(run, prediction) if prediction else None
     if seconds:
         at_start.log_duration(run.max_steps - (task.saved.steps if task.saved else 0), seconds)
@@ -159,7 +159,7 @@ def _training(
     except OSError as error:
         if error.filename or not error.errno:
             raise
-        # a full disk does not say whose file it is that it has no room for: it is one of the run's
+        # the error of a full disk names no file, which is one of the run's
         raise OSError(error.errno, error.strerror, str(command.folder)) from error
     except DidNotFit as error:
         smaller = at_start.smaller_recipe(run, command.lines, prediction)
@@ -168,15 +168,15 @@ def _training(
 
 
 def _ended(training: Training, command: Command, task: Task, summary: dict) -> dict:
-    """Shows the results, writes the model last of all, and tells what to type next."""
-    first = training.module.ranks.rank == 0
-    if first:
+    """Shows the results, writes the model last of all, and prints what to type next."""
+    is_rank_0 = training.module.ranks.rank == 0
+    if is_rank_0:
         results.report(training, command, summary)
     training.watchers.stop.waits_no_longer(summary["interrupted"])
-    if task.exports and not summary["interrupted"]:  # then its checkpoint is what goes on
+    if task.exports and not summary["interrupted"]:  # an interrupted run goes on from its checkpoint
         model_folder.leave(training, command, summary)
-    if first:
-        (command.folder / folders.FAILED).unlink(missing_ok=True)  # of an earlier life of this run
+    if is_rank_0:
+        (command.folder / folders.FAILED).unlink(missing_ok=True)  # written by an earlier attempt at this run
         hints.tell_files(command.folder)
         hints.tell_commands(command.folder, task.work, summary, command.run.max_steps)
     return summary

@@ -37,13 +37,13 @@ from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
-ALONE = ("generate", "show", "export")  # what one process does for all ranks
-LOADING = "Loading torch, Lightning and transformers ..."  # for some five seconds
+ALONE = ("generate", "show", "export")  # keys of work that one process does for all ranks
+LOADING = "Loading torch, Lightning and transformers ..."  # takes some five seconds
 
-NOTHING_FITS = 2  # the exit code of a plan that was made, and has nothing to recommend
+NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
 
-_failures: list[str] = []  # of this command
-_unfit: list[Path] = []  # folders of its plans in which nothing fits
+_failures: list[str] = []  # messages of this command
+_unfit: list[Path] = []  # folders of this command's plans in which nothing fits
 
 
 def _skip_last_collection() -> None:
@@ -126,7 +126,7 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
         lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
     sweep = bool({*flags} & {*SWEEP})
-    if {*flags} <= {*SWEEP}:  # --help and --cfg show whatever there is
+    if {*flags} <= {*SWEEP}:  # --help and --cfg also show a config with errors
         spelling.check_lines(lines)
         if sweep:
             rank_environment.check_sweep()
@@ -136,7 +136,7 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
 
 
 def _check(lines: list[str], config: str) -> None:
-    if any("${hydra:" in line for line in lines):  # known only in the job, which asks again
+    if any("${hydra:" in line for line in lines):  # the job knows their values, and checks again
         return
     try:
         cfg = composed(lines, config)
@@ -153,12 +153,12 @@ def _works_alone(run: Run) -> bool:
 
 
 def _resumed_sweep(arguments: list[str]) -> list[str]:
-    named = [argument.removeprefix("sweep.resume=") for argument in arguments if argument.startswith("sweep.resume=")]
-    if not named:
+    sweeps = [argument.removeprefix("sweep.resume=") for argument in arguments if argument.startswith("sweep.resume=")]
+    if not sweeps:
         return arguments
     if len([argument for argument in arguments if argument not in ("-m", "--multirun")]) > 1:
-        raise Refused("sweep.resume= repeats what was typed for that sweep: type nothing else beside it.")
-    return sweep.again(Path(named[0]).expanduser())
+        raise Refused("sweep.resume= repeats the lines that were typed for that sweep. Type nothing else beside it.")
+    return sweep.again(Path(sweeps[0]).expanduser())
 
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
@@ -169,8 +169,8 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     """
     of_a_run = {"resume", "evaluate", "export"}
     lines = [unquoted(line) for line in arguments if key(line) in of_a_run]
-    named = [line.partition("=")[2] for line in lines if line != "resume=auto"]
-    for folder in (f for name in named for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
+    places = [line.partition("=")[2] for line in lines if line != "resume=auto"]
+    for folder in (f for name in places for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
             earlier = list(map(_renamed, without(of_a_run, yaml.safe_load(file.read_text(encoding="utf-8")))))
@@ -183,8 +183,8 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
     dangerous = [line for line in earlier if "_target_" in line or "trust_remote_code" in line or key(line) == "metric"]
     if missing := without(set(map(key, arguments)), dangerous):
         raise Refused(
-            f"{folder}: what was typed for this run is repeated, but not what can run code. Type it again, if you "
-            f"trust it: {' '.join(missing)}"
+            f"{folder}: the lines that were typed for this run are repeated, except those that can run code. Type them "
+            f"again if you trust them: {' '.join(missing)}"
         )
 
 
@@ -216,7 +216,7 @@ def run(cfg: DictConfig) -> float:
 
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
-    """Returns the summary; None where there is none to be written, or where rank 0 does the work of all ranks."""
+    """Returns the summary; None if none is written, or if rank 0 does the work of all ranks."""
     if rank_environment.number() and _works_alone(run):
         return None
     check_values(run)
@@ -226,7 +226,7 @@ def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed:
     if run.devices > 1 and not rank_environment.is_rank() and not run.technique("strategy").one_process:
         return _ranks(output_dir, run.devices)
     with undisturbed():
-        from lowmem.fit import fit  # which imports torch
+        from lowmem.fit import fit  # imports torch
 
     return fit(run, output_dir, choices, typed)
 
@@ -265,8 +265,8 @@ def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str])
         with undisturbed(LOADING):
             from lowmem.plan.job import plan
 
-        written = plan(run, output_dir, choices, typed, tracing_helper)
-    if not any(recipe["fits"] for recipe in written["recipes"]):
+        content = plan(run, output_dir, choices, typed, tracing_helper)
+    if not any(recipe["fits"] for recipe in content["recipes"]):
         _unfit.append(output_dir)
 
 
@@ -274,7 +274,7 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
     """Settles the config and returns the job's result; None after a failure, which `start` reports at the end."""
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
-    overrides = OmegaConf.to_container(hydra.overrides.task)  # as they are: ${key} is the config's to resolve
+    overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: the config resolves each ${key}
     debug = False
     try:
         debug = cfg.debug
@@ -301,7 +301,7 @@ def _message(error: Exception, debug: bool) -> str:
     if isinstance(error, OmegaConfBaseException) and not debug:
         return str(error)
     if isinstance(error, OSError) and error.filename and not debug:
-        return f"{error.filename}: {error.strerror}. Give a place that can be read and written, with room left."
+        return f"{error.filename}: {error.strerror}. Give a place that can be read and written and is not full."
     if isinstance(error, Refused) and not debug:
         return str(error)
     return "".join(traceback.format_exception(error))
@@ -312,5 +312,5 @@ def _leave(output_dir: Path, message: str) -> None:
     restored. With several ranks the process that claimed the folder does this."""
     if folder_lock.untouched() or rank_environment.of_run() or rank_environment.number():
         return
-    with suppress(OSError):  # a full disk may be what it failed of
+    with suppress(OSError):  # the run may have failed because the disk is full
         (output_dir / folders.FAILED).write_text(message + "\n", encoding="utf-8")

@@ -26,45 +26,45 @@ from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
 from lowmem.system.terminal import folded
 
-HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # written before a job, whatever comes of it
-# What else a command leaves: where one of these lies, another run was.
+HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # Hydra writes them before a job starts
+# All other files of a command. A folder that has one of them holds another run.
 LEFT = (
     *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
     *("plan.json", rank_environment.LOG),
 )
 RANKS = "rank-[0-9]*"
 LOGS = f"{RANKS}/{rank_environment.LOG}"
-OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has made for this job
+OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has created for this job
 
 
 @dataclass
 class Claimed:
     """A locked folder, and its content before the command.
 
-    Args: lock: an open file, as long as the lock is held; made: the folders that this command created, the innermost
-    first; before: the content of files that Hydra overwrites; rest: all other files with their times; None for a job of
-    a sweep, whose folder is never restored."""
+    Args: lock: an open file, as long as the lock is held; created: the folders that this command created, the innermost
+    first; overwritten: the content of files that Hydra overwrites; other_files: all other files with their times; None
+    for a job of a sweep, whose folder is never restored."""
 
     folder: Path
     lock: int
-    made: list[Path]
-    before: dict[Path, bytes]
-    rest: dict[str, int] | None
+    created: list[Path]
+    overwritten: dict[Path, bytes]
+    other_files: dict[str, int] | None
 
     def untouched(self) -> bool:
         """Returns whether only Hydra has written."""
-        return self.rest is not None and self.folder.is_dir() and _rest(self.folder) == self.rest
+        return self.other_files is not None and self.folder.is_dir() and _other_files(self.folder) == self.other_files
 
     def give_back(self) -> None:
         """Restores the folder if only Hydra has written."""
         if self.untouched():
             _remove(self.folder)
-            for file, content in self.before.items():
-                with suppress(OSError):  # what cannot be written was not written over either
+            for file, content in self.overwritten.items():
+                with suppress(OSError):  # a file that cannot be written was not overwritten either
                     file.parent.mkdir(exist_ok=True)
                     file.write_bytes(content)
-            with suppress(OSError):  # somebody has put something there
-                for folder in self.made:
+            with suppress(OSError):  # the folder is not empty: somebody has put a file there
+                for folder in self.created:
                     folder.rmdir()
         os.close(self.lock)
 
@@ -72,7 +72,7 @@ class Claimed:
 class Claim(Callback):
     """Hydra's callbacks before it writes. It would turn an exception into a warning, so they exit at once."""
 
-    now: Claimed | None = None  # by this process
+    now: Claimed | None = None  # the folder of this process
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         if rank_environment.of_run() or rank_environment.number():
@@ -82,7 +82,7 @@ class Claim(Callback):
                 config.hydra.output_subdir = None
                 log_file = OmegaConf.select(config, "hydra.job_logging.handlers.file")
                 if rank_environment.number() and log_file is not None:
-                    log_file.filename = os.devnull  # what it logs is in what it prints
+                    log_file.filename = os.devnull  # a rank also prints what it logs
             _redirect(run)
             return
         folder = Path(config.hydra.run.dir)
@@ -94,7 +94,7 @@ class Claim(Callback):
 
         typed = _sets("hydra.run.dir", config.hydra.overrides.hydra)
         claimed = _claimed("hydra.run.dir", folder, typed, goes_on)
-        Claim.now = replace(claimed, rest=None) if of_sweep else claimed
+        Claim.now = replace(claimed, other_files=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
         if rank_environment.size() > 1:
@@ -108,7 +108,7 @@ class Claim(Callback):
         if Claim.now.folder != folder:
             with read_write(config):
                 config.hydra.sweep.dir = str(Claim.now.folder)
-                # jobs are composed anew
+                # Hydra composes each job from these lines
                 config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
 
 
@@ -118,19 +118,17 @@ def _redirect(run: Path) -> None:
         try:
             rank_environment.redirected(run)
         except OSError as error:
-            said = (
-                f"{error.filename}: {error.strerror}. What a rank prints goes there: give a folder that can be written."
-            )
-            sys.exit(folded(said, sys.stderr))
+            message = f"{error.filename}: {error.strerror}. A rank's output goes there. Give a writable folder."
+            sys.exit(folded(message, sys.stderr))
 
 
 def _agreed(claimed: Path | None) -> Path:
     try:
         return rank_environment.agreed(claimed)
     except Exception as error:
-        said = f"The ranks cannot meet at MASTER_ADDR and MASTER_PORT ({error}). Start them with torchrun; where "
-        said += "nobody has started several, unset RANK and WORLD_SIZE."
-        sys.exit(folded(said, sys.stderr))
+        message = f"The ranks cannot meet at MASTER_ADDR and MASTER_PORT ({error}). Start them with torchrun; for one "
+        message += "process, unset RANK and WORLD_SIZE."
+        sys.exit(folded(message, sys.stderr))
 
 
 def release() -> None:
@@ -149,26 +147,26 @@ def _sets(name: str, lines: Iterable[str]) -> bool:
 
 
 def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -> Claimed:
-    """Claims a folder. Args: key: of Hydra, which names the folder; typed: somebody typed that key."""
+    """Claims a folder. Args: key: Hydra's key for the folder; typed: whether the user typed that key."""
     try:
         return _this(folder, key, goes_on) if typed else _new(folder)
     except Refused as error:
         sys.exit(folded(str(error), sys.stderr))
     except OSError as error:
-        said = f"The output folder cannot be written ({error}). Type {key}=<a folder that can>."
-        sys.exit(folded(said, sys.stderr))
-    except Exception as error:  # a multirun.yaml that is no yaml, say: without a claim nothing may start
-        sys.exit(folded(f"{key}={folder}: what is here cannot be read ({error}). Type another folder.", sys.stderr))
+        message = f"The output folder cannot be written ({error}). Type {key}=<a folder that can>."
+        sys.exit(folded(message, sys.stderr))
+    except Exception as error:  # for example a broken multirun.yaml: nothing may start without a lock
+        sys.exit(folded(f"{key}={folder}: the files here cannot be read ({error}). Type another folder.", sys.stderr))
 
 
 def _new(folder: Path) -> Claimed:
     """Creates and locks a new folder: this one, or the first free name with -2, -3, ... appended."""
     above = _not_there(folder.parent)
     for number in count(1):
-        own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         with suppress(FileExistsError):
-            own.mkdir(parents=True)
-            if (claimed := _locked(own, [own, *above])) is not None:  # None: someone was faster who typed this name
+            path.mkdir(parents=True)
+            if (claimed := _locked(path, [path, *above])) is not None:  # None: another command was faster
                 return claimed
 
 
@@ -176,21 +174,21 @@ def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
     """Locks this folder.
 
     Raises:
-        Refused: it holds another run, or one that still runs.
+        Refused: another run is in it, or still writes to it.
     """
-    made = _not_there(folder)
+    created = _not_there(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    claimed = _locked(folder, made)
+    claimed = _locked(folder, created)
     if claimed is None:
         raise Refused(
             f"{key}={folder}: another run is writing here. Type another folder, or, when it has ended, "
             f"{in_shell('resume', folder)}."
         )
-    found = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
-    if found and not goes_on():
+    files = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
+    if files and not goes_on():
         os.close(claimed.lock)
         instead = _instead(folder)
-        raise Refused(f"{key}={folder}: another run is here ({found[0]}). Type {instead}another folder.")
+        raise Refused(f"{key}={folder}: another run is here ({files[0]}). Type {instead}another folder.")
     return claimed
 
 
@@ -208,10 +206,10 @@ def _instead(folder: Path) -> str:
 
 def _not_there(folder: Path) -> list[Path]:
     """Returns the missing folders of a path, the innermost first."""
-    return [one for one in (folder, *folder.parents) if not one.exists()]
+    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
-def _locked(folder: Path, made: list[Path]) -> Claimed | None:
+def _locked(folder: Path, created: list[Path]) -> Claimed | None:
     """Locks a folder. Returns: the lock; None if another process has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -221,8 +219,8 @@ def _locked(folder: Path, made: list[Path]) -> Claimed | None:
         return None
     except OSError:  # a file system without locks
         pass
-    before = {file: file.read_bytes() for file in _hydras(folder) if file.is_file()}
-    return Claimed(folder, handle, made, before, _rest(folder))
+    overwritten = {file: file.read_bytes() for file in _hydras(folder) if file.is_file()}
+    return Claimed(folder, handle, created, overwritten, _other_files(folder))
 
 
 def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> bool:
@@ -230,15 +228,15 @@ def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> b
 
     Args: plans: the command is plan.py; works_on: the values of evaluate, export and resume.
     """
-    if (folder / "plan.json").exists():  # no run: to make it once more loses nothing
+    if (folder / "plan.json").exists():  # a plan can be made again, and no run is lost
         return plans
-    if _uses_a_run(folder):  # what that says is said again
+    if _uses_a_run(folder):  # its results can be computed again
         return works_on["evaluate"] is not None or works_on["export"] is not None
     resume = works_on["resume"]
     if resume is None:
         return False
-    named = Path(str(resume)).expanduser().resolve()
-    return resume == "auto" or folder.resolve() in (named, *named.parents)
+    place = Path(str(resume)).expanduser().resolve()
+    return resume == "auto" or folder.resolve() in (place, *place.parents)
 
 
 def _uses_a_run(folder: Path) -> bool:
@@ -256,12 +254,12 @@ def _hydras(folder: Path) -> list[Path]:
     return [*(folder / ".hydra").glob("*"), *(folder / name for name in HYDRAS), *folder.glob(LOGS)]
 
 
-def _rest(folder: Path) -> dict[str, int]:
+def _other_files(folder: Path) -> dict[str, int]:
     ranks = [*folder.glob(RANKS)]
-    apart = {*HYDRAS, *(path.name for path in ranks)}
-    rest = [path for path in folder.iterdir() if path.name not in apart]
-    rest += [path for rank in ranks for path in rank.iterdir() if path.name != rank_environment.LOG]
-    return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in rest}
+    known = {*HYDRAS, *(path.name for path in ranks)}
+    files = [path for path in folder.iterdir() if path.name not in known]
+    files += [path for rank in ranks for path in rank.iterdir() if path.name != rank_environment.LOG]
+    return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in files}
 
 
 def _remove(folder: Path) -> None:

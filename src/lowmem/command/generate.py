@@ -34,20 +34,20 @@ def generate(run: Run) -> str:
     text = printable(TextGenerator(network, tokenizer).continuation(ids, run.max_new_tokens, run.temperature))
     if not text.strip():
         log.warning(
-            f"generate={run.generate}: behind this prompt the model writes nothing that can be seen: it ends at once, "
+            f"generate={run.generate}: after this prompt the model writes nothing that can be seen: it ends at once, "
             "or writes blanks. Type another prompt=, or temperature=0.8 to draw less likely tokens."
         )
     return text
 
 
-def _folder(named: Path) -> Path:
+def _folder(place: Path) -> Path:
     """Returns the folder of the model: model/ of a run."""
-    for folder in (named, named / "model"):
+    for folder in (place, place / "model"):
         if is_model(str(folder)):
             return folder
     raise Refused(
-        f"generate={named}: no model is here, nor a model/ in it. Give an exported model, or write that of a run: "
-        f"{in_shell('export', named)}."
+        f"generate={place}: no model is here, nor in its model/. Give an exported model, or export that of a run: "
+        f"{in_shell('export', place)}."
     )
 
 

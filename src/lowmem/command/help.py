@@ -27,11 +27,11 @@ def text(cfg: DictConfig, conf: Path) -> str:
     lines += ["Groups: one word swaps a technique, a model, the data.", ""]
     for group, choice in choices.items():
         lines += _group(conf / group, choice, keys[f"defaults.{group}"])
-    lines += ["", "Keys, with what they hold now:", ""]
+    lines += ["", "Keys, with their values now:", ""]
     for key, comment in keys.items():
         if comment and not key.startswith("defaults."):
             lines += _entry(typed(key), comment)
-    lines += ["", "Keys of the choices above. Others have others: type your choice before --help.", ""]
+    lines += ["", "Keys of the choices above. Other choices have other keys: type yours before --help.", ""]
     for group, choice in choices.items():
         file = conf / group / f"{choice}.yaml"
         lines += _keys_of(typed, shown, group, file) if file.is_file() else []
@@ -40,15 +40,15 @@ def text(cfg: DictConfig, conf: Path) -> str:
 
 def comments(file: Path) -> dict[str, str | None]:
     """Returns path of every key -> the comment on its line, in the order of the file."""
-    found: dict[str, str | None] = {}
+    by_key: dict[str, str | None] = {}
     above: list[tuple[int, str]] = []  # (indent, key) of the sections that a line is in
     for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):
         indent = len(match["indent"])
         above = [section for section in above if section[0] < indent]
-        found[".".join([*(key for _, key in above), match["key"]])] = match["comment"]
+        by_key[".".join([*(key for _, key in above), match["key"]])] = match["comment"]
         if not match["value"].strip():
             above.append((indent, match["key"]))
-    return found
+    return by_key
 
 
 def heading(file: Path) -> str:
@@ -62,7 +62,7 @@ def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
     others = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != choice)
     yield from _entry(f"{folder.name}={choice or 'null'}", comment)
     file = folder / f"{choice}.yaml"
-    if file.is_file():  # and not a yaml of one's own, elsewhere
+    if file.is_file():  # a user's own yaml may lie elsewhere
         yield from _entry("", f"{choice}: {heading(file)}")
     yield from _entry("", f"or {', '.join(others)}")
 
@@ -98,10 +98,10 @@ def _typed(cfg: DictConfig, key: str) -> str:
     return f"{key}={spelled[value] if value is None or isinstance(value, bool) else value}".replace(", ", ",")
 
 
-def _entry(typed: str, said: str) -> list[str]:
+def _entry(typed: str, comment: str) -> list[str]:
     """Returns an entry in two columns; a key that is too long for the first has its own line."""
     indent = " " * COLUMN
-    wrapped = textwrap.wrap(said, WIDTH - COLUMN, break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.wrap(comment, WIDTH - COLUMN, break_long_words=False, break_on_hyphens=False)
     head = f"  {typed}".ljust(COLUMN)
     if len(head) > COLUMN or not head.endswith(" "):
         return [head, *(indent + line for line in wrapped)]

@@ -27,15 +27,15 @@ from lowmem.system.errors import Refused
 from lowmem.system.signals import Ended
 from lowmem.techniques.strategy import lost_ranks
 
-SETTLE = 2.0  # seconds that the others have to say what they have met, once a rank has ended badly
+SETTLE = 2.0  # seconds that the others have to report their errors, once a rank has failed
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
-LOOK = 0.05  # seconds between two looks at who has ended
-LEAVES = 30.0  # seconds that one has which has said how it failed, for all that it still does
-LAST = 20  # lines of a rank's log that are told
-WORDS = 1 << 16  # bytes of what the first rank's libraries have said last
+LOOK = 0.05  # seconds between two checks of which ranks have ended
+LEAVES = 30.0  # seconds that a rank may go on after it has reported its failure
+LAST = 20  # lines of a rank's log that an error message shows
+WORDS = 1 << 16  # bytes of the first rank's stderr that are kept, the last ones
 HERE = "127.0.0.1"
 FINE = ("done", "interrupted")
-# Of several that ended badly: the first of these is why. An abort may be what another's end has made of this one.
+# If several ranks failed, the cause is the first of these. A rank may abort because another one has ended.
 CAUSES = ("killed", "failed", "ended", "aborted", "lost")
 
 
@@ -49,7 +49,7 @@ class Rank:
 
     Args: number: its rank; reports: the pipe of its report; log: the file of its output; words: the stderr of the first
     rank, which is in no log; hears: the thread that reads it; code: its exit code, once it has ended; at: the time at
-    which that, or its report, was seen; ours: it was told to end because another one had ended."""
+    which that, or its report, was seen; ours: it was sent a signal because another one had ended."""
 
     number: int
     process: subprocess.Popen
@@ -65,14 +65,14 @@ class Rank:
 
     def runs(self) -> bool:
         if self.code is None:
-            self.code = self.process.poll()  # and only then what it has said before
+            self.code = self.process.poll()  # then the report, which it wrote before it ended
             self._hear()
             if self.at == 0.0 and (self.code is not None or self.report):
                 self.at = time.monotonic()
         return self.code is None
 
     def _hear(self) -> None:
-        with suppress(BlockingIOError):  # nothing yet, or a process of its own holds the pipe still
+        with suppress(BlockingIOError):  # nothing yet, or a child of the rank still holds the pipe
             self._read += os.read(self.reports, 2**16)
         if not self.report and b"\n" in self._read:
             self.report = json.loads(self._read.partition(b"\n")[0])
@@ -121,22 +121,22 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
         folder: locked by this process; typed: overrides, as Hydra gives them; size: number of ranks.
 
     Returns:
-        the signal that interrupted them, with a checkpoint; None: they have done their work.
+        the signal that interrupted them, with a checkpoint; None: they are done.
 
     Raises:
         RankEnded: one has failed. If it was killed or lost, failed.txt says so too.
         Ended: a signal has ended them at once.
     """
     with _started(folder, typed, size) as ranks:
-        told = _watched(ranks)
+        sent = _watched(ranks)
     causes = [rank for rank in ranks if rank.how in CAUSES and not rank.ours]
     if causes:
         cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watchdog_message, rank.at))
         if cause.how != "ended":
             raise RankEnded(_error_message(cause, ranks, folder))
-        told = told or [cause.signal]
+        sent = sent or [cause.signal]
     if causes or any(rank.ours for rank in ranks):
-        raise Ended(told[-1], " and a second signal" if len(told) > 1 else "")
+        raise Ended(sent[-1], " and a second signal" if len(sent) > 1 else "")
     return next((rank.signal for rank in ranks if rank.how == "interrupted"), None)
 
 
@@ -145,9 +145,9 @@ def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Ran
     """Starts the ranks, yields them, and ends all of them at the end."""
     command = [sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
-    # each with its share of the processors: else all of them would compute with all
+    # each rank gets its share of the processors, or each would compute with all of them
     world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
-    # unbuffered, so that a log holds what was said before a rank was killed
+    # unbuffered, so that a log has all output from before a rank was killed
     world |= {rank_environment.OF_RUN: folder, "PYTHONUNBUFFERED": 1}
     ranks: list[Rank] = []
     try:
@@ -162,7 +162,7 @@ def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Ran
             rank.process.stdin.close()
             os.close(rank.reports)
             if rank.hears:
-                rank.hears.join(1.0)  # unless a process of its own holds that pipe still
+                rank.hears.join(1.0)  # not for ever: a child of the rank may still hold the pipe
 
 
 def _rank(number: int, command: Sequence[str], world: dict[str, object], folder: Path) -> Rank:
@@ -171,19 +171,19 @@ def _rank(number: int, command: Sequence[str], world: dict[str, object], folder:
 
     A rank ends when its stdin closes, which happens when this process is gone. It runs in its own session, so that
     Ctrl-C of a terminal reaches it only through this process."""
-    own = rank_environment.folder(folder, number)
-    own.mkdir(exist_ok=True)
+    rank_folder = rank_environment.folder(folder, number)
+    rank_folder.mkdir(exist_ok=True)
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
-    said = {"RANK": number, "LOCAL_RANK": number, rank_environment.REPORTS: writes}
-    env = os.environ | {key: str(value) for key, value in (world | said).items()}
-    out = None if number == 0 else (own / rank_environment.LOG).open("wb")
+    variables = {"RANK": number, "LOCAL_RANK": number, rank_environment.REPORTS: writes}
+    env = os.environ | {key: str(value) for key, value in (world | variables).items()}
+    out = None if number == 0 else (rank_folder / rank_environment.LOG).open("wb")
     streams = {"stdin": subprocess.PIPE, "stdout": out, "stderr": out or subprocess.PIPE, "pass_fds": (writes,)}
     process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
     os.close(writes)
     if out:
         out.close()
-    rank = Rank(number, process, reads, own / (rank_environment.LOG if number else f"{TRAIN.stem}.log"))
+    rank = Rank(number, process, reads, rank_folder / (rank_environment.LOG if number else f"{TRAIN.stem}.log"))
     if number == 0:
         rank.hears = threading.Thread(target=_pass_on, args=(process.stderr, rank.words), daemon=True)
         rank.hears.start()
@@ -193,35 +193,35 @@ def _rank(number: int, command: Sequence[str], world: dict[str, object], folder:
 def _pass_on(stream: IO[bytes], words: bytearray) -> None:
     """Copies a stream to this command's stderr. Args: words: receives its last bytes."""
     with stream:
-        while read := os.read(stream.fileno(), WORDS):
-            words += read
+        while block := os.read(stream.fileno(), WORDS):
+            words += block
             del words[:-WORDS]
-            with suppress(OSError):  # nobody listens any more
-                os.write(2, read)
+            with suppress(OSError):  # stderr is closed
+                os.write(2, block)
 
 
 def free_port() -> int:
     """Returns a free port of this machine. If another process takes it first, the ranks report it."""
-    with socket.socket() as one:
-        one.bind((HERE, 0))
-        return one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind((HERE, 0))
+        return probe.getsockname()[1]
 
 
 def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
     """Waits until all ranks have ended. Returns: the signals that came meanwhile.
 
     When a rank fails, the others are ended. The first signal is passed on, and ranks take their time for a checkpoint;
-    after a second one, or when they are told to end, they have seconds.
+    after a second one, or after SIGTERM from here, they have seconds.
     """
-    told: list[signal.Signals] = []
-    due: list[tuple[float, signal.Signals]] = []  # what is sent when to those that still run
+    received: list[signal.Signals] = []
+    due: list[tuple[float, signal.Signals]] = []  # (when, which signal) for ranks that still run
 
     def hand_on(sent: signal.Signals) -> None:
-        told.append(sent)
+        received.append(sent)
         for rank in ranks:
             if rank.runs():
                 rank.process.send_signal(sent)
-        if len(told) > 1:
+        if len(received) > 1:
             due[:] = [(time.monotonic() + GRACE, signal.SIGKILL)]
 
     with signals.handled(hand_on):
@@ -230,10 +230,10 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
                 end = time.monotonic() + SETTLE
                 due += [(end, signal.SIGTERM), (end + GRACE, signal.SIGKILL)]
             if due and time.monotonic() >= due[0][0]:
-                _end(running, due.pop(0)[1], at_once=len(told) > 1)
+                _end(running, due.pop(0)[1], at_once=len(received) > 1)
                 due = due or [(time.monotonic() + GRACE, signal.SIGKILL)]
             time.sleep(LOOK)
-    return told
+    return received
 
 
 def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
@@ -247,27 +247,27 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
 
 def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     """Returns the error: without a rank's number if all ranks have the same one."""
-    own = rank.report.get("said")
-    if own and all(one.report.get("said") == own for one in ranks):
-        return own
-    said = f"Rank {rank.number} of {len(ranks)}: "
-    if own and not own.startswith("Traceback"):  # it says what to type
-        return said + own
-    last = own.splitlines() if own else rank.last_lines()
-    said += folders.line(own) if own else rank.watchdog_message or f"{reason(rank.code, '')}."
+    reported = rank.report.get("said")
+    if reported and all(other.report.get("said") == reported for other in ranks):
+        return reported
+    message = f"Rank {rank.number} of {len(ranks)}: "
+    if reported and not reported.startswith("Traceback"):  # the report says what to type
+        return message + reported
+    last = reported.splitlines() if reported else rank.last_lines()
+    message += folders.line(reported) if reported else rank.watchdog_message or f"{reason(rank.code, '')}."
     if last:
-        said += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
-    said += f"\n{_again(folder)}"
-    with suppress(OSError):  # here: whoever was killed before it wrote anything has not been refused
-        (folder / folders.FAILED).write_text(said + "\n", encoding="utf-8")
-    return said
+        message += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
+    message += f"\n{_again(folder)}"
+    with suppress(OSError):  # written here, since a killed rank cannot write it
+        (folder / folders.FAILED).write_text(message + "\n", encoding="utf-8")
+    return message
 
 
 def _again(folder: Path) -> str:
     """Returns the words to type after a rank was lost."""
     if any(folder.glob("checkpoints/step-*.ckpt")):
         return (
-            f"resume=auto {in_shell('hydra.run.dir', folder)} beside what was typed goes on from its last checkpoint."
+            f"resume=auto {in_shell('hydra.run.dir', folder)} beside the same command goes on from its last checkpoint."
         )
     return (
         "The run has no checkpoint yet. Type the same command again, with resume=auto beside it if it names a "

@@ -31,7 +31,7 @@ TRAIN = CONF.parent / "train.py"
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
-    """Runs a job unless an earlier sweep did, and prints a line about its result.
+    """Runs a job unless an earlier sweep has done it, and prints a line about its result.
 
     Args:
         typed: its overrides, as Hydra gives them.
@@ -41,32 +41,32 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
         Ended: after another signal to the sweep, likewise.
     """
     plain = list(map(unquoted, typed))
-    before = folders.load(folder)
-    if before.status == "done" and before.overrides == plain:
+    earlier = folders.load(folder)
+    if earlier.status == "done" and earlier.overrides == plain:
         print(f"job {number} was done already", flush=True)
-        return before
-    for left in (folders.FAILED, "summary.json"):
-        (folder / left).unlink(missing_ok=True)
-    code, said, told = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder)
+        return earlier
+    for name in (folders.FAILED, "summary.json"):
+        (folder / name).unlink(missing_ok=True)
+    code, stderr, sent = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder)
     if code == 130:
-        told = told or signal.SIGINT
+        sent = sent or signal.SIGINT
     summarised = (folder / "summary.json").exists()
-    failed = not summarised or (code != 0 and not told)
+    failed = not summarised or (code != 0 and not sent)
     if failed and not (folder / folders.FAILED).exists():
-        _write(folder / folders.FAILED, reason(code, said))
-    if told:
+        _write(folder / folders.FAILED, reason(code, stderr))
+    if sent:
         print(f"job {number} was interrupted; {in_shell('sweep.resume', folder.parent)} goes on", flush=True)
-        raise KeyboardInterrupt if told == signal.SIGINT else Ended(told)
+        raise KeyboardInterrupt if sent == signal.SIGINT else Ended(sent)
     ended = folders.load(folder)
     if failed and ended.status != "failed":  # the disk is full
-        ended = folders.RunFolder(folder, plain, None, "failed", reason(code, said))
-    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has said what it is
+        ended = folders.RunFolder(folder, plain, None, "failed", reason(code, stderr))
+    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has printed its overrides
     return ended
 
 
 def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | None]:
     """Runs a command. Returns: its exit code, negative for a signal; its stderr; the signal that came meanwhile."""
-    log, told = folder / LOG, None
+    log, passed_on = folder / LOG, None
     _write(log, "")
     streams = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with (
@@ -75,23 +75,23 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
     ):
         while True:
             try:
-                said = process.communicate()[1]
+                stderr = process.communicate()[1]
                 break
             except (KeyboardInterrupt, Ended) as sent:  # the job ends after its step; a second one ends it at once
-                told = sent.signal if isinstance(sent, Ended) else signal.SIGINT
-                process.send_signal(told)  # from a terminal it has it already, and takes both for one
-    _write(log, said, "a")
-    return process.returncode, said, told
+                passed_on = sent.signal if isinstance(sent, Ended) else signal.SIGINT
+                process.send_signal(passed_on)  # after Ctrl-C in a terminal the job gets it twice, and counts it once
+    _write(log, stderr, "a")
+    return process.returncode, stderr, passed_on
 
 
 def _write(file: Path, text: str, mode: str = "w") -> None:
-    with suppress(OSError):  # no room to say so: the terminal has it
+    with suppress(OSError):  # the disk is full: the terminal shows it anyway
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open(mode, encoding="utf-8") as out:
             out.write(text)
 
 
-def reason(code: int, said: str) -> str:
+def reason(code: int, stderr: str) -> str:
     """Returns why a job failed: its signal, or the last line of its stderr."""
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
@@ -101,33 +101,33 @@ def reason(code: int, said: str) -> str:
         name = signal.Signals(-code).name
         why = " (memory of the host ran out, or someone did it by hand)" if name == "SIGKILL" else ""
         return f"killed by {name}{why}"
-    return next((line for line in reversed(said.splitlines()) if line.strip()), f"exit code {code}")
+    return next((line for line in reversed(stderr.splitlines()) if line.strip()), f"exit code {code}")
 
 
-SHOWN = ("validation loss", "bits per byte", "device GiB")  # of a job that is done; the table has the rest
+SHOWN = ("validation loss", "bits per byte", "device GiB")  # of a job that is done; the table has all others
 
 
 def _line(run: folders.RunFolder) -> str:
     if run.reason:
         return f"{run.status}: {folders.line(run.reason)}"
     values = {column: value for column in SHOWN if (value := folders.figure(run, column)) is not None}
-    said = ", ".join(f"{folders.FIGURES[column][1].format(value)} {column}" for column, value in values.items())
-    return f"{run.status}: {said}"
+    figures = ", ".join(f"{folders.FIGURES[column][1].format(value)} {column}" for column, value in values.items())
+    return f"{run.status}: {figures}"
 
 
 class Report(Callback):
     """Hydra's callbacks around a sweep."""
 
-    failed: tuple[str, ...] = ()  # a line about the jobs that failed of the sweep that this process started
+    failed: tuple[str, ...] = ()  # a line about the failed jobs of this process's sweep
 
     def on_multirun_end(self, config: DictConfig, **_) -> None:
         if config.hydra.job.name != "train":
             return
         every = folders.runs_below(Path(config.hydra.sweep.dir))
         print(folded(f"\n{folders.table(every, [run.folder.name for run in every])}\n"))
-        print(f"{shlex.join(['python', 'compare.py', config.hydra.sweep.dir])} draws them")
+        print(f"{shlex.join(['python', 'compare.py', config.hydra.sweep.dir])} draws their curves")
         failed = [run.folder for run in every if run.status == "failed"]
-        if failed:  # why was said when each ended
+        if failed:  # each reason was printed when its job ended
             Report.failed = (
                 f"{len(failed)} of {len(every)} jobs failed: {', '.join(folder.name for folder in failed)}. "
                 f"{failed[0] / folders.FAILED} says why, in full.",
@@ -144,5 +144,5 @@ def again(folder: Path) -> list[str]:
     if not file.is_file():
         raise Refused(f"sweep.resume={folder}: no sweep was started here. Give a folder with a multirun.yaml in it.")
     typed = yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]
-    kept = [line for line in typed["hydra"] if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
-    return ["-m", *typed["task"], *kept, f"hydra.sweep.dir={folder}"]
+    hydra_lines = [line for line in typed["hydra"] if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
+    return ["-m", *typed["task"], *hydra_lines, f"hydra.sweep.dir={folder}"]

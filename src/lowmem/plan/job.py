@@ -52,34 +52,34 @@ def plan(
     check(run, choices)
     quiet()
     loading.check_architecture(run)
-    card_of_here = card is None  # several cards of another kind are in another host
+    is_of_here = card is None  # several cards of another kind would be in another machine
     card = cards.here() if card is None and on_card else card
-    if ram is None and (card_of_here or run.devices == 1):
+    if ram is None and (is_of_here or run.devices == 1):
         ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # the helper ends before the run starts
     target = Target(on_card, card, ram, run.node)
-    typed, card_of = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
+    typed, gpu_lines = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
     if run.search:
         changeable = run.may_change and run.may_change.split(",")
-        asked = Typed(run, typed, partial(_composed, [*typed, *card_of], on_card=on_card), changeable)
-        searched = search(asked, target, helper)
+        typed_run = Typed(run, typed, partial(_composed, [*typed, *gpu_lines], on_card=on_card), changeable)
+        searched = search(typed_run, target, helper)
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
-        said, written = f"\n{table.of_plan(searched, run.rows)}", _as_dict(searched, typed)
+        text, content = f"\n{table.of_plan(searched, run.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
             smaller = largest_model(searched)
-            said += f"\nThe largest model of conf/model that would fit with it: {smaller or 'none'}."
+            text += f"\nThe largest model of conf/model that would fit instead: {smaller or 'none'}."
     else:
         if card and not card.multiplies(run.multiplies_in):
             raise Refused(NO_BF16)
         prediction = predict(run, target)
-        said = table.of_prediction(prediction, target)
+        text = table.of_prediction(prediction, target)
         recipe = prediction.as_dict() | {"overrides": typed, "fits": prediction.fits(target)}
-        written = {"chosen": None, "recipes": [recipe]}
-    written |= {"seconds": time.perf_counter() - start}
+        content = {"chosen": None, "recipes": [recipe]}
+    content |= {"seconds": time.perf_counter() - start}
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "plan.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    print(folded(said))
-    print(f"\nplanned in {written['seconds']:.1f} s; {output_dir / 'plan.json'} has all of it")
-    return written
+    (output_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(folded(text))
+    print(f"\nplanned in {content['seconds']:.1f} s; {output_dir / 'plan.json'} has all figures")
+    return content
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
@@ -87,8 +87,8 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
     then tries others."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
-    whole = next(name for name, one in techniques(SHARED).items() if one.tried and not one.divides)
-    return run_of([*typed, f"{SHARED}={whole}"], "plan")
+    replicated = next(name for name, t in techniques(SHARED).items() if t.tried and not t.divides)
+    return run_of([*typed, f"{SHARED}={replicated}"], "plan")
 
 
 def resolved(run: Run, on_card: bool) -> Run:

@@ -41,7 +41,7 @@ class Update(NamedTuple):
     scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
     clip: float | None = None  # largest global gradient norm
     clip_value: float | None = None  # largest absolute gradient element, applied before the norm
-    skips_faults: bool = False  # a step whose loss or gradient is not finite is left out; else it is the end
+    skips_faults: bool = False  # a step whose loss or gradient is not finite is skipped; else it ends the run
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,19 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = as_loss(loss)
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
-        self.strict_loading = trains_everything(
-            model
-        )  # what is frozen is in no checkpoint; `Saved.check` compares the rest
+        # a checkpoint has no frozen weights; `Saved.check` compares those with the run's
+        self.strict_loading = trains_everything(model)
         self.auxiliary_loss = AuxiliaryLoss(model)
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # after the last completed window
-        self.tokens = 0  # seen, those of skipped steps included
+        self.tokens = 0  # tokens seen, including those of skipped steps
         self.skipped_steps = 0
         self.gradient_norm: Tensor | None = None  # before clipping
-        self.identity: dict[str, str] = {}  # of what belongs to these weights, by name: into every checkpoint
-        self.last_micro_batch = False  # whether the one under way is its window's last
-        self._drawn: dict | None = None  # what a run that goes on had drawn
-        self._rests: dict[
-            str, Tensor
-        ] = {}  # of weights that are loaded next, see `techniques/arithmetic/fp32_halves.py`
+        self.identity: dict[str, str] = {}  # facts that belong to the weights, such as the tokenizer's digest
+        self.last_micro_batch = False  # whether the current micro-batch is its window's last
+        self._drawn: dict | None = None  # the checkpoint whose random states a resumed run restores
+        # the lower halves of weights that are loaded next, see `techniques/arithmetic/fp32_halves.py`
+        self._rests: dict[str, Tensor] = {}
 
     def setup(self, stage: str) -> None:
         """Leaves the optimizer's state, on a resume, where `techniques/optim/build.py` has put it. Lightning would move
@@ -120,12 +118,12 @@ class CausalLM(LightningModule):
     def cpu(self) -> Self:
         """Lightning calls this when a run ends, however it ends."""
         self.weights.stop()
-        return self if self.ranks.divides else super().cpu()  # what is divided is gathered where it lies
+        return self if self.ranks.divides else super().cpu()  # a shard is gathered on the device where it lies
 
     # --- training ------------------------------------------------------------------------------------------------
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Returns: the summed loss."""
+        """Returns the summed loss."""
         return self.loss(self.model, micro_batch)
 
     def training_step(self, window: Window, _: int) -> dict:
@@ -184,7 +182,7 @@ class CausalLM(LightningModule):
         usable = precision.unscale(optimizer)
         self.gradient_norm = precision.norm(self.local_parameters) if usable else None
         finite = bool((loss if self.gradient_norm is None else loss + self.gradient_norm).isfinite())
-        if self.ranks.data_size < self.ranks.size:  # some compute one loss, each for itself
+        if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
             finite = not self.ranks.any(not finite)
         if finite and usable:
             self.faults.none()
@@ -216,9 +214,9 @@ class CausalLM(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         sets = len(self.trainer.num_val_batches)
-        self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # each over its whole split
+        self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # one sum per set
         self._val_weights, self._val_micro_batches = [0] * sets, 0
-        self.val_losses: list[float] = []  # of each set; empty where the evaluation was cut
+        self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
 
     def validation_step(self, micro_batch: MicroBatch, _: int, dataloader_idx: int = 0) -> None:
         self._val_loss_sums[dataloader_idx] += self(micro_batch)
@@ -230,7 +228,7 @@ class CausalLM(LightningModule):
             weights = self.ranks.all_sum(torch.tensor(self._val_weights))
             sums = zip(self.ranks.all_sum(self._val_loss_sums).tolist(), weights.tolist(), strict=True)
             losses = [loss / weight if weight else math.nan for loss, weight in sums]
-            self.val_losses = self.ranks.broadcast(losses)  # ranks decide by it whether to save and to stop
+            self.val_losses = self.ranks.broadcast(losses)  # all ranks must decide alike whether to save and to stop
 
     @property
     def val_loss(self) -> float | None:
@@ -270,7 +268,7 @@ class CausalLM(LightningModule):
             self._rests = {}
             return None
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
-        held = dict(self.named_parameters())  # a tied one once
+        held = dict(self.named_parameters())  # tied parameters once
         for name, rest in self._rests.items():
             held[name].data.copy_(joined(state_dict[name], rest))
         self._rests = {}

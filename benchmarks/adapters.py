@@ -92,42 +92,42 @@ def merge_errors(adapter: str, small: bool) -> dict:
                 nn.init.normal_(p, std=DRAWN, generator=torch.Generator().manual_seed(len(name)))
         return network.eval()
 
-    wanted = logits(adapted())
+    exact = logits(adapted())
 
     def off(network: nn.Module) -> float:
-        return ((logits(network) - wanted).norm() / wanted.norm()).item()
+        return ((logits(network) - exact).norm() / exact.norm()).item()
 
-    found = {"without": off(built())}
+    errors = {"without": off(built())}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         network = adapted()
         merge(network, dtype)
-        found[name] = off(network.to(dtype))
+        errors[name] = off(network.to(dtype))
     if adapter == "qlora":
         network, base = adapted(), built()
-        layers = {name: part for name, part in network.named_modules() if hasattr(part, "lora_A")}
-        for name, part in layers.items():
-            part.base_layer = base.get_submodule(name)
+        layers = {name: layer for name, layer in network.named_modules() if hasattr(layer, "lora_A")}
+        for name, layer in layers.items():
+            layer.base_layer = base.get_submodule(name)
         merge(network, torch.float32)
-        found["original"] = off(network)
-    return found
+        errors["original"] = off(network)
+    return errors
 
 
-def table(found: dict, merged: dict) -> str:
-    one = {name: rounds[0] for name, rounds in found.items()}
-    seconds = medians(found, "seconds_per_step")
+def table(results: dict, merged: dict) -> str:
+    rows = {name: rounds[0] for name, rounds in results.items()}
+    seconds = medians(results, "seconds_per_step")
     lines = [
-        f"{next(iter(one.values()))['parameters']:,} parameters; rank {RANK}.",
+        f"{next(iter(rows.values()))['parameters']:,} parameters; rank {RANK}.",
         "",
         "| adapter | recipe | trained parameters | weights MiB | gradients MiB | state MiB | peak MiB, predicted / "
         "measured | resident MiB, predicted / measured | seconds per step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in one.items():
+    for name, row in rows.items():
         adapter, _, recipe = name.partition(": ")
-        held = " | ".join(f"{row[f'{kind}_bytes'] / MIB:.1f}" for kind in ("weights", "gradients", "optimizer"))
-        both = (f"{row[f'predicted_{what}'] / MIB:.1f} / {row[f'measured_{what}'] / MIB:.1f}" for what in WHAT)
-        trained = f"{row['trained_parameters']:,}"
-        lines.append(f"| {adapter} | {recipe} | {trained} | {held} | {' | '.join(both)} | {seconds[name]:.3f} |")
+        sizes = " | ".join(f"{row[f'{kind}_bytes'] / MIB:.1f}" for kind in ("weights", "gradients", "optimizer"))
+        pairs = (f"{row[f'predicted_{figure}'] / MIB:.1f} / {row[f'measured_{figure}'] / MIB:.1f}" for figure in COUNTS)
+        count = f"{row['trained_parameters']:,}"
+        lines.append(f"| {adapter} | {recipe} | {count} | {sizes} | {' | '.join(pairs)} | {seconds[name]:.3f} |")
     lines += [
         "",
         "| adapter | logits off without it | merged in fp32 | rounded to bf16 | merged into the original base |",
@@ -139,7 +139,7 @@ def table(found: dict, merged: dict) -> str:
     return "\n".join(lines)
 
 
-WHAT = ("bytes", "growth")
+COUNTS = ("bytes", "growth")
 
 
 def main() -> None:
@@ -157,12 +157,12 @@ def main() -> None:
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     how = ["-m", "benchmarks.adapters", *(["--small"] if options.small else []), "--row"]
     rows = {f"{adapter}: {recipe}": [*how, adapter, recipe] for recipe in RECIPES for adapter in ADAPTERS}
-    found = measure(rows, 1 if options.small else options.rounds)
+    results = measure(rows, 1 if options.small else options.rounds)
     merged = measure({adapter: [*how, adapter, "merge"] for adapter in ADAPTERS[1:]}, 1)
     if options.small:
-        print(table(found, merged))
+        print(table(results, merged))
     else:
-        write("adapters", {"rounds": found, "merged": merged}, table(found, merged))
+        write("adapters", {"rounds": results, "merged": merged}, table(results, merged))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def row(recipe: str) -> dict:
     return {"peak_bytes": summary["peak_bytes"]["device"], "points": points}
 
 
-def draw(found: dict, file: Path, names: list[str], columns: int) -> None:
+def draw(results: dict, file: Path, names: list[str], columns: int) -> None:
     """Draws a panel for each name; all have the same vertical scale, so that they can be compared."""
     from lowmem.report.colours import OF_CATEGORY
     from lowmem.report.picture import plt
@@ -51,17 +51,17 @@ def draw(found: dict, file: Path, names: list[str], columns: int) -> None:
         rows, columns, figsize=(5 * columns, 3 * rows), sharey=True, squeeze=False, constrained_layout=True
     )
     for axes, name in zip(panels.flat, names, strict=False):
-        points = found[name][0]["points"]
+        points = results[name][0]["points"]
         stacked = [[point[1 + i] / MIB for point in points] for i in range(len(CATEGORIES))]
         axes.stackplot(range(len(points)), stacked, labels=CATEGORIES, colors=[*OF_CATEGORY.values()])
         axes.set_title(f"{name}: {max(sum(point[1:]) for point in points) / MIB:.0f} MiB", fontsize=10)
-        first = {}
+        starts = {}
         for i, (phase, *_) in enumerate(points):
-            first.setdefault(phase, i)
-        ends = [*list(first.values())[1:], len(points)]
-        for (phase, i), end in zip(first.items(), ends, strict=True):
+            starts.setdefault(phase, i)
+        ends = [*list(starts.values())[1:], len(points)]
+        for (phase, i), end in zip(starts.items(), ends, strict=True):
             axes.axvline(i, color="black", linewidth=0.6, linestyle=":")
-            if end - i > 0.1 * len(points):  # there is room for the word
+            if end - i > 0.1 * len(points):  # the word has room
                 axes.text(i, 0.98, f" {phase}", fontsize=7, va="top", transform=axes.get_xaxis_transform())
         axes.set(xlim=(0, len(points) - 1), xticks=[])
     for axes in panels[:, 0]:
@@ -71,13 +71,13 @@ def draw(found: dict, file: Path, names: list[str], columns: int) -> None:
     plt.close(figure)
 
 
-def table(found: dict) -> str:
+def table(results: dict) -> str:
     lines = [
         "| recipe | peak MiB | in | weights | gradients | optimizer | activations |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, (one,) in found.items():
-        phase, *sizes = max(one["points"], key=lambda point: sum(point[1:]))
+    for name, (result,) in results.items():
+        phase, *sizes = max(result["points"], key=lambda point: sum(point[1:]))
         cells = [f"{size / MIB:.1f}" for size in (sum(sizes), *sizes[:4])]
         lines.append(f"| {name} | {cells[0]} | {phase} | {' | '.join(cells[1:])} |")
     return "\n".join(lines)
@@ -90,11 +90,11 @@ def main() -> None:
     if options.row:
         print(json.dumps(row(options.row)), flush=True)
         return
-    found = measure({name: ["-m", "benchmarks.anatomy", "--row", name] for name in RECIPES}, 1)
-    draw(found, ROOT / "docs" / "one-step.png", ["as shipped"], 1)
-    draw(found, ROOT / "docs" / "techniques.png", list(RECIPES), 3)
-    peaks = {name: [{"peak_bytes": one["peak_bytes"]} for one in rounds] for name, rounds in found.items()}
-    write("anatomy", {"rounds": peaks}, table(found))
+    results = measure({name: ["-m", "benchmarks.anatomy", "--row", name] for name in RECIPES}, 1)
+    draw(results, ROOT / "docs" / "one-step.png", ["as shipped"], 1)
+    draw(results, ROOT / "docs" / "techniques.png", list(RECIPES), 3)
+    peaks = {name: [{"peak_bytes": result["peak_bytes"]} for result in rounds] for name, rounds in results.items()}
+    write("anatomy", {"rounds": peaks}, table(results))
 
 
 if __name__ == "__main__":

@@ -85,15 +85,15 @@ def shrunk(model_type: str) -> dict:
 
 def _small(keys: Mapping, layers: int) -> dict:
     keys = {key: UNSAID.get(key) if value is None else value for key, value in keys.items()}
-    found = {key: _value(key, value, layers) for key, value in keys.items() if key not in NOT_OF_THE_MODEL}
+    small = {key: _value(key, value, layers) for key, value in keys.items() if key not in NOT_OF_THE_MODEL}
     heads, groups = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     if heads is not None and heads == groups:  # each head has a key head of its own
-        found["num_key_value_heads"] = found["num_attention_heads"]
+        small["num_key_value_heads"] = small["num_attention_heads"]
     if "expand" in keys and "num_heads" in keys:  # a state-space model's heads make up its inner width
-        found["num_heads"] = int(found["expand"] * found["hidden_size"]) // found["head_dim"]
+        small["num_heads"] = int(small["expand"] * small["hidden_size"]) // small["head_dim"]
     if "qk_nope_head_dim" in keys and keys.get("qk_head_dim"):
-        found["qk_head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
-    return found
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    return small
 
 
 # Values for keys that are None by default in some families.
@@ -105,8 +105,8 @@ def _value(key: str, value: object, layers: int) -> object:
     if isinstance(value, Mapping):
         if value and all(str(k).isdigit() for k in value):  # keys are layer numbers
             return {k: _small(v, layers) for k, v in value.items() if int(k) < LAYERS}
-        kept = {"model_type": value["model_type"]} if "model_type" in value else {}
-        return kept | (dict(value) if key.startswith("rope") else _small(value, layers))
+        family_key = {"model_type": value["model_type"]} if "model_type" in value else {}
+        return family_key | (dict(value) if key.startswith("rope") else _small(value, layers))
     if isinstance(value, list):
         return value[:LAYERS] if len(value) == layers else value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -150,8 +150,8 @@ def gradients(cfg: Run) -> tuple[float, dict[str, Tensor]]:
 
 
 def starts(architecture: dict) -> str:
-    value, found = gradients(configured(architecture))
-    assert found and all(g.isfinite().all() for g in found.values()), "gradients that are not finite"
+    value, computed = gradients(configured(architecture))
+    assert computed and all(g.isfinite().all() for g in computed.values()), "gradients that are not finite"
     return "right" if value > 0 else f"a loss of {value}"
 
 
@@ -160,9 +160,9 @@ def chunked(architecture: dict) -> str:
     module.model.eval()
     module.loss.verify(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
     value, exact = gradients(configured(architecture))
-    ours, found = gradients(configured(architecture, "loss=chunked", "loss.rows=7"))
+    ours, computed = gradients(configured(architecture, "loss=chunked", "loss.rows=7"))
     largest = max(g.abs().max().item() for g in exact.values())
-    wrong = max((found[name] - g).abs().max().item() for name, g in exact.items()) / largest
+    wrong = max((computed[name] - g).abs().max().item() for name, g in exact.items()) / largest
     return (
         "right"
         if abs(ours / value - 1) < REORDERED and wrong < REORDERED
@@ -173,8 +173,8 @@ def chunked(architecture: dict) -> str:
 def checkpointed(name: str) -> Callable[[dict], str]:
     def cell(architecture: dict) -> str:
         cfg = configured(architecture, f"gradient_checkpointing={name}")
-        (value, found), (ours, again) = gradients(configured(architecture)), gradients(cfg)
-        if value != ours or not all(torch.equal(again[key], g) for key, g in found.items()):
+        (value, exact), (ours, again) = gradients(configured(architecture)), gradients(cfg)
+        if value != ours or not all(torch.equal(again[key], g) for key, g in exact.items()):
             return "wrong gradients"
         return "right" if blocks_are_called(architecture) else "wrong: blocks of another part of the model"
 
@@ -188,7 +188,7 @@ def blocks_are_called(architecture: dict) -> bool:
     for block in blocks:
         block.register_forward_hook(lambda block, *_: called.add(block))
     module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
-    return bool(called)  # some blocks, not all: others may read only images
+    return bool(called)  # some blocks are enough: others may read only images
 
 
 class Windows:
@@ -257,11 +257,11 @@ def adapted(architecture: dict) -> str:
         return f"wrong: gradients of {len(having)} tensors"
     network.eval()
     with torch.no_grad():
-        beside = network(**batch.inputs, use_cache=False).logits
+        unmerged = network(**batch.inputs, use_cache=False).logits
         merge(network, torch.float32)
-        inside = network(**batch.inputs, use_cache=False).logits
-    finite = beside.isfinite() & inside.isfinite()
-    wrong = ((inside - beside)[finite].abs().max() / beside[finite].abs().max()).item()
+        merged = network(**batch.inputs, use_cache=False).logits
+    finite = unmerged.isfinite() & merged.isfinite()
+    wrong = ((merged - unmerged)[finite].abs().max() / unmerged[finite].abs().max()).item()
     return "right" if wrong < REORDERED else f"wrong: merged {wrong:.1g}"
 
 
@@ -287,12 +287,12 @@ def family(model_type: str) -> dict[str, str]:
     """Returns {cell: "right", or "refused", "wrong", "failed" or "not built" with the reason}."""
     try:
         architecture = shrunk(model_type)
-        found = {}
+        cells = {}
         for name, cell in CELLS.items():
-            found[name] = _answer(cell, architecture)
-            if name == "starts as typed" and found[name] != "right":
-                return found
-        return found
+            cells[name] = _answer(cell, architecture)
+            if name == "starts as typed" and cells[name] != "right":
+                return cells
+        return cells
     except Exception as error:
         return {"starts as typed": f"not built: {_last_line(error)}"}
 
@@ -323,15 +323,17 @@ def _last_line(error: Exception) -> str:
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def table(found: Mapping[str, Mapping[str, str]]) -> str:
+def table(rows: Mapping[str, Mapping[str, str]]) -> str:
     """Returns a table of counts and of a row per family, and below it the full text of each cell that is not right."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
     for kind in ("right", "estimate", "refused", "wrong", "failed", "not built"):
-        counts = [Counter(_kind(row.get(cell)) for row in found.values())[kind] for cell in CELLS]
+        counts = [Counter(_kind(row.get(cell)) for row in rows.values())[kind] for cell in CELLS]
         lines.append(f"| **{kind}** | " + " | ".join(map(str, counts)) + " |")
-    lines += [f"| {name} | " + " | ".join(_kind(row.get(cell)) for cell in CELLS) + " |" for name, row in found.items()]
-    said = [f"- {name}, {cell}: {text}" for name, row in found.items() for cell, text in row.items() if text != "right"]
-    return "\n".join([*lines, "", *said])
+    lines += [f"| {name} | " + " | ".join(_kind(row.get(cell)) for cell in CELLS) + " |" for name, row in rows.items()]
+    details = [
+        f"- {name}, {cell}: {text}" for name, row in rows.items() for cell, text in row.items() if text != "right"
+    ]
+    return "\n".join([*lines, "", *details])
 
 
 def _kind(text: str | None) -> str:
@@ -351,14 +353,14 @@ def main() -> None:
     names = parser.parse_args().families
     families = names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     with ProcessPoolExecutor(2, initializer=_prepare) as pool:
-        found = {}
+        results = {}
         for name, row in zip(families, pool.map(family, families), strict=True):
-            found[name] = row
+            results[name] = row
             print(f"{name:<28}{' '.join(_kind(row.get(cell)) for cell in CELLS)}", flush=True)
     if names:
-        print(table(found))
+        print(table(results))
         return
-    write("architectures", {"families": found}, table(found))
+    write("architectures", {"families": results}, table(results))
 
 
 if __name__ == "__main__":

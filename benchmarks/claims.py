@@ -76,11 +76,11 @@ def xl_rows() -> dict[str, dict[str, int]]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
+def verdicts(results: dict, sizes: dict) -> Iterator[tuple[str, str, str, str]]:
     """Yields (claim, measurement on 124M parameters, bytes of GPT-2 XL, whether the claim holds here and why)."""
-    peak, speed = medians(found, "peak_bytes"), {n: ratio(found, n, "plain", "tokens_per_second") for n in found}
-    activations, state = medians(found, "activations"), medians(found, "optimizer")
-    p, gib, four = found["plain"][0]["parameters"], 2**30, "accumulation 4 x 1"
+    peak, speed = medians(results, "peak_bytes"), {n: ratio(results, n, "plain", "tokens_per_second") for n in results}
+    activations, state = medians(results, "activations"), medians(results, "optimizer")
+    p, gib, four = results["plain"][0]["parameters"], 2**30, "accumulation 4 x 1"
 
     def saved(name: str) -> str:
         return (
@@ -89,10 +89,10 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
         )
 
     def at_xl(name: str) -> str:
-        return f"{shapes[name]['total'] / gib:.1f} GiB of {shapes['plain']['total'] / gib:.1f}"
+        return f"{sizes[name]['total'] / gib:.1f} GiB of {sizes['plain']['total'] / gib:.1f}"
 
     def at_xl_saved(name: str) -> float:
-        return 1 - shapes[name]["total"] / shapes["plain"]["total"]
+        return 1 - sizes[name]["total"] / sizes["plain"]["total"]
 
     yield (
         "Accumulation gives the large batch's update at the micro-batch's memory, slightly slower",
@@ -116,8 +116,8 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
         saved("sqrt"),
         at_xl("sqrt"),
         "For thin layers yes (test_policies.py). A transformer block is some 25 boundaries thick: "
-        f"every_layer needs {shapes['checkpointing']['activations'] / gib:.1f} GiB of activations at XL's shapes, sqrt "
-        f"{shapes['sqrt']['activations'] / gib:.1f}. On 124M the logits hide the difference.",
+        f"every_layer needs {sizes['checkpointing']['activations'] / gib:.1f} GiB of activations at XL's shapes, sqrt "
+        f"{sizes['sqrt']['activations'] / gib:.1f}. On 124M the logits hide the difference.",
     )
     yield (
         "Mixed precision: up to 2x faster, less memory",
@@ -139,7 +139,7 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
         at_xl("Adafactor"),
         "Yes, of what is held per parameter.",
     )
-    less = shapes["plain"]["optimizer"] - shapes["8-bit Adam"]["optimizer"]
+    less = sizes["plain"]["optimizer"] - sizes["8-bit Adam"]["optimizer"]
     masters = json.loads((RESULTS / "gpt2_xl.json").read_text())
     card, steps = masters["card"], masters["rounds"]["global-norm clipping"][0]
     rates = json.loads((RESULTS / "learning_rates.json").read_text())["rounds"]
@@ -154,7 +154,7 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
     yield (
         "Micro-batch 1, accumulation 4, checkpointing, 16 bits, 8-bit Adam: up to 3x less memory, speed kept",
         f"{peak['plain'] / peak['together']:.1f} x less, {speed['together']:.2f} x the speed",
-        f"{shapes['plain']['total'] / shapes['together']['total']:.1f} x less: {at_xl('together')}",
+        f"{sizes['plain']['total'] / sizes['together']['total']:.1f} x less: {at_xl('together')}",
         "At XL's shapes yes. With few tokens fp32 weights and gradients remain, which none of the five touches. The "
         "speed is not kept here: 8-bit steps are slow without CUDA, and a micro-batch of 128 tokens is small.",
     )
@@ -164,12 +164,12 @@ def verdicts(found: dict, shapes: dict) -> Iterator[tuple[str, str, str, str]]:
         "tokens on this CPU (gpt2_xl.md)",
         f"{card['every_layer']['total'] / gib:.2f} GiB on the card with precision=16-master, "
         f"{card['offload']['total'] / gib:.2f} with offloaded boundaries; the rows above together "
-        f"{shapes['together']['total'] / gib:.1f}",
+        f"{sizes['together']['total'] / gib:.1f}",
         "By its bytes: yes, with less than half of them. No card was there to run it on.",
     )
 
 
-def table(found: dict, shapes: dict) -> str:
+def table(results: dict, sizes: dict) -> str:
     columns = (
         "claimed",
         "measured here, 124M parameters, 4 x 128 tokens",
@@ -177,7 +177,7 @@ def table(found: dict, shapes: dict) -> str:
         "holds?",
     )
     head = f"| {' | '.join(columns)} |"
-    return "\n".join([head, "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in verdicts(found, shapes))])
+    return "\n".join([head, "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in verdicts(results, sizes))])
 
 
 def main() -> None:
@@ -188,12 +188,12 @@ def main() -> None:
     if options.row is not None:
         print(json.dumps(row(options.row)), flush=True)
         return
-    shapes = xl_rows()
+    sizes = xl_rows()
     if options.rounds == 0:  # makes only the table again, from earlier measurements
-        found = json.loads((RESULTS / "claims.json").read_text())["rounds"]
+        results = json.loads((RESULTS / "claims.json").read_text())["rounds"]
     else:
-        found = measure({name: ["-m", "benchmarks.claims", "--row", name] for name in ROWS}, options.rounds)
-    write("claims", {"rounds": found, "gpt2-xl": shapes}, table(found, shapes))
+        results = measure({name: ["-m", "benchmarks.claims", "--row", name] for name in ROWS}, options.rounds)
+    write("claims", {"rounds": results, "gpt2-xl": sizes}, table(results, sizes))
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ CAPS = ("12GiB", "6GiB")
 def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, list[dict], list[dict], int]:
     """Runs train.py in a process of its own and watches its resident memory.
 
-    Args: seconds: time limit, after which the run is ended: what it measured counts, and its summary is empty.
+    Args: seconds: time limit, after which the run is ended: its measurements count, and its summary is empty.
 
     Returns:
         (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
     """
     folder, until = Path(os.environ["ROW_FOLDER"]), time.monotonic() + (seconds or float("inf"))
-    with (folder / "said").open("w") as said:
+    with (folder / "said").open("w") as output:
         command = [sys.executable, "train.py", *arguments]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         highest = 0
         while process.poll() is None and time.monotonic() < until:
             try:
@@ -127,31 +127,31 @@ def alone() -> dict:
 def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, seconds: float | None = None) -> dict:
     """Runs the recipe under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA device.
 
-    Args: seconds: time limit, after which the run is ended; what it measured until then is returned.
+    Args: seconds: time limit, after which the run is ended; its measurements until then are returned.
     """
     folder = Path(os.environ["ROW_FOLDER"]) / "run"
     lines = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", f"max_steps={steps}"]
     lines += ["gradient_checkpointing=offload"] if cap == CAPS[-1] else []
     arguments = [*lines, "log_every=1", "logger=csv", *QUIET, *typed, f"hydra.run.dir={folder}"]
     summary, memory, metrics, highest = watched(arguments, seconds)
-    trained = [row for row in metrics if row["train_loss"]]
+    logged = [row for row in metrics if row["train_loss"]]
     return {
-        "steps": len(trained),
+        "steps": len(logged),
         "ended_early": not summary,
-        **_pace(trained),
+        **_pace(logged),
         "allocated_peak": _highest(memory, "allocated_peak_bytes") or _highest(memory, "live_peak_bytes"),
         "reserved_peak": _highest(memory, "reserved_peak_bytes"),
         "host_peak": highest,
         "predicted": summary.get("predicted"),
         "last_words": (folder.parent / "said").read_text(errors="replace")[-500:],
-        "losses": [float(row["train_loss"]) for row in trained],
+        "losses": [float(row["train_loss"]) for row in logged],
     }
 
 
-def _pace(trained: list[dict]) -> dict[str, float | None]:
+def _pace(logged: list[dict]) -> dict[str, float | None]:
     """Returns the pace of the steps that the run had time to log, without the initial step."""
-    times, tokens = ([float(row[key]) for row in trained] for key in ("seconds", "tokens"))
-    if len(trained) < 2:
+    times, tokens = ([float(row[key]) for row in logged] for key in ("seconds", "tokens"))
+    if len(logged) < 2:
         return {"seconds_per_step": None, "tokens_per_second": None}
     each = [later - earlier for earlier, later in pairwise(times)]
     return {
@@ -170,14 +170,14 @@ def on_the_card() -> dict[str, dict[str, int]]:
     return {name: xl(4, 1024, *lines) for name, lines in ways.items()}
 
 
-def table(found: dict, card: dict) -> str:
+def table(results: dict, card: dict) -> str:
     lines = [
         "| on the card, GiB | weights | gradients | optimizer | activations | in all |",
         "|---|---|---|---|---|---|",
     ]
     columns = ("weights", "gradients", "optimizer", "activations", "total")
-    for name, one in card.items():
-        lines.append(f"| {name} | " + " | ".join(f"{one[column] / GIB:.2f}" for column in columns) + " |")
+    for name, result in card.items():
+        lines.append(f"| {name} | " + " | ".join(f"{result[column] / GIB:.2f}" for column in columns) + " |")
     lines += [
         "",
         "Activations include the head's gradient while the chunked loss sums it: fp32, 0.30 GiB.",
@@ -187,23 +187,23 @@ def table(found: dict, card: dict) -> str:
         "loss, first and last three steps |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    seconds = medians(found, "seconds_per_step")
+    seconds = medians(results, "seconds_per_step")
     for name in ROWS:
-        one = found[name][0]
-        losses = [sum(part) / 3 for part in (one["losses"][:3], one["losses"][-3:])]
+        result = results[name][0]
+        losses = [sum(three) / 3 for three in (result["losses"][:3], result["losses"][-3:])]
         lines.append(
-            f"| {name} | {seconds[name]:.1f} | {seconds[name] / seconds[ALONE]:.2f} | {one['rss_peak'] / GIB:.2f} "
-            f"| {one['checkpoint'] / GIB:.2f} | {one['save_rise'] / GIB:.3f} "
-            f"| {one['resume_peak'] / one['resume_steady']:.2f} | {losses[0]:.2f}, {losses[1]:.2f} |"
+            f"| {name} | {seconds[name]:.1f} | {seconds[name] / seconds[ALONE]:.2f} | {result['rss_peak'] / GIB:.2f} "
+            f"| {result['checkpoint'] / GIB:.2f} | {result['save_rise'] / GIB:.3f} "
+            f"| {result['resume_peak'] / result['resume_steady']:.2f} | {losses[0]:.2f}, {losses[1]:.2f} |"
         )
     lines.append(f"| {ALONE} | {seconds[ALONE]:.1f} | 1.00 | - | - | - | - | - |")
     for cap in CAPS:
-        if cap in found:
-            one = found[cap][0]
+        if cap in results:
+            result = results[cap][0]
             lines += [
                 "",
-                f"On a CUDA device under {cap}: {one['tokens_per_second']:,.0f} tokens/s, "
-                f"{one['allocated_peak'] / GIB:.2f} GiB allocated and {one['reserved_peak'] / GIB:.2f} reserved.",
+                f"On a CUDA device under {cap}: {result['tokens_per_second']:,.0f} tokens/s, "
+                f"{result['allocated_peak'] / GIB:.2f} GiB allocated and {result['reserved_peak'] / GIB:.2f} reserved.",
             ]
     return "\n".join(lines)
 
@@ -211,21 +211,21 @@ def table(found: dict, card: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--row", help="measure one row in this process")
-    parser.add_argument("--table", action="store_true", help="only the table again, of what was measured")
+    parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
     options = parser.parse_args()
     if options.row:
-        one = alone() if options.row == ALONE else capped(options.row) if options.row in CAPS else row(options.row)
-        print(json.dumps(one), flush=True)
+        result = alone() if options.row == ALONE else capped(options.row) if options.row in CAPS else row(options.row)
+        print(json.dumps(result), flush=True)
         return
     import torch
 
     rows = [ALONE, *ROWS, *(CAPS if torch.cuda.is_available() else ())]
     if options.table:
-        found = json.loads((RESULTS / "gpt2_xl.json").read_text())["rounds"]
+        results = json.loads((RESULTS / "gpt2_xl.json").read_text())["rounds"]
     else:
-        found = measure({name: ["-m", "benchmarks.gpt2_xl", "--row", name] for name in rows}, 1)
+        results = measure({name: ["-m", "benchmarks.gpt2_xl", "--row", name] for name in rows}, 1)
     card = on_the_card()
-    write("gpt2_xl", {"rounds": found, "card": card}, table(found, card))
+    write("gpt2_xl", {"rounds": results, "card": card}, table(results, card))
 
 
 if __name__ == "__main__":

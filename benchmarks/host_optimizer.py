@@ -139,39 +139,39 @@ def learnt(name: str) -> dict:
     return {"val_loss": summary["val_loss"]}
 
 
-def table(found: dict, wrong: dict, learnt: dict) -> str:
-    milliseconds = medians(found, "milliseconds")
+def table(results: dict, wrong: dict, learnt: dict) -> str:
+    milliseconds = medians(results, "milliseconds")
     lines = ["| step | ms per 10M parameters | of torch's fused AdamW |", "|---|---|---|"]
-    for name in found:
-        missing = found[name][0]["milliseconds"] is None
-        times = "-" if missing else f"{ratio(found, name, FUSED, 'milliseconds'):.2f}"
+    for name in results:
+        missing = results[name][0]["milliseconds"] is None
+        times = "-" if missing else f"{ratio(results, name, FUSED, 'milliseconds'):.2f}"
         lines.append(f"| {name} | {'not installed' if missing else f'{milliseconds[name]:.1f}'} | {times} |")
     lines += ["", "| gradients | error of 20 steps, adamw8bit | bitsandbytes |", "|---|---|---|"]
-    lines += [f"| {kind} | {one['adamw8bit']:.4f} | {one['bitsandbytes']:.4f} |" for kind, one in wrong.items()]
+    lines += [f"| {kind} | {error['adamw8bit']:.4f} | {error['bitsandbytes']:.4f} |" for kind, error in wrong.items()]
     lines += ["", "| `tiny`, 500 steps | validation loss | of adamw |", "|---|---|---|"]
     base = learnt["adamw"][0]["val_loss"]
-    lines += [f"| {n} | {one[0]['val_loss']:.4f} | {one[0]['val_loss'] / base:.4f} |" for n, one in learnt.items()]
+    lines += [f"| {n} | {runs[0]['val_loss']:.4f} | {runs[0]['val_loss'] / base:.4f} |" for n, runs in learnt.items()]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--times", action="store_true", help="time the steps again, keep what was learnt")
+    parser.add_argument("--times", action="store_true", help="time the steps again, keep the losses of before")
     parser.add_argument("--row", help="time one step in this process")
     parser.add_argument("--learn", help="train with one optimizer in this process")
     options = parser.parse_args()
     if options.row or options.learn:
         print(json.dumps(timed(options.row) if options.row else learnt(options.learn)), flush=True)
         return
-    found = measure({name: ["-m", "benchmarks.host_optimizer", "--row", name] for name in STEP}, options.rounds)
+    results = measure({name: ["-m", "benchmarks.host_optimizer", "--row", name] for name in STEP}, options.rounds)
     if options.times:
         learns = json.loads((RESULTS / "host_optimizer.json").read_text())["learnt"]
     else:
         learns = measure({name: ["-m", "benchmarks.host_optimizer", "--learn", name] for name in LEARNS}, 1)
     wrong = errors()
-    result = {"rounds": found, "errors": wrong, "learnt": learns}
-    write("host_optimizer", result, table(found, wrong, learns))
+    result = {"rounds": results, "errors": wrong, "learnt": learns}
+    write("host_optimizer", result, table(results, wrong, learns))
 
 
 if __name__ == "__main__":

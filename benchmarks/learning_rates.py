@@ -31,10 +31,10 @@ def row(optim: str, lr: str) -> dict:
     return {"val_loss": summary["val_loss"], "bits_per_byte": summary["bits_per_byte"]}
 
 
-def table(found: dict) -> str:
+def table(results: dict) -> str:
     lines = ["| optimizer | validation loss at lr = factor x 2e-3 | best factor |", "|---|---|---|"]
     for optim, factors in FACTORS.items():
-        losses = {factor: found[f"{optim} x {factor}"][0]["val_loss"] for factor in factors}
+        losses = {factor: results[f"{optim} x {factor}"][0]["val_loss"] for factor in factors}
         each = ", ".join(f"{factor}: {loss:.3f}" for factor, loss in losses.items())
         lines.append(f"| {optim} | {each} | {min(losses, key=losses.get)} |")
     return "\n".join(lines)
@@ -42,7 +42,7 @@ def table(found: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--add", action="store_true", help="keep the rows that are measured, add those that are not")
+    parser.add_argument("--add", action="store_true", help="measure only the rows that have no result yet")
     parser.add_argument("--row", nargs=2, metavar=("OPTIM", "LR"), help="run one row in this process")
     options = parser.parse_args()
     if options.row:
@@ -54,9 +54,9 @@ def main() -> None:
         for factor in factors
     }
     file = RESULTS / "learning_rates.json"
-    known = json.loads(file.read_text())["rounds"] if options.add else {}
-    found = known | measure({name: row for name, row in rows.items() if name not in known}, rounds=1)
-    write("learning_rates", {"steps": STEPS, "rounds": found}, table(found))
+    earlier = json.loads(file.read_text())["rounds"] if options.add else {}
+    results = earlier | measure({name: row for name, row in rows.items() if name not in earlier}, rounds=1)
+    write("learning_rates", {"steps": STEPS, "rounds": results}, table(results))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ MODELS = {
     "13.9M": {"vocab_size": 8192, "n_positions": 256, "n_embd": 384, "n_layer": 6, "n_head": 6, "T": 256},
     # the default of train.py
     "tiny": {"vocab_size": 4096, "n_positions": 256, "n_embd": 192, "n_layer": 4, "n_head": 4, "T": 128},
-    # to see that it runs
+    # small, to test that a loop runs
     "thin": {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "T": 16},
     # GPT-2, for a card
     "124M": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "T": 1024},
@@ -119,7 +119,7 @@ def silent_meter() -> type:
     return type("Silent", (MemoryMeter,), {name: getattr(Callback, name) for name in hooks})
 
 
-# --- what the other loops share ----------------------------------------------------------------------------------
+# --- shared by the other loops -----------------------------------------------------------------------------------
 
 
 class Materials(NamedTuple):
@@ -149,7 +149,7 @@ def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials,
     before = process.rss_bytes()
     module = build.module(cfg, data).to(cfg.device)
     optimizer = module.update.optimizer(module.model)
-    made = Materials(
+    built = Materials(
         module.model.train(),
         [window.micro_batches for window in islice(data.train, STEPS)],
         optimizer,
@@ -159,9 +159,9 @@ def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials,
         4 if FOUR[0] in RECIPES[recipe] else 1,
         cfg.device,
     )
-    if made.checkpointing:
-        made.network.gradient_checkpointing_enable({"use_reentrant": False})
-    return made, Watch(made, model, before)
+    if built.checkpointing:
+        built.network.gradient_checkpointing_enable({"use_reentrant": False})
+    return built, Watch(built, model, before)
 
 
 def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
@@ -173,9 +173,9 @@ def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
 class Watch:
     """Records the time and the loss of every step, and the live tensors of the last step of the warm-up."""
 
-    def __init__(self, of: Materials, model: str, rss_before: int) -> None:
-        self.of, self.model, self.rss_before = of, model, rss_before
-        self.turns = Turns(settled(of.device))
+    def __init__(self, of_loop: Materials, model: str, rss_before: int) -> None:
+        self.materials, self.model, self.rss_before = of_loop, model, rss_before
+        self.turns = Turns(settled(of_loop.device))
         self.steps, self.losses = 0, [0.0]
         self.tracker, self.peak_bytes = None, 0
 
@@ -189,15 +189,15 @@ class Watch:
             self._count()
 
     def _count(self) -> None:
-        if self.of.device == "cuda":
+        if self.materials.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return
         from lowmem.memory.ledger import Ledger, optimizer_state
         from lowmem.memory.tracker import StorageTracker
 
         ledger = Ledger()
-        ledger.own("weights", lambda: list(self.of.network.parameters()))
-        ledger.own("optimizer", lambda: optimizer_state(self.of.optimizer))
+        ledger.own("weights", lambda: list(self.materials.network.parameters()))
+        ledger.own("optimizer", lambda: optimizer_state(self.materials.optimizer))
         self.tracker = StorageTracker(ledger.storages())
         self.tracker.__enter__()
 
@@ -230,19 +230,19 @@ class Watch:
 
 def plain(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     """Trains with the shortest hand-written loop."""
-    of, watch = materials(recipe, model, typed)
-    for window in of.windows:
+    loop, watch = materials(recipe, model, typed)
+    for window in loop.windows:
         watch.begin()
         for micro_batch in window:
-            micro_batch = micro_batch.each(lambda part: part.to(of.device))
-            with torch.autocast(of.device, torch.bfloat16, cache_enabled=False) if of.bf16 else nullcontext():
-                loss = loss_of(of.network, micro_batch) / len(window)
+            micro_batch = micro_batch.each(lambda tensor: tensor.to(loop.device))
+            with torch.autocast(loop.device, torch.bfloat16, cache_enabled=False) if loop.bf16 else nullcontext():
+                loss = loss_of(loop.network, micro_batch) / len(window)
             loss.backward()
             watch.add(loss)
-        torch.nn.utils.clip_grad_norm_(of.network.parameters(), 1.0)
-        of.optimizer.step()
-        of.schedule.step()
-        of.optimizer.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(loop.network.parameters(), 1.0)
+        loop.optimizer.step()
+        loop.schedule.step()
+        loop.optimizer.zero_grad(set_to_none=True)
         watch.end()
     return watch.result()
 
@@ -254,43 +254,43 @@ def lightning(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     """
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-    of, watch = materials(recipe, model, typed)
+    loop, watch = materials(recipe, model, typed)
 
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = of.network
+            self.network = loop.network
 
         def training_step(self, micro_batch, _: int) -> torch.Tensor:
             loss = loss_of(self.network, micro_batch)
-            watch.add(loss / of.micro_batches)
+            watch.add(loss / loop.micro_batches)
             return loss
 
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
 
         def configure_optimizers(self) -> dict:
-            return {"optimizer": of.optimizer, "lr_scheduler": {"scheduler": of.schedule, "interval": "step"}}
+            return {"optimizer": loop.optimizer, "lr_scheduler": {"scheduler": loop.schedule, "interval": "step"}}
 
     class Steps(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-            if batch_idx % of.micro_batches == 0:
+            if batch_idx % loop.micro_batches == 0:
                 watch.begin()
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-            if (batch_idx + 1) % of.micro_batches == 0:
+            if (batch_idx + 1) % loop.micro_batches == 0:
                 watch.end()
 
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     Trainer(
-        accelerator="gpu" if of.device == "cuda" else "cpu",
+        accelerator="gpu" if loop.device == "cuda" else "cpu",
         devices=1,
         max_steps=STEPS,
-        accumulate_grad_batches=of.micro_batches,
-        precision="bf16-mixed" if of.bf16 else "32-true",
+        accumulate_grad_batches=loop.micro_batches,
+        precision="bf16-mixed" if loop.bf16 else "32-true",
         callbacks=[Steps()],
         **dict.fromkeys(off, False),
-    ).fit(Module(), Batches(of.windows))
+    ).fit(Module(), Batches(loop.windows))
     return watch.result()
 
 
@@ -309,7 +309,7 @@ def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    of, watch = materials(recipe, model, typed)
+    loop, watch = materials(recipe, model, typed)
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__) -> None:
@@ -329,27 +329,27 @@ def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
 
     rows = [
         {"input_ids": ids, "labels": labels, "shift_labels": labels}
-        for micro_batch in Batches(of.windows)
+        for micro_batch in Batches(loop.windows)
         for ids, labels in zip(micro_batch.input_ids, micro_batch.labels, strict=True)
     ]
     arguments = TrainingArguments(
         output_dir=os.environ["ROW_FOLDER"],
-        per_device_train_batch_size=BATCH_SIZE // of.micro_batches,
-        gradient_accumulation_steps=of.micro_batches,
-        gradient_checkpointing=of.checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if of.checkpointing else None,
+        per_device_train_batch_size=BATCH_SIZE // loop.micro_batches,
+        gradient_accumulation_steps=loop.micro_batches,
+        gradient_checkpointing=loop.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if loop.checkpointing else None,
         max_steps=STEPS,
         max_grad_norm=1.0,
-        bf16=of.bf16,
+        bf16=loop.bf16,
         remove_unused_columns=False,
-        use_cpu=of.device == "cpu",
+        use_cpu=loop.device == "cpu",
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
     )
     InOrder(
-        of.network, arguments, train_dataset=rows, optimizers=(of.optimizer, of.schedule), callbacks=[Steps()]
+        loop.network, arguments, train_dataset=rows, optimizers=(loop.optimizer, loop.schedule), callbacks=[Steps()]
     ).train()
     return watch.result()
 

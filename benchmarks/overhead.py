@@ -14,9 +14,9 @@ MODELS = {"13.9M": ("32", "bf16"), "tiny": ("32",)}
 UNMETERED = 0.98  # least speed of lowmem, over that of lowmem without its meter
 
 
-def table(found: dict, first_steps: list[dict]) -> str:
+def table(results: dict, first_steps: list[dict]) -> str:
     """Returns markdown with the tokens/s of every row, and then the time that lowmem adds to a step."""
-    speed = medians(found, "tokens_per_second")
+    speed = medians(results, "tokens_per_second")
     lines = ["| model | precision | loop | tokens/s |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(name.split(' '))} | {value:,.0f} |" for name, value in speed.items()]
     lines += [
@@ -27,12 +27,14 @@ def table(found: dict, first_steps: list[dict]) -> str:
     for model, precisions in MODELS.items():
         for precision in precisions:
             for other in LOOPS[1:]:
-                pair = [found[f"{model} {precision} {loop}"] for loop in ("lowmem", other)]
-                asked = f">= {UNMETERED}" if other == "lowmem-unmetered" else "-"
-                figures = f"{speed_ratio(*pair, WARM_UP):.3f} | {asked} | {1000 * difference(*pair, WARM_UP):.1f}"
+                pair = [results[f"{model} {precision} {loop}"] for loop in ("lowmem", other)]
+                limit = f">= {UNMETERED}" if other == "lowmem-unmetered" else "-"
+                figures = f"{speed_ratio(*pair, WARM_UP):.3f} | {limit} | {1000 * difference(*pair, WARM_UP):.1f}"
                 lines.append(f"| {model} | {precision} | {other} | {figures} |")
-    first = medians({"tiny": first_steps}, "first_step_seconds")["tiny"]
-    return "\n".join([*lines, "", f"From the command to the end of the first optimizer step of `tiny`: {first:.1f} s."])
+    seconds = medians({"tiny": first_steps}, "first_step_seconds")["tiny"]
+    return "\n".join(
+        [*lines, "", f"From the command to the end of the first optimizer step of `tiny`: {seconds:.1f} s."]
+    )
 
 
 def main() -> None:
@@ -44,9 +46,9 @@ def main() -> None:
         for model, precisions in MODELS.items()
         for precision in precisions
     ]
-    found = measure(teams, options.rounds)
+    results = measure(teams, options.rounds)
     first_steps = [row(teams[-1]["tiny 32 lowmem"]) for _ in range(options.rounds)]  # alone, without turns
-    write("overhead", {"rounds": found, "first_steps": first_steps}, table(found, first_steps))
+    write("overhead", {"rounds": results, "first_steps": first_steps}, table(results, first_steps))
 
 
 if __name__ == "__main__":

@@ -73,34 +73,34 @@ def measured(architecture: dict) -> dict[str, str | float]:
         right = computed(model, [padded([document]) for document in documents])
         alone = computed(model, [padded(documents)])  # padded rows run without a shared mask
     row = packed(documents)
-    found = [off(a, b) for a, b in zip((*computed(model, [row]), *alone), right * 2, strict=True)]
+    errors = [off(a, b) for a, b in zip((*computed(model, [row]), *alone), right * 2, strict=True)]
     apart = packed_attention.keeps_apart(model, row.input_ids)
     verdict = "exact" if apart else "refused"
-    if apart and max(found[:2]) > EXACT:
+    if apart and max(errors[:2]) > EXACT:
         verdict = "wrong: taken"
-    if not apart and max(found[:2]) < EXACT:
+    if not apart and max(errors[:2]) < EXACT:
         verdict = "wrong: refused"
     taken = packed_attention.attention_taken(model).replace(packed_attention.SHARED, "sdpa, shared mask")
-    return dict(zip(COLUMNS, (verdict, taken, *found), strict=True))
+    return dict(zip(COLUMNS, (verdict, taken, *errors), strict=True))
 
 
 def family(model_type: str) -> dict[str, str | float]:
-    """Returns the cells of a family; where nothing could be measured, its verdict says why."""
+    """Returns the cells of a family; if nothing could be measured, its verdict says why."""
     try:
         architecture = shrunk(model_type)
     except Exception as error:
         return {"verdict": f"not built: {type(error).__name__}"}
-    found = _answer(measured, architecture)
-    return {"verdict": found} if isinstance(found, str) else found
+    answer = _answer(measured, architecture)
+    return {"verdict": answer} if isinstance(answer, str) else answer
 
 
-def table(found: Mapping[str, Mapping]) -> str:
+def table(families: Mapping[str, Mapping]) -> str:
     """Returns counts, a table with a row per family, and below it the families that have no numbers."""
-    counts = Counter(row["verdict"].split(":")[0] for row in found.values())
+    counts = Counter(row["verdict"].split(":")[0] for row in families.values())
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".", ""]
     lines += ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
-    lines += [f"| {name} | " + " | ".join(_cells(row)) + " |" for name, row in found.items() if len(row) > 1]
-    return "\n".join([*lines, "", *(f"- {name}: {row['verdict']}" for name, row in found.items() if len(row) == 1)])
+    lines += [f"| {name} | " + " | ".join(_cells(row)) + " |" for name, row in families.items() if len(row) > 1]
+    return "\n".join([*lines, "", *(f"- {name}: {row['verdict']}" for name, row in families.items() if len(row) == 1)])
 
 
 def _cells(row: Mapping) -> Iterator[str]:
@@ -112,14 +112,14 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     names = parser.parse_args().families
     _prepare()
-    found = {}
+    families = {}
     for name in names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        found[name] = family(name)
-        print(f"{name:<28}{found[name]['verdict'][:80]}", flush=True)
+        families[name] = family(name)
+        print(f"{name:<28}{families[name]['verdict'][:80]}", flush=True)
     if names:
-        print(table(found))
+        print(table(families))
         return
-    write("packing", {"families": found}, table(found))
+    write("packing", {"families": families}, table(families))
 
 
 if __name__ == "__main__":

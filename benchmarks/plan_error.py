@@ -71,17 +71,17 @@ MIXED = [
 
 def rows() -> dict[str, list[str]]:
     """Returns {name: overrides}."""
-    found = {"(as shipped)": [*GPT2, *USUAL]}
+    named = {"(as shipped)": [*GPT2, *USUAL]}
     for name, more in TECHNIQUES.items():
-        found[name] = [*GPT2, *DRY, name, *more]
+        named[name] = [*GPT2, *DRY, name, *more]
     for number, recipe in enumerate(MIXED):
         for family in ("gpt2", "llama") if number % 2 else ("llama", "qwen3"):
             size = sized(2, 512) if number % 3 else sized(8, 128)
-            found[f"{family}: {' '.join(recipe)}"] = [*FAMILIES[family], *size, *recipe]
+            named[f"{family}: {' '.join(recipe)}"] = [*FAMILIES[family], *size, *recipe]
     for family in FAMILIES:
         for batch, length in ((1, 1024), (4, 64), (16, 64)):
-            found[f"{family}: {batch} x {length}"] = [*FAMILIES[family], *sized(batch, length), "precision=bf16"]
-    return found
+            named[f"{family}: {batch} x {length}"] = [*FAMILIES[family], *sized(batch, length), "precision=bf16"]
+    return named
 
 
 def row(arguments: list[str]) -> dict:
@@ -126,30 +126,30 @@ def error(pair: list) -> float:
     return pair[0] / pair[1] - 1
 
 
-def table(found: dict, block: float) -> str:
-    ones = {name: rounds[0] for name, rounds in found.items()}
-    counted = {name: one for name, one in ones.items() if one["peak"][1] and not one["estimate"]}
+def table(results: dict, block: float) -> str:
+    runs = {name: rounds[0] for name, rounds in results.items()}
+    counted = {name: run for name, run in runs.items() if run["peak"][1] and not run["estimate"]}
     lines = [
-        f"{len(ones)} runs; live tensors are counted in {len(counted)} of them. Predicted over measured, less one.",
+        f"{len(runs)} runs; live tensors are counted in {len(counted)} of them. Predicted over measured, less one.",
         "",
         "| of | runs | median of the size | worst | where |",
         "|---|---|---|---|---|",
     ]
 
-    def line(what: str, errors: dict[str, float]) -> str:
+    def line(figure: str, errors: dict[str, float]) -> str:
         worst = max(errors, key=lambda name: abs(errors[name]))
         middle = median(abs(e) for e in errors.values())
-        return f"| {what} | {len(errors)} | {middle:.2%} | {errors[worst]:+.2%} | {worst} |"
+        return f"| {figure} | {len(errors)} | {middle:.2%} | {errors[worst]:+.2%} | {worst} |"
 
-    lines.append(line("live-tensor peak", {name: error(one["peak"]) for name, one in counted.items()}))
+    lines.append(line("live-tensor peak", {name: error(run["peak"]) for name, run in counted.items()}))
     for phase in ("load", "forward", "backward", "step", "evaluation"):
-        errors = {n: error(one["phases"][phase]) for n, one in counted.items() if phase in one["phases"]}
+        errors = {n: error(run["phases"][phase]) for n, run in counted.items() if phase in run["phases"]}
         lines.append(line(f"live tensors, {phase}", errors))
-    large = {name: one for name, one in ones.items() if one["tensors"] >= GIB and not one["estimate"]}
-    lines.append(line("growth of resident memory", {name: error(one["growth"]) for name, one in large.items()}))
-    estimates = {name: error(one["growth"]) for name, one in ones.items() if one["estimate"]}
+    large = {name: run for name, run in runs.items() if run["tensors"] >= GIB and not run["estimate"]}
+    lines.append(line("growth of resident memory", {name: error(run["growth"]) for name, run in large.items()}))
+    estimates = {name: error(run["growth"]) for name, run in runs.items() if run["estimate"]}
     lines.append(line("the same of estimates", estimates))
-    plain = ones["(as shipped)"]
+    plain = runs["(as shipped)"]
     dropped = (plain["peak"][0] - plain["state"]) / plain["peak"][1] - 1
     lines += [
         "",
@@ -159,11 +159,11 @@ def table(found: dict, block: float) -> str:
         "| run | peak GiB, predicted / measured | error | growth of resident GiB | error |",
         "|---|---|---|---|---|",
     ]
-    for name, one in ones.items():
-        peak, growth = one["peak"], one["growth"]
-        there = f"{peak[0] / GIB:.3f} / {peak[1] / GIB:.3f} | {error(peak):+.2%}" if name in counted else "- | -"
+    for name, run in runs.items():
+        peak, growth = run["peak"], run["growth"]
+        peaks = f"{peak[0] / GIB:.3f} / {peak[1] / GIB:.3f} | {error(peak):+.2%}" if name in counted else "- | -"
         grown = f"{growth[0] / GIB:.2f} / {growth[1] / GIB:.2f} | {error(growth):+.1%}"
-        lines.append(f"| {name.replace('|', ' ')}{' (estimate)' if one['estimate'] else ''} | {there} | {grown} |")
+        lines.append(f"| {name.replace('|', ' ')}{' (estimate)' if run['estimate'] else ''} | {peaks} | {grown} |")
     return "\n".join(lines)
 
 
@@ -171,20 +171,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--row", nargs="*", help="run one row in this process")
     parser.add_argument("--only", help="rows whose name contains this, printed and not kept")
-    parser.add_argument("--table", action="store_true", help="only the table again, of what was measured")
+    parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
     options = parser.parse_args()
     if options.row is not None:
         print(json.dumps(row(options.row)), flush=True)
         return
     # glibc returns freed memory to the system at once, so that resident memory does not include it
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    wanted = {name: more for name, more in rows().items() if options.only is None or options.only in name}
+    chosen = {name: more for name, more in rows().items() if options.only is None or options.only in name}
     if options.table:
-        found = json.loads(Path(RESULTS / "plan_error.json").read_text())["rounds"]
+        results = json.loads(Path(RESULTS / "plan_error.json").read_text())["rounds"]
     else:
-        found = measure({name: ["-m", "benchmarks.plan_error", "--row", *more] for name, more in wanted.items()}, 1)
+        results = measure({name: ["-m", "benchmarks.plan_error", "--row", *more] for name, more in chosen.items()}, 1)
     if options.only is None:
-        write("plan_error", {"rounds": found}, table(found, dropped_block()))
+        write("plan_error", {"rounds": results}, table(results, dropped_block()))
 
 
 if __name__ == "__main__":

@@ -52,22 +52,22 @@ def counted() -> dict[str, float]:
     from lowmem.plan.job import resolved
     from lowmem.plan.tracing.trace import trace
 
-    here, found = machine(on_card=False), {}
+    here, seconds = machine(on_card=False), {}
     for name in RECIPES:
         cfg = resolved(run_of(typed(name)), on_card=False)
-        found[name] = of_trace(here, cfg, trace(cfg, on_card=False)).seconds
-    return found
+        seconds[name] = of_trace(here, cfg, trace(cfg, on_card=False)).seconds
+    return seconds
 
 
-def tau(one: dict[str, float], other: dict[str, float]) -> float:
-    """Returns Kendall's tau over the pairs that differ by more than five per cent in `other`."""
-    pairs = [(a, b) for a, b in combinations(one, 2) if max(other[a], other[b]) / min(other[a], other[b]) > 1.05]
-    agree = sum((one[a] < one[b]) == (other[a] < other[b]) for a, b in pairs)
+def tau(guess: dict[str, float], timed: dict[str, float]) -> float:
+    """Returns Kendall's tau over the pairs that differ by more than five per cent in `timed`."""
+    pairs = [(a, b) for a, b in combinations(guess, 2) if max(timed[a], timed[b]) / min(timed[a], timed[b]) > 1.05]
+    agree = sum((guess[a] < guess[b]) == (timed[a] < timed[b]) for a, b in pairs)
     return (2 * agree - len(pairs)) / len(pairs)
 
 
-def table(found: dict, guess: dict[str, float]) -> str:
-    seconds = medians(found, "seconds")
+def table(results: dict, guess: dict[str, float]) -> str:
+    seconds = medians(results, "seconds")
     fastest = {"counted": min(guess.values()), "measured": min(seconds.values())}
     close = sum(s <= 1.5 * fastest["measured"] for s in seconds.values())
     lines = [
@@ -87,17 +87,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--row", help="measure one recipe in this process")
-    parser.add_argument("--table", action="store_true", help="count again, beside what was measured")
+    parser.add_argument("--table", action="store_true", help="count again, and compare with earlier measurements")
     options = parser.parse_args()
     if options.row:
         print(json.dumps(row(options.row)), flush=True)
         return
     if options.table:
-        found = json.loads(Path(RESULTS / "plan_time.json").read_text())["rounds"]
+        results = json.loads(Path(RESULTS / "plan_time.json").read_text())["rounds"]
     else:
-        found = measure({name: ["-m", "benchmarks.plan_time", "--row", name] for name in RECIPES}, options.rounds)
+        results = measure({name: ["-m", "benchmarks.plan_time", "--row", name] for name in RECIPES}, options.rounds)
     guess = counted()
-    write("plan_time", {"rounds": found, "counted": guess}, table(found, guess))
+    write("plan_time", {"rounds": results, "counted": guess}, table(results, guess))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.runner import measure, write
 from lowmem.system.units import GIB
 
-ASKED = [
+PLANNED = [
     *(("gpt2-xl", card) for card in (8, 12, 16, 24)),
     *(("llama-3.2-1b", card) for card in (8, 12)),
     *(("llama-3.1-8b", card) for card in (24, 80)),
@@ -28,20 +28,20 @@ def row(model: str, card: str) -> dict:
 
     folder = os.environ["ROW_FOLDER"]
     sys.argv = ["plan.py", f"model={model}", f"gpu={card}GiB", f"ram={RAM}GiB", f"hydra.run.dir={folder}"]
-    with suppress(SystemExit):  # plan.py exits so if no recipe fits
+    with suppress(SystemExit):  # plan.py exits with an error if no recipe fits
         cli.start(plan.main)
-    written = json.loads((Path(folder) / "plan.json").read_text())
-    first = written["recipes"][0]
+    content = json.loads((Path(folder) / "plan.json").read_text())
+    first = content["recipes"][0]
     keys = ("overrides", "changes", "fits", "device_need_bytes", "reserved_peak_bytes", "device_peak_bytes")
     keys += ("host_peak_bytes", "peak_phase")
     return {key: first[key] for key in keys} | {
-        "seconds": written["seconds"],
-        "recipes": len(written["recipes"]),
-        "fitting": sum(recipe["fits"] for recipe in written["recipes"]),
+        "seconds": content["seconds"],
+        "recipes": len(content["recipes"]),
+        "fitting": sum(recipe["fits"] for recipe in content["recipes"]),
     }
 
 
-def table(found: dict) -> str:
+def table(results: dict) -> str:
     lines = [
         f"The host has {RAM} GiB. Device: the smallest card that works, half a GiB of it assumed for the context; 2 % "
         "of each card is kept free. None of these was run on a card.",
@@ -49,14 +49,14 @@ def table(found: dict) -> str:
         "| model | card | the fastest recipe that fits | changes | device GiB | host GiB | that fit | s to plan |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, (one,) in found.items():
+    for name, (planned,) in results.items():
         model, card = name.split(" on ")
-        recipe = " ".join(o for o in one["overrides"] if not o.startswith("model="))
-        recipe = f"`{recipe}`" if one["fits"] else f"none; the smallest: `{recipe}`"
-        bytes_of = [f"{one[key] / GIB:.1f}" for key in ("device_need_bytes", "host_peak_bytes")]
-        fitting = f"{one['fitting']} of {one['recipes']}"
-        changes = ", ".join(one["changes"]) or "nothing"
-        cells = [model, card, recipe, changes, *bytes_of, fitting, f"{one['seconds']:.0f}"]
+        recipe = " ".join(o for o in planned["overrides"] if not o.startswith("model="))
+        recipe = f"`{recipe}`" if planned["fits"] else f"none; the smallest: `{recipe}`"
+        bytes_of = [f"{planned[key] / GIB:.1f}" for key in ("device_need_bytes", "host_peak_bytes")]
+        fitting = f"{planned['fitting']} of {planned['recipes']}"
+        changes = ", ".join(planned["changes"]) or "nothing"
+        cells = [model, card, recipe, changes, *bytes_of, fitting, f"{planned['seconds']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -68,9 +68,9 @@ def main() -> None:
     if options.row:
         print(json.dumps(row(*options.row)), flush=True)
         return
-    asked = {f"{model} on {card} GiB": ["-m", "benchmarks.plans", "--row", model, str(card)] for model, card in ASKED}
-    found = measure(asked, 1)
-    write("plans", {"rounds": found}, table(found))
+    rows = {f"{model} on {card} GiB": ["-m", "benchmarks.plans", "--row", model, str(card)] for model, card in PLANNED}
+    results = measure(rows, 1)
+    write("plans", {"rounds": results}, table(results))
 
 
 if __name__ == "__main__":

@@ -60,11 +60,11 @@ def prepare(kind: str, size: int) -> dict:
 
     reset_peak_rss()
     before, start, cpu = rss_bytes(), time.perf_counter(), time.process_time()
-    made = token_store.tokenize(open_(str(file), "*", 0.01), folder / "cache", VOCABULARY, tokenizer)
-    rows = packing.rows(made.train, 1024, {"text": "joined", "jsonl": "documents"}[kind], "cut", "train")
+    store = token_store.tokenize(open_(str(file), "*", 0.01), folder / "cache", VOCABULARY, tokenizer)
+    rows = packing.rows(store.train, 1024, {"text": "joined", "jsonl": "documents"}[kind], "cut", "train")
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     growth = peak_rss_bytes() - before
-    count = len(made.train.ids) + len(made.val.ids)
+    count = len(store.train.ids) + len(store.val.ids)
     return {
         "bytes": file.stat().st_size,
         "tokens": count,
@@ -94,26 +94,26 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1000, 3000], help="MB")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.row:
-        kind, size = asked.row
+    options = parser.parse_args()
+    if options.row:
+        kind, size = options.row
         print(json.dumps(prepare(kind, int(size) * MB)))
         return
     rows = {
         f"{kind}, {size} MB": ["-m", "benchmarks.prepare", "--row", kind, str(size)]
         for kind in KINDS
-        for size in asked.sizes
+        for size in options.sizes
     }
-    found = measure(rows, asked.rounds)
+    results = measure(rows, options.rounds)
     keys = ("bytes", "tokens", "seconds", "cpu_seconds", "tokens_per_second", "growth_bytes", "window_seconds")
-    figures = {name: {key: medians(found, key)[name] for key in keys} for name in rows}
+    figures = {name: {key: medians(results, key)[name] for key in keys} for name in rows}
     lines = [
-        f"| {name} | {of['tokens'] / 1e6:,.0f} M | {of['seconds']:,.0f} | {of['tokens_per_second'] / 1e6:.2f} M "
-        f"| {of['growth_bytes'] / MB:,.0f} | {of['window_seconds'] * 1e3:.1f} |"
-        for name, of in figures.items()
+        f"| {name} | {row['tokens'] / 1e6:,.0f} M | {row['seconds']:,.0f} | {row['tokens_per_second'] / 1e6:.2f} M "
+        f"| {row['growth_bytes'] / MB:,.0f} | {row['window_seconds'] * 1e3:.1f} |"
+        for name, row in figures.items()
     ]
     head = ["| file | tokens | s | tokens/s | grown by, MB | ms a window |", "|---|---:|---:|---:|---:|---:|"]
-    write("prepare", {"rounds": found, "medians": figures}, "\n".join(head + lines))
+    write("prepare", {"rounds": results, "medians": figures}, "\n".join(head + lines))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Published:
-    """Describes a published figure. `beside`: bytes that the figure includes and that no trace shows."""
+    """Describes a published figure. `untraced`: bytes that the figure includes and that no trace shows."""
 
     name: str
     figure: float
@@ -89,7 +89,7 @@ class Published:
     commit: str  # commit of the source in which the settings were read
     overrides: tuple[str, ...]
     differs: str  # how the run differs from this project's own runs
-    beside: int = 0
+    untraced: int = 0
 
     @property
     def bytes(self) -> float:
@@ -98,7 +98,7 @@ class Published:
 
 RUN = ("model=hf", "model.name=published", "model.pretrained=false", "lr=1e-4", "clip=null", "scheduler=constant")
 PURE = ("weights_dtype=bfloat16", "trainer.plugins.precision._target_=benchmarks.published.PureBFloat16")
-FOREACH = "optim.fused=false"  # torch's own choice where a run does not set it
+FOREACH = "optim.fused=false"  # torch chooses this if a run does not set it
 
 
 def architecture(model_type: str, **keys: object) -> str:
@@ -260,56 +260,63 @@ ALL = (
 )
 
 
-def predicted(one: Published) -> int:
+def predicted(figure: Published) -> int:
     """Returns the predicted peak in bytes: of live tensors, or of the allocator's reservation if that was published."""
-    found = predict(resolved(run_of(one.overrides), on_card=True), Target(on_card=True))
-    if found.estimate:
-        raise SystemExit(f"{one.name}: {found.estimate}")
-    return one.beside + (found.reserved if one.measure == "reserved" else found.device_peak)
+    prediction = predict(resolved(run_of(figure.overrides), on_card=True), Target(on_card=True))
+    if prediction.estimate:
+        raise SystemExit(f"{figure.name}: {prediction.estimate}")
+    return figure.untraced + (prediction.reserved if figure.measure == "reserved" else prediction.device_peak)
 
 
-def row(one: Published) -> dict:
+def row(figure: Published) -> dict:
     return {
-        "published_bytes": round(one.bytes),
-        "predicted_bytes": predicted(one),
-        "measure": one.measure,
-        "card": one.card,
-        "url": one.url,
-        "commit": one.commit,
-        "differs": one.differs,
-        "overrides": list(one.overrides),
-        "beside_bytes": one.beside,
+        "published_bytes": round(figure.bytes),
+        "predicted_bytes": predicted(figure),
+        "measure": figure.measure,
+        "card": figure.card,
+        "url": figure.url,
+        "commit": figure.commit,
+        "differs": figure.differs,
+        "overrides": list(figure.overrides),
+        "beside_bytes": figure.untraced,
     }
 
 
-def error(of: dict) -> float:
-    return of["predicted_bytes"] / of["published_bytes"] - 1
+def error(run: dict) -> float:
+    return run["predicted_bytes"] / run["published_bytes"] - 1
 
 
-def table(found: dict[str, dict]) -> str:
-    errors = {name: error(of) for name, of in found.items()}
+def table(rows: dict[str, dict]) -> str:
+    errors = {name: error(run) for name, run in rows.items()}
     worst = max(errors, key=lambda name: abs(errors[name]))
     lines = [
-        f"{len(found)} figures of other projects, measured by them on real cards. Predicted over published, less one: "
+        f"{len(rows)} figures of other projects, measured by them on real cards. Predicted over published, less one: "
         f"median of the size {median(map(abs, errors.values())):.1%}, worst {errors[worst]:+.1%} ({worst}).",
         "",
         "| figure | card | measured | GiB published | GiB predicted | error | what is theirs, and planned so |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, of in found.items():
-        sizes = [f"{of[key] / GIB:.2f}" for key in ("published_bytes", "predicted_bytes")]
-        cells = [f"[{name}]({of['url']})", of["card"], of["measure"], *sizes, f"{errors[name]:+.1%}", of["differs"]]
+    for name, run in rows.items():
+        sizes = [f"{run[key] / GIB:.2f}" for key in ("published_bytes", "predicted_bytes")]
+        cells = [
+            f"[{name}]({run['url']})",
+            run["card"],
+            run["measure"],
+            *sizes,
+            f"{errors[name]:+.1%}",
+            run["differs"],
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     quiet()
-    found = {}
-    for one in ALL:
-        found[one.name] = row(one)
-        print(f"{one.name:<55}{error(found[one.name]):+.1%}", flush=True)
-    write("published", {"figures": found}, table(found))
+    results = {}
+    for figure in ALL:
+        results[figure.name] = row(figure)
+        print(f"{figure.name:<55}{error(results[figure.name]):+.1%}", flush=True)
+    write("published", {"figures": results}, table(results))
 
 
 if __name__ == "__main__":

@@ -78,10 +78,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Returns attention's output (B, T, H) for x (B, T, H) and cos, sin (T, rotary)."""
         products = [linear(x) for linear in self.inputs]
-        parts = products[0].split(self.sizes, dim=-1) if self.config.one_product else products
+        slices = products[0].split(self.sizes, dim=-1) if self.config.one_product else products
         del products
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for part in parts)  # (B, n, T, D)
-        del parts
+        q, k, v = (heads.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for heads in slices)  # (B, n, T, D)
+        del slices
         before = self.config.repeated == "before"
         if before:
             k, v = self._repeated(k), self._repeated(v)
@@ -245,8 +245,8 @@ class BookBlock(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states
-        for normed, part in zip(self.norms, (self.attention, self.mlp), strict=True):
-            x = F.dropout(part(normed(x)), self.p, self.training) + x
+        for normed, layer in zip(self.norms, (self.attention, self.mlp), strict=True):
+            x = F.dropout(layer(normed(x)), self.p, self.training) + x
         return x
 
 

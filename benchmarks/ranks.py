@@ -85,18 +85,18 @@ def on_paper(lines: tuple[str, ...], devices: int) -> dict:
 
 
 def highest(file: Path) -> dict[str, int]:
-    with file.open() as written:
-        rows = [row for row in csv.DictReader(written) if row["live_peak_bytes"] and int(row["step"]) > 1]
+    with file.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["live_peak_bytes"] and int(row["step"]) > 1]
     return {phase: max(int(r["live_peak_bytes"]) for r in rows if r["phase"] == phase) for phase in PHASES}
 
 
-def error(one: dict) -> float:
+def error(result: dict) -> float:
     """Returns predicted over measured bytes, less one, of the highest phase on the rank that needs most memory."""
-    return max(one["predicted"].values()) / max(max(ranks.values()) for ranks in one["measured"]) - 1
+    return max(result["predicted"].values()) / max(max(ranks.values()) for ranks in result["measured"]) - 1
 
 
-def table(found: dict[str, dict], paper: dict[str, dict]) -> str:
-    return f"{_measured(found)}\n\n{_on_paper(paper)}"
+def table(results: dict[str, dict], paper: dict[str, dict]) -> str:
+    return f"{_measured(results)}\n\n{_on_paper(paper)}"
 
 
 def _on_paper(paper: dict[str, dict]) -> str:
@@ -107,49 +107,49 @@ def _on_paper(paper: dict[str, dict]) -> str:
         "| strategy | devices | GiB of a card | GiB of a host | GiB in the node | between nodes | s to plan |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, one in paper.items():
+    for name, result in paper.items():
         strategy, devices = name.split(" on ")
-        sizes = (one["device_need_bytes"], one["host_need_bytes"], *one["exchanged_bytes_per_step"].values())
-        cells = [f"`{strategy}`", devices, *(f"{size / GIB:.1f}" for size in sizes), f"{one['seconds']:.0f}"]
+        sizes = (result["device_need_bytes"], result["host_need_bytes"], *result["exchanged_bytes_per_step"].values())
+        cells = [f"`{strategy}`", devices, *(f"{size / GIB:.1f}" for size in sizes), f"{result['seconds']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _measured(found: dict[str, dict]) -> str:
+def _measured(results: dict[str, dict]) -> str:
     lines = [
         "Two ranks over gloo on a CPU: live tensors of the device's side at their highest, MiB.",
         "",
         "| model, strategy, way | predicted | rank 0 | error | rank 1 | comes to each per step |",
         "|---|---|---|---|---|---|",
     ]
-    for name, one in found.items():
-        if "refused" in one:
-            lines.append(f"| {name} | - | {one['refused']} | | | |")
+    for name, result in results.items():
+        if "refused" in result:
+            lines.append(f"| {name} | - | {result['refused']} | | | |")
             continue
-        zero, other = (max(ranks.values()) / MIB for ranks in one["measured"])
-        predicted, comes = max(one["predicted"].values()) / MIB, sum(one["exchanged"].values()) / MIB
-        lines.append(f"| {name} | {predicted:.2f} | {zero:.2f} | {error(one):+.2%} | {other:.2f} | {comes:.1f} |")
+        rank_0, rank_1 = (max(ranks.values()) / MIB for ranks in result["measured"])
+        predicted, comes = max(result["predicted"].values()) / MIB, sum(result["exchanged"].values()) / MIB
+        lines.append(f"| {name} | {predicted:.2f} | {rank_0:.2f} | {error(result):+.2%} | {rank_1:.2f} | {comes:.1f} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=[*SIZES, "none"], help="measure one model only")
-    parser.add_argument("--no-paper", dest="paper", action="store_false", help="predict nothing beside")
-    asked = parser.parse_args()
-    sizes = [size for size in SIZES if asked.size in (None, size)]
-    kept = RESULTS / "ranks.json"
-    found = {"rounds": {}, "paper": {}} | (json.loads(kept.read_text()) if kept.exists() else {})
+    parser.add_argument("--no-paper", dest="paper", action="store_false", help="leave the predictions on paper out")
+    options = parser.parse_args()
+    sizes = [size for size in SIZES if options.size in (None, size)]
+    file = RESULTS / "ranks.json"
+    results = {"rounds": {}, "paper": {}} | (json.loads(file.read_text()) if file.exists() else {})
 
-    def measured(of: str, name: str, one: dict) -> None:
-        found[of][name] = one
-        write("ranks", found | {"machine": machine()}, table(found["rounds"], found["paper"]))
+    def measured(section: str, name: str, result: dict) -> None:
+        results[section][name] = result
+        write("ranks", results | {"machine": machine()}, table(results["rounds"], results["paper"]))
 
     for size in sizes:
         for strategy in STRATEGIES:
             for way in WAYS:
                 measured("rounds", f"{size}, {strategy}, {way}", row(strategy, size, way))
-    for lines, devices in ON_PAPER if asked.paper else ():
+    for lines, devices in ON_PAPER if options.paper else ():
         measured("paper", f"{' '.join(lines)} on {devices}", on_paper(lines, devices))
 
 

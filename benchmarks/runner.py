@@ -25,12 +25,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[dict]]:
     """Runs every row in every round. Args: rows: name -> arguments of `python`. Returns {name: each round's result}."""
-    found: dict[str, list[dict]] = {name: [] for name in rows}
+    results: dict[str, list[dict]] = {name: [] for name in rows}
     for number in range(1, rounds + 1):
         for name, arguments in list(rows.items())[:: 1 if number % 2 else -1]:
-            found[name].append(row(arguments))
-            print(f"round {number}/{rounds}  {name:<32}{found[name][-1]}", flush=True)
-    return found
+            results[name].append(row(arguments))
+            print(f"round {number}/{rounds}  {name:<32}{results[name][-1]}", flush=True)
+    return results
 
 
 def row(arguments: Sequence[str]) -> dict:
@@ -70,14 +70,14 @@ def run_train(arguments: Sequence[str]) -> dict:
     return json.loads((Path(folder) / "summary.json").read_text())
 
 
-def medians(found: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
+def medians(results: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
     """Returns {row: the median of a figure over the rounds}, which is nan if the row could not count it."""
-    return {name: median(nan if one[key] is None else one[key] for one in rounds) for name, rounds in found.items()}
+    return {name: median(nan if run[key] is None else run[key] for run in rounds) for name, rounds in results.items()}
 
 
-def ratio(found: Mapping[str, Sequence[Mapping]], one: str, other: str, key: str) -> float:
-    """Returns the median over the rounds of one / other; both sides of each ratio were measured close together."""
-    return median(a[key] / b[key] for a, b in zip(found[one], found[other], strict=True))
+def ratio(results: Mapping[str, Sequence[Mapping]], name: str, against: str, key: str) -> float:
+    """Returns the median over the rounds of name / against; both sides of each ratio were measured close together."""
+    return median(a[key] / b[key] for a, b in zip(results[name], results[against], strict=True))
 
 
 def machine() -> dict[str, object]:

@@ -20,31 +20,31 @@ OF_FRAMEWORKS, PEAK = 0.98, 1.01
 OF_PLAIN = {"bf16": 0.95}  # 0.97 elsewhere
 
 
-def table(found: dict) -> str:
+def table(results: dict) -> str:
     keys = ("tokens_per_second", "pages_per_step", "peak_bytes", "rss_bytes")
-    speed, pages, peak, rss = (medians(found, key) for key in keys)
+    speed, pages, peak, rss = (medians(results, key) for key in keys)
     lines = [
         "| recipe | loop | tokens/s | pages faulted in | live tensors, MiB | resident net of imports, MiB | losses |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, rounds in found.items():
+    for name, rounds in results.items():
         recipe, loop = name.split(" ")
         figures = f"{speed[name]:,.0f} | {pages[name]:,.0f} | {peak[name] / 2**20:.1f} | {rss[name] / 2**20:,.0f}"
-        losses = "-" if loop == "plain" else apart(rounds[0]["losses"], found[f"{recipe} plain"][0]["losses"])
+        losses = "-" if loop == "plain" else apart(rounds[0]["losses"], results[f"{recipe} plain"][0]["losses"])
         lines.append(f"| {recipe} | {loop} | {figures} | {losses} |")
     lines += [
         "",
         "| recipe | lowmem against | speed | asked | in each round | peak | asked |",
         "|---|---|---|---|---|---|---|",
     ]
-    for recipe in dict.fromkeys(name.split(" ")[0] for name in found):
+    for recipe in dict.fromkeys(name.split(" ")[0] for name in results):
         for other in LOOPS[1:]:
             pair = f"{recipe} lowmem", f"{recipe} {other}"
-            asked = OF_PLAIN.get(recipe, 0.97) if other == "plain" else OF_FRAMEWORKS
-            ours, theirs = (found[name] for name in pair)
-            fast, small = speed_ratio(ours, theirs, WARM_UP), ratio(found, *pair, "peak_bytes")
+            limit = OF_PLAIN.get(recipe, 0.97) if other == "plain" else OF_FRAMEWORKS
+            ours, theirs = (results[name] for name in pair)
+            fast, small = speed_ratio(ours, theirs, WARM_UP), ratio(results, *pair, "peak_bytes")
             rounds = " ".join(f"{speed_ratio([a], [b], WARM_UP):.2f}" for a, b in zip(ours, theirs, strict=True))
-            words = f"{fast:.3f}{'' if fast >= asked else ' (missed)'} | >= {asked} | {rounds}"
+            words = f"{fast:.3f}{'' if fast >= limit else ' (missed)'} | >= {limit} | {rounds}"
             words += f" | {small:.4f}{'' if small <= PEAK else ' (missed)'} | <= {PEAK}"
             lines.append(f"| {recipe} | {other} | {words} |")
     return "\n".join(lines)
@@ -52,20 +52,20 @@ def table(found: dict) -> str:
 
 def apart(losses: list[float], of_plain: list[float]) -> str:
     """Returns "the same bits" if every step's loss equals the plain loop's, or else the largest relative difference."""
-    farthest = max(abs(one / other - 1) for one, other in zip(losses, of_plain, strict=True))
+    farthest = max(abs(loss / plain - 1) for loss, plain in zip(losses, of_plain, strict=True))
     return f"apart by {farthest:.1e}" if farthest else "the same bits"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--model", default="13.9M", help="of loops.py")
+    parser.add_argument("--model", default="13.9M", help="a model of loops.py")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument(
         "--kept-heap",
         action="store_true",
-        help="the C library gives no memory back between steps, in a file of its own: what it gives back, and has to "
-        "fault in again, differs by a quarter between two processes of the same loop",
+        help="keep freed memory in the process, and write a file of its own: the memory that the C library gives back "
+        "and faults in again differs by a quarter between two processes of the same loop",
     )
     options = parser.parse_args()
     if options.kept_heap:
@@ -73,8 +73,8 @@ def main() -> None:
     teams = [
         {f"{r} {loop}": ["-m", "benchmarks.loops", loop, r, options.model] for loop in LOOPS} for r in options.only
     ]
-    found = measure(teams, options.rounds)
-    write("side_by_side" + "_kept_heap" * options.kept_heap, {"rounds": found}, table(found))
+    results = measure(teams, options.rounds)
+    write("side_by_side" + "_kept_heap" * options.kept_heap, {"rounds": results}, table(results))
 
 
 if __name__ == "__main__":

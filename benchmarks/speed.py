@@ -19,7 +19,7 @@ ROWS = {
     "50k chunked": ("tiny", ["loss=chunked", "loss.rows=128", "model.architecture.vocab_size=50257"]),
 }
 # (row, the row that it is compared with, the figure, the limit of their ratio)
-ASKED = (
+LIMITS = (
     ("checkpointing every_layer", "checkpointing none", "seconds_per_step", "<= 1.40"),
     ("checkpointing sqrt", "checkpointing none", "seconds_per_step", "<= 1.40"),
     ("checkpointing sqrt", "checkpointing every_layer", "seconds_per_step", "no more"),
@@ -101,18 +101,18 @@ def loss_alone() -> dict[str, float]:
     }
 
 
-def table(found: dict, alone: dict) -> str:
+def table(results: dict, alone: dict) -> str:
     lines = ["| row | against | figure | ratio | asked |", "|---|---|---|---|---|"]
-    lines += [f"| {a} | {b} | {key} | {ratio(found, a, b, key):.2f} | {asked} |" for a, b, key, asked in ASKED]
+    lines += [f"| {a} | {b} | {key} | {ratio(results, a, b, key):.2f} | {limit} |" for a, b, key, limit in LIMITS]
     lines += [
         f"| loss alone, 50k, chunked | full | seconds | {alone['time']:.2f} | <= 0.95 |",
         f"| loss alone, 50k, chunked | full | peak bytes | {alone['bytes']:.2f} | <= 0.25 |",
         f"| loss alone, 50k, chunked | full | peak bytes besides the head's gradient "
         f"| {alone['bytes_beside_the_gradient']:.2f} | - |",
     ]
-    seconds, activations = medians(found, "seconds_per_step"), medians(found, "activations")
+    seconds, activations = medians(results, "seconds_per_step"), medians(results, "activations")
     lines += ["", "| row | seconds per step | activations at the peak, MiB |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {n} | {seconds[n]:.3f} | {activations[n] / 2**20:.1f} |" for n in found])
+    return "\n".join(lines + [f"| {n} | {seconds[n]:.3f} | {activations[n] / 2**20:.1f} |" for n in results])
 
 
 def main() -> None:
@@ -124,10 +124,10 @@ def main() -> None:
         print(json.dumps(loss_alone() if options.row == "alone" else row(options.row)), flush=True)
         return
     rows = {name: ["-m", "benchmarks.speed", "--row", name] for name in [*ROWS, "alone"]}
-    found = measure(rows, options.rounds)
-    alone = found.pop("alone")
-    middle = sorted(alone, key=lambda one: one["time"])[len(alone) // 2]
-    write("speed", {"rounds": found, "alone": alone}, table(found, middle))
+    results = measure(rows, options.rounds)
+    alone = results.pop("alone")
+    middle = sorted(alone, key=lambda figures: figures["time"])[len(alone) // 2]
+    write("speed", {"rounds": results, "alone": alone}, table(results, middle))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> di
     logging.disable(logging.WARNING)
     devices = next(int(line.split("=")[1]) for line in matrix.STRATEGIES[strategy] if line.startswith("devices="))
     ranks, rows = pair.Ranks(multiprocessing.get_context("spawn"), devices), dict(before.get("features", {}))
-    wanted = {name: one for name, one in matrix.features(folder).items() if only is None or name in only}
+    chosen = {name: feature for name, feature in matrix.features(folder).items() if only is None or name in only}
     try:
-        for name, (case, bands) in wanted.items():
+        for name, (case, bands) in chosen.items():
             rows[name] = measure_cell(ranks, matrix.typed(case, strategy, WORST), bands, name)
             print(f"{strategy:<22}{name:<40}{rows[name]}", flush=True)
         case = matrix.typed(matrix.features(folder)["clip"][0], strategy)
@@ -57,48 +57,48 @@ def measure_cell(ranks, case, bands: dict[str, float], name: str) -> dict:
     if why := matrix.why_not(case):
         return {"result": "refused", "why": why}
     try:
-        found = pair.apart(ranks(case), pair.alone(case))
+        differences = pair.apart(ranks(case), pair.alone(case))
     except Refused as error:
         return {"result": "refused", "why": str(error)}
     except (pair.Failed, AssertionError) as error:
         return {"result": "differs", "why": str(error).strip().splitlines()[-1]}
-    exact = all(found[what] <= band for what, band in bands.items())
-    return {"result": "exact" if exact else "differs", **found, "bands": bands}
+    exact = all(differences[figure] <= band for figure, band in bands.items())
+    return {"result": "exact" if exact else "differs", **differences, "bands": bands}
 
 
 def shares_of_bytes(ranks, case) -> dict:
     """Returns the last window's bytes on each rank, as shares of a single process's, and its collectives by name."""
     import pair
 
-    seen, whole = ranks(replace(case, counted=True)), pair.alone(case)["bytes"]
-    shares = [{kind: rank["bytes"][kind] / whole[kind] for kind in whole} for rank in seen]
-    return {"shares": shares, "collectives": seen[0]["collectives"][-2]}  # the last window has one micro-batch
+    reports, alone = ranks(replace(case, counted=True)), pair.alone(case)["bytes"]
+    shares = [{kind: rank["bytes"][kind] / alone[kind] for kind in alone} for rank in reports]
+    return {"shares": shares, "collectives": reports[0]["collectives"][-2]}  # the last window has one micro-batch
 
 
-def table(found: dict) -> str:
-    names = list(next(iter(found.values()))["features"])
+def table(results: dict) -> str:
+    names = list(next(iter(results.values()))["features"])
     lines = [
         "Largest difference of an element, of any step's gradients / of the final weights, relative to the largest "
         "element. `exact`: within the band of matrix.py (fp64 AdamW 1e-9; fp32 SGD 1e-6 of weights; 16 bits "
         "their roundings).",
         "",
-        f"| feature | {' | '.join(found)} |",
-        f"|---|{'---|' * len(found)}",
+        f"| feature | {' | '.join(results)} |",
+        f"|---|{'---|' * len(results)}",
     ]
     for name in names:
-        lines.append(f"| {name} | {' | '.join(cell(one['features'].get(name)) for one in found.values())} |")
+        lines.append(f"| {name} | {' | '.join(cell(result['features'].get(name)) for result in results.values())} |")
     lines += ["", "| strategy | ranks | weights | gradients | optimizer state | collectives of a window of 2 |"]
     lines.append("|---|---|---|---|---|---|")
-    for strategy, one in found.items():
+    for strategy, result in results.items():
         shares = (
-            ", ".join(f"{rank[kind]:.3f}" for rank in one["shares"]) for kind in ("weights", "gradients", "state")
+            ", ".join(f"{rank[kind]:.3f}" for rank in result["shares"]) for kind in ("weights", "gradients", "state")
         )
-        sent = ", ".join(f"{count} {name}" for name, count in one["collectives"].items() if "wait" not in name)
-        lines.append(f"| {strategy} | {one['devices']} | {' | '.join(shares)} | {sent} |")
+        sent = ", ".join(f"{count} {name}" for name, count in result["collectives"].items() if "wait" not in name)
+        lines.append(f"| {strategy} | {result['devices']} | {' | '.join(shares)} | {sent} |")
     lines += ["", "Bytes are each rank's share of what one process holds.", "", "Refused, and why:", ""]
     why = {}
-    for strategy, one in found.items():
-        for name, row in one["features"].items():
+    for strategy, result in results.items():
+        for name, row in result["features"].items():
             if row["result"] == "refused":
                 why.setdefault(row["why"], []).append(f"{strategy} x {name}")
     lines += [f"- {sentence} ({'; '.join(where)})" for sentence, where in why.items()]
@@ -118,15 +118,20 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=matrix.STRATEGIES, default=list(matrix.STRATEGIES))
-    parser.add_argument("--features", nargs="+", choices=matrix.features(Path()), help="the others stay, too")
-    asked = parser.parse_args()
-    kept = RESULTS / "strategies.json"
-    found = json.loads(kept.read_text())["strategies"] if kept.exists() else {}
+    parser.add_argument(
+        "--features",
+        nargs="+",
+        choices=matrix.features(Path()),
+        help="keep results of the others",
+    )
+    options = parser.parse_args()
+    file = RESULTS / "strategies.json"
+    results = json.loads(file.read_text())["strategies"] if file.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         rows = matrix.written(Path(folder))
-        for strategy in asked.only:
-            found[strategy] = run(strategy, rows, found.get(strategy, {}), asked.features)
-            ordered = {name: found[name] for name in matrix.STRATEGIES if name in found}
+        for strategy in options.only:
+            results[strategy] = run(strategy, rows, results.get(strategy, {}), options.features)
+            ordered = {name: results[name] for name in matrix.STRATEGIES if name in results}
             write("strategies", {"machine": machine(), "strategies": ordered}, table(ordered))
 
 

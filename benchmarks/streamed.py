@@ -70,9 +70,9 @@ class Progress:
     def __init__(self) -> None:
         self.start = time.perf_counter()
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, message: str) -> None:
         seconds, resident = time.perf_counter() - self.start, psutil.Process().memory_info().rss
-        print(f"{seconds:7.1f} s  {resident / GIB:5.2f} GiB  {what}", file=sys.stderr, flush=True)
+        print(f"{seconds:7.1f} s  {resident / GIB:5.2f} GiB  {message}", file=sys.stderr, flush=True)
 
 
 def eight(more: Sequence[str] = ()) -> dict:
@@ -121,16 +121,16 @@ def watched(arguments: Sequence[str]) -> dict:
         with out.open("w") as stdout:
             command = [sys.executable, *arguments]
             process = subprocess.Popen(command, cwd=ROOT, env=environment(folder), stdout=stdout)
-        one, highest, least = psutil.Process(process.pid), 0, psutil.virtual_memory().available
+        child, highest, least = psutil.Process(process.pid), 0, psutil.virtual_memory().available
         while process.poll() is None:
-            highest = max(highest, _resident(one))
+            highest = max(highest, _resident(child))
             least = min(least, psutil.virtual_memory().available)
             if least < ENDED:
                 process.kill()
                 raise SystemExit(f"ended: {highest / GIB:.2f} GiB resident, and the machine has no memory left")
             time.sleep(0.02)
-        found = result(arguments, process.wait(), out.read_text(), "")
-    return found | {"rss_peak": highest, "least_available": least}
+        row = result(arguments, process.wait(), out.read_text(), "")
+    return row | {"rss_peak": highest, "least_available": least}
 
 
 def _resident(process: psutil.Process) -> int:
@@ -140,18 +140,18 @@ def _resident(process: psutil.Process) -> int:
         return 0
 
 
-def table_of_eight(one: Mapping) -> str:
-    losses = ", ".join(f"{loss:.3f}" for loss in one["losses"])
-    seconds = ", ".join(f"{s:.0f}" for s in one["seconds_per_step"])
-    asked = "" if one["rss_peak"] <= RESIDENT_ASKED else " (missed)"
+def table_of_eight(row: Mapping) -> str:
+    losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+    seconds = ", ".join(f"{s:.0f}" for s in row["seconds_per_step"])
+    mark = "" if row["rss_peak"] <= RESIDENT_ASKED else " (missed)"
     return "\n".join(
         [
             f"`{' '.join(EIGHT)}`, on this CPU, from a random start, nothing saved:",
             "",
             "| parameters, M | losses | s of each step | s in all | highest resident GiB | asked | device GiB |",
             "|---|---|---|---|---|---|---|",
-            f"| {one['parameters'] / 1e6:,.0f} | {losses} | {seconds} | {one['seconds']:.0f} "
-            f"| {one['rss_peak'] / GIB:.2f}{asked} | <= 21 | {one['peak_bytes']['device'] / GIB:.2f} |",
+            f"| {row['parameters'] / 1e6:,.0f} | {losses} | {seconds} | {row['seconds']:.0f} "
+            f"| {row['rss_peak'] / GIB:.2f}{mark} | <= 21 | {row['peak_bytes']['device'] / GIB:.2f} |",
         ]
     )
 
@@ -188,21 +188,21 @@ def by_shape(name: str, weights: str) -> dict:
     from lowmem.plan.prediction import predict
 
     typed = [line for line in REACH[name][0] if line != STREAMED]  # the fourth row has it already
-    found = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), Target(on_card=True))
+    prediction = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), Target(on_card=True))
     return {
-        "parameters": found.parameters,
-        "device": found.device_peak,
-        "need": found.device_need,
-        "phase": found.peak_phase,
-        "categories": dict(found.by_category),
-        "host": found.host_peak,
-        "host_phases": {phase: need.host for phase, need in found.phases.items()},
-        "host_categories": dict(found.host_categories),
-        "estimate": found.estimate,
+        "parameters": prediction.parameters,
+        "device": prediction.device_peak,
+        "need": prediction.device_need,
+        "phase": prediction.peak_phase,
+        "categories": dict(prediction.by_category),
+        "host": prediction.host_peak,
+        "host_phases": {phase: need.host for phase, need in prediction.phases.items()},
+        "host_categories": dict(prediction.host_categories),
+        "estimate": prediction.estimate,
     }
 
 
-def table_of_reach(found: Mapping) -> str:
+def table_of_reach(results: Mapping) -> str:
     columns = ("weights", "gradients", "optimizer", "activations", "other")
     lines = [
         "Predicted by shape (fake tensors), for a card; `gradient_checkpointing=offload loss=tiled clip=null`:",
@@ -210,24 +210,24 @@ def table_of_reach(found: Mapping) -> str:
         f"| run | weights are | device GiB | asked | {' | '.join(columns)} | in | host GiB | asked |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, (_, device, rate, beside) in REACH.items():
-        for way, one in found[name].items():
-            host = rate * one["parameters"] / GIB + beside
+    for name, (_, device, rate, besides) in REACH.items():
+        for way, run in results[name].items():
+            host = rate * run["parameters"] / GIB + besides
             streamed = way == STREAMED
-            asked = [
-                f"<= {device}{_missed(one['device'] / GIB, device)}",
-                f"<= {host:.1f}{_missed(one['host'] / GIB, host)}",
+            limits = [
+                f"<= {device}{_missed(run['device'] / GIB, device)}",
+                f"<= {host:.1f}{_missed(run['host'] / GIB, host)}",
             ]
-            cells = [f"{one['categories'][column] / GIB:.2f}" for column in columns]
+            cells = [f"{run['categories'][column] / GIB:.2f}" for column in columns]
             lines.append(
-                f"| {name} | {way.split('=')[1]} | {one['device'] / GIB:.2f} | {asked[0] if streamed else '-'} "
-                f"| {' | '.join(cells)} | {one['phase']} | {one['host'] / GIB:.1f} | {asked[1] if streamed else '-'} |"
+                f"| {name} | {way.split('=')[1]} | {run['device'] / GIB:.2f} | {limits[0] if streamed else '-'} "
+                f"| {' | '.join(cells)} | {run['phase']} | {run['host'] / GIB:.1f} | {limits[1] if streamed else '-'} |"
             )
     return "\n".join(lines)
 
 
-def _missed(value: float, asked: float) -> str:
-    return "" if value <= asked else " (missed)"
+def _missed(value: float, limit: float) -> str:
+    return "" if value <= limit else " (missed)"
 
 
 # --- time beside resident weights -------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
         }
 
 
-def table_of_cpu(found: Mapping) -> str:
-    streamed, resident = ([*found[way]] for way in (STREAMED, "weights=resident"))
+def table_of_cpu(results: Mapping) -> str:
+    streamed, resident = ([*results[way]] for way in (STREAMED, "weights=resident"))
     slower = turns.speed_ratio(resident, streamed, WARM_UP)
     lines = [
         "GPT-2 XL's shapes, 8 blocks, on this CPU, 1 x 256 tokens, bf16-master and adamw8bit, the two in turns:",
@@ -275,13 +275,13 @@ def table_of_cpu(found: Mapping) -> str:
         "| weights are | s per step | device GiB | host GiB | counted in all | resident net of imports GiB | loss |",
         "|---|---|---|---|---|---|---|",
     ]
-    for way, rounds in found.items():
-        one = rounds[0]
+    for way, rounds in results.items():
+        figures = rounds[0]
         seconds = median(s for each in rounds for s in each["seconds"][WARM_UP:])
-        counted = one["device"] + one["host"]
-        sizes = [one["device"], one["host"], counted, one["resident"]]
+        counted = figures["device"] + figures["host"]
+        sizes = [figures["device"], figures["host"], counted, figures["resident"]]
         cells = " | ".join(f"{size / GIB:.3f}" for size in sizes)
-        lines.append(f"| {way.split('=')[1]} | {seconds:.3f} | {cells} | {one['losses'][-1]:.6f} |")
+        lines.append(f"| {way.split('=')[1]} | {seconds:.3f} | {cells} | {figures['losses'][-1]:.6f} |")
     counted = _counted(streamed[0]) / _counted(resident[0])
     measured = streamed[0]["resident"] / resident[0]["resident"]
     off = measured / counted - 1
@@ -297,8 +297,8 @@ def table_of_cpu(found: Mapping) -> str:
     )
 
 
-def _counted(one: Mapping) -> int:
-    return one["device"] + one["host"]
+def _counted(figures: Mapping) -> int:
+    return figures["device"] + figures["host"]
 
 
 # --- the link ---------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def counted(micro_batches: int) -> dict:
         }
 
 
-def table_of_link(found: Mapping) -> str:
+def table_of_link(results: Mapping) -> str:
     lines = [
         f"Bytes over the link, counted by a lane that counts, of one window of a model of {BLOCKS} blocks. Up: "
         "2 x (2n - 1) / n per streamed parameter and micro-batch, less where the first block stays from one to the "
@@ -369,12 +369,12 @@ def table_of_link(found: Mapping) -> str:
         "| micro-batches | up MiB | by the formula | ratio | down MiB | by the formula | ratio | up besides MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (one,) in found.values():
-        n, m, seen = one["blocks"], one["micro_batches"], one["bytes"]
-        up, down = m * (2 * n - 1) / n * one["streamed"], m * one["trained"]
-        pairs = ((seen["blocks"], up), (seen["down"], down))
+    for (row,) in results.values():
+        n, m, copied = row["blocks"], row["micro_batches"], row["bytes"]
+        up, down = m * (2 * n - 1) / n * row["streamed"], m * row["trained"]
+        pairs = ((copied["blocks"], up), (copied["down"], down))
         cells = " | ".join(f"{a / MIB:.2f} | {b / MIB:.2f} | {a / b:.3f}" for a, b in pairs)
-        lines.append(f"| {m} | {cells} | {seen['others'] / MIB:.2f} |")
+        lines.append(f"| {m} | {cells} | {copied['others'] / MIB:.2f} |")
     return "\n".join(lines)
 
 
@@ -394,10 +394,10 @@ def step_of(weights: str) -> dict:
     return {"points": points, "parameters": sum(p.numel() for p in run.module.parameters())}
 
 
-def table_of_picture(found: Mapping) -> str:
-    peaks = {way.split("=")[1]: max(sum(point[1:]) for point in one["points"]) for way, (one,) in found.items()}
-    said = ", ".join(f"{way} {peak / MIB:.1f} MiB" for way, peak in peaks.items())
-    return f"docs/streamed-step.png: device memory inside one step of a model of 8 blocks, at its highest: {said}."
+def table_of_picture(results: Mapping) -> str:
+    peaks = {way.split("=")[1]: max(sum(point[1:]) for point in row["points"]) for way, (row,) in results.items()}
+    text = ", ".join(f"{way} {peak / MIB:.1f} MiB" for way, peak in peaks.items())
+    return f"docs/streamed-step.png: device memory inside one step of a model of 8 blocks, at its highest: {text}."
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -405,8 +405,8 @@ def table_of_picture(found: Mapping) -> str:
 WAYS = (STREAMED, "weights=resident")
 
 
-def _row(*what: str) -> list[str]:
-    return ["-m", "benchmarks.streamed", "--row", *what]
+def _row(*arguments: str) -> list[str]:
+    return ["-m", "benchmarks.streamed", "--row", *arguments]
 
 
 def _reach() -> dict:
@@ -414,12 +414,12 @@ def _reach() -> dict:
 
 
 def _picture() -> dict:
-    found = measure({way: _row("picture", way) for way in WAYS}, 1)
-    named = {way.split("=")[1]: rounds for way, rounds in found.items()}
-    anatomy.draw(named, ROOT / "docs" / "streamed-step.png", ["resident", "streamed"], 2)
+    results = measure({way: _row("picture", way) for way in WAYS}, 1)
+    by_way = {way.split("=")[1]: rounds for way, rounds in results.items()}
+    anatomy.draw(by_way, ROOT / "docs" / "streamed-step.png", ["resident", "streamed"], 2)
     return {
-        way: [{"points": [max(one["points"], key=lambda point: sum(point[1:]))]} for one in rounds]
-        for way, rounds in found.items()
+        way: [{"points": [max(row["points"], key=lambda point: sum(point[1:]))]} for row in rounds]
+        for way, rounds in results.items()
     }
 
 
@@ -438,19 +438,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--row", nargs="+", help="measure one row in this process")
-    parser.add_argument("--table", action="store_true", help="only the tables again, of what was measured")
+    parser.add_argument("--table", action="store_true", help="only the tables again, from earlier measurements")
     options = parser.parse_args()
     if options.row:
         kind, *arguments = options.row
         print(json.dumps(ROWS[kind](*arguments)), flush=True)
         return
     file = RESULTS / "streamed.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
+    results = json.loads(file.read_text()) if file.exists() else {}
     for part in [] if options.table else options.part:
-        found |= {part: PARTS[part][0](), "machine": machine()}
-        write("streamed", found, "\n\n".join(PARTS[name][1](found[name]) for name in PARTS if name in found))
+        results |= {part: PARTS[part][0](), "machine": machine()}
+        write("streamed", results, "\n\n".join(PARTS[name][1](results[name]) for name in PARTS if name in results))
     if options.table:
-        write("streamed", found, "\n\n".join(PARTS[name][1](found[name]) for name in PARTS if name in found))
+        write("streamed", results, "\n\n".join(PARTS[name][1](results[name]) for name in PARTS if name in results))
 
 
 if __name__ == "__main__":

@@ -55,11 +55,11 @@ def row(arguments: list[str]) -> dict:
     }
 
 
-def of_shipped(found: dict, name: str) -> float:
+def of_shipped(results: dict, name: str) -> float:
     """Returns the speed, relative to the shipped run of the same rounds."""
     return median(
-        one["tokens_per_second"] / one.get("shipped_tokens_per_second", shipped["tokens_per_second"])
-        for one, shipped in zip(found[name], found[BASE], strict=True)
+        figures["tokens_per_second"] / figures.get("shipped_tokens_per_second", shipped["tokens_per_second"])
+        for figures, shipped in zip(results[name], results[BASE], strict=True)
     )
 
 
@@ -67,22 +67,22 @@ def refused_pairs() -> dict[str, list[str]]:
     """Returns {row: the rows that it is refused with}, of rows that are accepted alone."""
 
     def says(*names: str) -> list[str]:
-        beside = [line for name in names for line in WITH.get(name, [])]
-        return list(refused(run_of([*beside, *names])))  # the names win, because they come last
+        needed = [line for name in names for line in WITH.get(name, [])]
+        return list(refused(run_of([*needed, *names])))  # the names win, because they come last
 
     pairs: dict[str, list[str]] = {name: [] for name in ROWS}
     alone = [name for name in CHOICES if not says(name)]
-    for one, other in combinations(alone, 2):
-        if one.split("=")[0] != other.split("=")[0] and says(one, other):
-            pairs[one].append(other)
-            pairs[other].append(one)
+    for choice, second in combinations(alone, 2):
+        if choice.split("=")[0] != second.split("=")[0] and says(choice, second):
+            pairs[choice].append(second)
+            pairs[second].append(choice)
     return pairs
 
 
-def table(found: dict, pairs: Mapping[str, Sequence[str]]) -> str:
-    peak, speed = medians(found, "peak_bytes"), medians(found, "tokens_per_second")
-    state, activations = medians(found, "optimizer"), medians(found, "activations")
-    parameters = found[BASE][0]["parameters"]
+def table(results: dict, pairs: Mapping[str, Sequence[str]]) -> str:
+    peak, speed = medians(results, "peak_bytes"), medians(results, "tokens_per_second")
+    state, activations = medians(results, "optimizer"), medians(results, "activations")
+    parameters = results[BASE][0]["parameters"]
     lines = [
         "| override | peak MiB | of shipped | activations MiB | optimizer bytes/parameter | tokens/s | of shipped "
         "| refused with |",
@@ -90,10 +90,10 @@ def table(found: dict, pairs: Mapping[str, Sequence[str]]) -> str:
     ]
     for name in ROWS:
         others = ", ".join(pairs.get(name, ())) or "-"
-        if name not in found:  # new, and not measured yet
+        if name not in results:  # new, and not measured yet
             lines.append(f"| {name} | - | - | - | - | - | - | {others} |")
             continue
-        slow = of_shipped(found, name)
+        slow = of_shipped(results, name)
         lines.append(
             f"| {name} | {peak[name] / 2**20:.1f} | {peak[name] / peak[BASE]:.2f} | {activations[name] / 2**20:.1f} "
             f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {slow:.2f} | {others} |"
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--add", nargs="*", help="measure these rows and the shipped one; keep the others")
     parser.add_argument("--row", nargs="*", help="run one row in this process")
-    parser.add_argument("--table", action="store_true", help="only the table again, of what was measured")
+    parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
     options = parser.parse_args()
     if options.row is not None:
         print(json.dumps(row(options.row)), flush=True)
@@ -114,21 +114,21 @@ def main() -> None:
     before = json.loads((RESULTS / "techniques.json").read_text())
     known, where = before["rounds"], {"machine": before["machine"]} if options.table else {}
     if options.table:
-        found = {name: known[name] for name in ROWS if name in known}
+        results = {name: known[name] for name in ROWS if name in known}
     else:
         rows = {name: ["-m", "benchmarks.techniques", "--row", *arguments] for name, arguments in ROWS.items()}
         if options.add:
             rows = {name: row for name, row in rows.items() if name in (BASE, *options.add)}
-        found = measure(rows, options.rounds)
+        results = measure(rows, options.rounds)
     if options.add:
         for name in options.add:
             known[name] = [
-                one | {"shipped_tokens_per_second": shipped["tokens_per_second"]}
-                for one, shipped in zip(found[name], found[BASE], strict=True)
+                figures | {"shipped_tokens_per_second": shipped["tokens_per_second"]}
+                for figures, shipped in zip(results[name], results[BASE], strict=True)
             ]
-        found = {name: known[name] for name in ROWS if name in known}
+        results = {name: known[name] for name in ROWS if name in known}
     pairs = refused_pairs()
-    write("techniques", {**where, "rounds": found, "refused": pairs}, table(found, pairs))
+    write("techniques", {**where, "rounds": results, "refused": pairs}, table(results, pairs))
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ def _trigrams(text: bytes) -> np.ndarray:
 
 def _joined(texts: Iterable[bytes], size: int = 4 << 20) -> Iterable[bytes]:
     """Joins short texts, because numpy is slow on thousands of small arrays."""
-    parts: list[bytes] = []
+    short: list[bytes] = []
     for text in texts:
-        parts.append(text)
-        if sum(map(len, parts)) >= size:
-            yield b"\n".join(parts)
-            parts = []
-    if parts:
-        yield b"\n".join(parts)
+        short.append(text)
+        if sum(map(len, short)) >= size:
+            yield b"\n".join(short)
+            short = []
+    if short:
+        yield b"\n".join(short)

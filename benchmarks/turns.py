@@ -116,13 +116,13 @@ def take_turns(
 
 def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[str, list[dict]]:
     """Runs teams of loops. Args: teams: rows that take turns with each other. Returns {name: each round's result}."""
-    found: dict[str, list[dict]] = {name: [] for team in teams for name in team}
+    results: dict[str, list[dict]] = {name: [] for team in teams for name in team}
     for number in range(1, rounds + 1):
         for team in teams:
-            for name, one in take_turns(team).items():
-                found[name].append(one)
-                print(f"round {number}/{rounds}  {name:<32}{one['tokens_per_second']:,.0f} tokens/s", flush=True)
-    return found
+            for name, figures in take_turns(team).items():
+                results[name].append(figures)
+                print(f"round {number}/{rounds}  {name:<32}{figures['tokens_per_second']:,.0f} tokens/s", flush=True)
+    return results
 
 
 def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
@@ -140,4 +140,4 @@ def difference(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int)
 
 def _steps(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> Iterator[tuple[float, float]]:
     for pair in zip(ours, theirs, strict=True):
-        yield from zip(*(one["seconds"][warm_up:] for one in pair), strict=True)
+        yield from zip(*(loop["seconds"][warm_up:] for loop in pair), strict=True)

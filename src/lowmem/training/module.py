@@ -82,7 +82,7 @@ class CausalLM(LightningModule):
         self.tokens = 0  # tokens seen, including those of skipped steps
         self.skipped_steps = 0
         self.gradient_norm: Tensor | None = None  # before clipping
-        self.identity: dict[str, str] = {}  # facts that belong to the weights, such as the tokenizer's digest
+        self.identity: dict[str, str] = {}  # the tokenizer's digest and the like, in every checkpoint
         self.last_micro_batch = False  # whether the current micro-batch is its window's last
         self._drawn: dict | None = None  # the checkpoint whose random states a resumed run restores
         # the lower halves of weights that are loaded next, see `techniques/arithmetic/fp32_halves.py`

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 
 class DecoderConfig(PretrainedConfig):
-    """The config of litgpt's GPT and torchtune's TransformerDecoder."""
+    """Configures litgpt's GPT and torchtune's TransformerDecoder."""
 
     model_type = "published-decoder"
 
@@ -157,7 +157,7 @@ class Decoder(PreTrainedModel):
 
 
 class BookConfig(PretrainedConfig):
-    """The config of the GPT of LLMs-from-scratch, for each step of the book's chapter on speed."""
+    """Configures the GPT of LLMs-from-scratch, for each step of the book's chapter on speed."""
 
     model_type = "published-book"
 

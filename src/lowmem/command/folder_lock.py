@@ -39,7 +39,7 @@ OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has cre
 
 @dataclass
 class Claimed:
-    """A locked folder, and its content before the command.
+    """Describes a locked folder and its content before the command.
 
     Args: lock: an open file, as long as the lock is held; created: the folders that this command created, the innermost
     first; overwritten: the content of files that Hydra overwrites; other_files: all other files with their times; None

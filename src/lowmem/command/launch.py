@@ -45,21 +45,22 @@ class RankEnded(Refused):
 
 @dataclass
 class Rank:
-    """A rank's process.
+    """Follows a rank's process.
 
-    Args: number: its rank; reports: the pipe of its report; log: the file of its output; words: the stderr of the first
-    rank, which is in no log; hears: the thread that reads it; code: its exit code, once it has ended; at: the time at
-    which that, or its report, was seen; ours: it was sent a signal because another one had ended."""
+    Args: number: its rank; reports: the pipe of its report; log: the file of its output; last_stderr: the end of the
+    first rank's stderr, which is in no log; reader: the thread that reads it; code: its exit code, once it has ended;
+    at: the time at which that, or its report, was seen; ended_by_us: it was sent a signal because another rank had
+    ended."""
 
     number: int
     process: subprocess.Popen
     reports: int
     log: Path
-    words: bytearray = field(default_factory=bytearray)
-    hears: threading.Thread | None = None
+    last_stderr: bytearray = field(default_factory=bytearray)
+    reader: threading.Thread | None = None
     code: int | None = None
     at: float = 0.0
-    ours: bool = False
+    ended_by_us: bool = False
     report: dict[str, str] = field(default_factory=dict)
     _read: bytes = b""
 
@@ -111,7 +112,7 @@ class Rank:
     @property
     def watchdog_message(self) -> str | None:
         """Returns the message of NCCL's watchdog, if that has ended this rank."""
-        return lost_ranks.watchdog_message(self.text + self.words.decode(errors="replace"))
+        return lost_ranks.watchdog_message(self.text + self.last_stderr.decode(errors="replace"))
 
 
 def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
@@ -129,13 +130,13 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
     """
     with _started(folder, typed, size) as ranks:
         sent = _watched(ranks)
-    causes = [rank for rank in ranks if rank.how in CAUSES and not rank.ours]
+    causes = [rank for rank in ranks if rank.how in CAUSES and not rank.ended_by_us]
     if causes:
         cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watchdog_message, rank.at))
         if cause.how != "ended":
             raise RankEnded(_error_message(cause, ranks, folder))
         sent = sent or [cause.signal]
-    if causes or any(rank.ours for rank in ranks):
+    if causes or any(rank.ended_by_us for rank in ranks):
         raise Ended(sent[-1], " and a second signal" if len(sent) > 1 else "")
     return next((rank.signal for rank in ranks if rank.how == "interrupted"), None)
 
@@ -161,8 +162,8 @@ def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Ran
             rank.runs()
             rank.process.stdin.close()
             os.close(rank.reports)
-            if rank.hears:
-                rank.hears.join(1.0)  # not for ever: a child of the rank may still hold the pipe
+            if rank.reader:
+                rank.reader.join(1.0)  # not for ever: a child of the rank may still hold the pipe
 
 
 def _rank(number: int, command: Sequence[str], world: dict[str, object], folder: Path) -> Rank:
@@ -185,17 +186,17 @@ def _rank(number: int, command: Sequence[str], world: dict[str, object], folder:
         out.close()
     rank = Rank(number, process, reads, rank_folder / (rank_environment.LOG if number else f"{TRAIN.stem}.log"))
     if number == 0:
-        rank.hears = threading.Thread(target=_pass_on, args=(process.stderr, rank.words), daemon=True)
-        rank.hears.start()
+        rank.reader = threading.Thread(target=_pass_on, args=(process.stderr, rank.last_stderr), daemon=True)
+        rank.reader.start()
     return rank
 
 
-def _pass_on(stream: IO[bytes], words: bytearray) -> None:
-    """Copies a stream to this command's stderr. Args: words: receives its last bytes."""
+def _pass_on(stream: IO[bytes], tail: bytearray) -> None:
+    """Copies a stream to this command's stderr. Args: tail: receives its last bytes."""
     with stream:
         while block := os.read(stream.fileno(), WORDS):
-            words += block
-            del words[:-WORDS]
+            tail += block
+            del tail[:-WORDS]
             with suppress(OSError):  # stderr is closed
                 os.write(2, block)
 
@@ -241,7 +242,7 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
     for rank in running:
         if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
             continue
-        rank.ours |= not rank.bad
+        rank.ended_by_us |= not rank.bad
         rank.process.send_signal(sent)
 
 

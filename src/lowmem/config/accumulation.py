@@ -38,7 +38,7 @@ class WindowSize:
 
 
 def fixed(batches: int) -> WindowSize:
-    """Every window has the same number of micro-batches."""
+    """Returns windows that all have the same number of micro-batches."""
     if not _counts(batches):
         raise Refused(f"accumulation.batches={batches}: a window needs at least one micro-batch.")
     return WindowSize({0: batches})

@@ -31,7 +31,7 @@ REFERENCE = "rtx3060"  # its rates are assumed for a bare size if no card is her
 
 @dataclass(frozen=True)
 class Card:
-    """A card that a plan is made for.
+    """Describes a card that a plan is made for.
 
     Args: size: bytes that a run may need; says: a name for these bytes; context_bytes: bytes that torch cannot reserve;
     rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among its flops; None: as measured on

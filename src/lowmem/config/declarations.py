@@ -38,7 +38,7 @@ SHARED = "strategy"  # the group that says how several devices share one trainin
 
 @dataclass(frozen=True)
 class Technique:
-    """The declared properties of a technique. All have a default, and most concern one group.
+    """Holds the declared properties of a technique. All have a default, and most concern one group.
 
     Any group:
         saves: category of bytes -> the largest share of the shipped run's bytes that is left; empty if it saves

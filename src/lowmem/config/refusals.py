@@ -15,7 +15,7 @@ from lowmem.config.settle import Run
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused combination.
+    """Describes a refused combination.
 
     Args: applies: returns whether a run is refused; says: the sentence: what was asked, why it cannot work, what to
     type instead; proof: the name of its test.

@@ -101,7 +101,7 @@ class Section(BaseModel):
 
 
 class Node(BaseModel):
-    """A node with a `_target_`. The function `arguments` knows the types of its arguments."""
+    """Describes a node with a `_target_`. The function `arguments` knows the types of its arguments."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     target: Text = Field(alias="_target_")
@@ -193,20 +193,20 @@ class Trainer(_Trainer):
 
 
 class Master(Section):
-    """The settings of precisions with master weights."""
+    """Declares the settings of precisions with master weights."""
 
     early_step: Switch = False
     skips_in_a_row: Count
 
 
 class Declared(Section):
-    """The declarations of a precision, whose own keys lie elsewhere."""
+    """Holds the declarations of a precision, whose own keys lie elsewhere."""
 
     declares: Properties
 
 
 class Keys(Section):
-    """The keys of conf/config.yaml."""
+    """Declares the keys of conf/config.yaml."""
 
     model: Model
     data: Node
@@ -268,7 +268,7 @@ class Keys(Section):
 
 
 class PlanKeys(Keys):
-    """The keys of conf/plan.yaml."""
+    """Declares the keys of conf/plan.yaml."""
 
     gpu: Gpu
     ram: Room

@@ -31,7 +31,7 @@ def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
 
 
 class Run(schema.Keys):
-    """All settings of a run. It does not change; `knowing` and `replacing` return another run."""
+    """Holds all settings of a run. It does not change; `knowing` and `replacing` return another run."""
 
     output_dir: str | None = None  # known as soon as there is a folder
     device: str  # `Keys` admits fewer values of these two; tests also use meta and float64
@@ -206,7 +206,7 @@ class Run(schema.Keys):
 
 
 class PlanRun(Run, schema.PlanKeys):
-    """All settings of plan.py: a run, and the card and host that it is planned for."""
+    """Holds all settings of plan.py: a run, and the card and host that it is planned for."""
 
 
 # The argument of `fit` and `plan`: a config that was composed elsewhere, for example in a notebook, or a run.
@@ -251,7 +251,7 @@ def _errors(cfg: DictConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Command:
-    """A run and the command that asked for it. In a notebook nothing was typed.
+    """Holds a run and the command that asked for it. In a notebook nothing was typed.
 
     Args: folder: for its results; choices: group -> chosen yaml, for messages; typed: the typed lines, for the summary;
     lines: the same, with the steps of epochs=, from which recipes are composed.

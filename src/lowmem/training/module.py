@@ -35,7 +35,7 @@ from lowmem.training.non_finite import NonFiniteSteps
 
 
 class Update(NamedTuple):
-    """The optimizer, its schedule and its bounds on gradients. A bound of None is off."""
+    """Holds the optimizer, its schedule and its bounds on gradients. A bound of None is off."""
 
     optimizer: MakeOptimizer
     scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
@@ -46,7 +46,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """The place where a model computes: by default one device."""
+    """Says where a model computes: by default on one device."""
 
     weights: Resident = field(default_factory=Resident)  # where weights are while no block needs them
     tiles: Tiles | None = None  # the modules that are computed in slices
@@ -54,7 +54,7 @@ class Placement:
 
 
 class CausalLM(LightningModule):
-    """A causal language model with its loss, optimizer and schedule.
+    """Trains a causal language model with its loss, optimizer and schedule.
 
     Args:
         model: a Hugging Face causal language model.

@@ -133,7 +133,7 @@ def test_a_card_that_is_here_says_what_it_multiplies(monkeypatch):
 
 def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Refused, match=r"no card is here.*Type gpu=12GiB"):
+    with pytest.raises(Refused, match=r"this machine has no card.*Type gpu=12GiB"):
         cards.here()
 
 

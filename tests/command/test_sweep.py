@@ -192,4 +192,4 @@ def test_only_a_sweep_can_be_resumed_and_as_it_was(tmp_path, command):
     code, said = command(f"sweep.resume={tmp_path}", base=None)
     assert code == 1 and "no sweep was started here" in said and "multirun.yaml" in said
     code, said = command(f"sweep.resume={tmp_path}", "lr=1e-3", base=())
-    assert code == 1 and "type nothing else beside it" in said
+    assert code == 1 and "Type nothing else beside it" in said

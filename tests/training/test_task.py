@@ -141,7 +141,7 @@ def test_what_can_run_code_is_not_repeated(tmp_path, line):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(f"- lr=0.5\n- '{line}'\n")
     for name in ("resume", "evaluate", "export"):
-        with pytest.raises(Refused, match="Type it again, if you trust it: " + line.replace("+", r"\+")):
+        with pytest.raises(Refused, match="Type them again if you trust them: " + line.replace("+", r"\+")):
             cli.prepare([f"{name}={tmp_path}"])
         assert cli.prepare([f"{name}={tmp_path}", line]) == ["lr=0.5", f"{name}={tmp_path}", line]
 

@@ -132,6 +132,18 @@ def test_where_it_cannot_be_told_what_is_here_nothing_starts(command, tmp_path, 
     assert code == 1 and "cannot be read (division by zero)" in said and content(tmp_path / "run") == before
 
 
+def test_a_folder_whose_name_hydra_completes_is_locked_as_any_other(command, tmp_path):
+    """Hydra's own values are known to it only after its callbacks, and it takes what they raise for a warning."""
+    named = f"hydra.run.dir={tmp_path}/${{hydra:job.name}}-run"
+    assert command("max_steps=1", named)[0] == 0
+    (folder,) = tmp_path.glob("*-run")
+    before = content(folder)
+    code, said = command("max_steps=1", named)
+    assert code == 1 and "another run is here" in said and content(folder) == before
+    code, said = command("max_steps=1", f"hydra.run.dir={tmp_path}/${{nothing}}")
+    assert code == 1 and "has no name" in said and "warn" not in said.lower()
+
+
 def test_a_refused_run_leaves_no_folder(command, tmp_path):
     assert command("lr=-1")[0] == 1 and command("optim.in_backward=true")[0] == 1
     assert not (tmp_path / "run").exists()

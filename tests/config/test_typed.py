@@ -97,6 +97,7 @@ REFUSED = {
     "precision=null": "a run needs one. Type precision=<one of ",
     "logger=true": "there is no logger/true. Type logger=<one of csv, ",
     "~clip": "clip has no value: type clip=<value>.",
+    "lr=???": "lr has no value: type lr=<value>.",
     "~optim.lr": "optim.lr has no value: type optim.lr=<value>.",
     "~callbacks": "callbacks has no value",
     "callbacks=null": "callbacks=null: give nodes by their names, each with its _target_.",

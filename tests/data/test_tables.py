@@ -74,6 +74,38 @@ def test_any_bytes_are_rows_or_a_sentence(tmp_path, raw):
             assert "\n" not in str(error) and str(error).startswith(f"data: {tmp_path}")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a\ttext\n1\t2\n", "data.delimiter=tab"),
+        ("text;b\n1;2\n", "data.delimiter=';'"),
+        ("text\rhello\r", r"tr '\\r' '\\n' < FILE > NEW"),
+        ("a,b\n1,2\n", 'its columns are "a", "b"'),
+    ],
+)
+def test_a_table_written_otherwise_is_told_what_to_type(tmp_path, text, says):
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    with pytest.raises(Refused, match=says):
+        list(csv_rows(tmp_path / "a.csv", ["text"]))
+
+
+def test_parquet_that_no_value_of_python_can_hold_is_refused(tmp_path):
+    parquet.write_table(pa.table({"text": pa.array([1 << 30], pa.date32())}), tmp_path / "a.parquet")
+    with pytest.raises(Refused, match=r"damaged after row 0 \("):
+        list(parquet_rows(tmp_path / "a.parquet", ["text"]))
+
+
+def test_a_damaged_page_is_no_lack_of_permission(tmp_path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": ["one", "two"] * 50}), file)
+    damaged = bytearray(file.read_bytes())
+    damaged[10:30] = bytes(range(20))
+    file.write_bytes(damaged)
+    with pytest.raises(Refused, match=r"damaged after row") as refused:
+        list(parquet_rows(file, ["text"]))
+    assert "\n" not in str(refused.value)
+
+
 BAD = {
     "text\n1,2\n": "a.csv, line 2: it has more cells than the first line has names, 1",
     "text,y\n1,2\n3\n": "a.csv, line 3: it has fewer cells than the first line has names, 2",

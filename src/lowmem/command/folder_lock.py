@@ -9,15 +9,17 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from lowmem.config.typed_lines import as_mapping, in_shell, key, quoted
 from lowmem.report import folders
@@ -69,12 +71,23 @@ class Claimed:
         os.close(self.lock)
 
 
+@contextmanager
+def _or_exit() -> Iterator[None]:
+    """Ends the process where a folder's name cannot be resolved: Hydra would warn, and go on without a lock."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        sys.exit(folded(f"The output folder has no name ({reason}). Type hydra.run.dir=<a folder>.", sys.stderr))
+
+
 class Claim(Callback):
     """Hydra's callbacks before it writes. It would turn an exception into a warning, so they exit at once."""
 
     now: Claimed | None = None  # the folder of this process
 
     def on_run_start(self, config: DictConfig, **_) -> None:
+        HydraConfig.instance().set_config(config.copy())  # Hydra does so only later, and ${hydra:...} needs it
         if rank_environment.of_run() or rank_environment.number():
             run = rank_environment.of_run() or _agreed(None)
             with read_write(config):  # only the first rank writes Hydra's files
@@ -85,7 +98,8 @@ class Claim(Callback):
                     log_file.filename = os.devnull  # a rank also prints what it logs
             _redirect(run)
             return
-        folder = Path(config.hydra.run.dir)
+        with _or_exit():
+            folder = Path(config.hydra.run.dir)
         of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
 
         def goes_on() -> bool:
@@ -101,7 +115,9 @@ class Claim(Callback):
             _agreed(claimed.folder.absolute())
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
-        folder = Path(config.hydra.sweep.dir)
+        HydraConfig.instance().set_config(config.copy())
+        with _or_exit():
+            folder = Path(config.hydra.sweep.dir)
         typed = OmegaConf.to_container(config.hydra.overrides.task)
         names_folder = _sets("hydra.sweep.dir", config.hydra.overrides.hydra)
         Claim.now = _claimed("hydra.sweep.dir", folder, names_folder, lambda: _typed_before(folder) == typed)

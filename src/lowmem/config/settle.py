@@ -237,9 +237,10 @@ def settled(cfg: Config) -> Run:
 
 
 def _errors(cfg: DictConfig) -> list[str]:
-    for key in cfg:  # reads every key, so that an interpolation of a missing key is reported where it stands
-        OmegaConf.is_missing(cfg, key) or cfg[key]
-    if missing := OmegaConf.missing_keys(cfg):
+    missing = {key for key in cfg if OmegaConf.is_missing(cfg, key)}
+    for key in cfg:  # so that an interpolation that leads nowhere is reported where it stands
+        key in missing or cfg[key]
+    if missing := missing or OmegaConf.missing_keys(cfg):
         return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]
 
     def is_taken_over(path: Sequence[str]) -> bool:

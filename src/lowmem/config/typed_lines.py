@@ -195,7 +195,7 @@ class TypedWins(Callback):
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         with read_write(config):
-            let_typed_win(config, config.hydra.overrides.task)
+            let_typed_win(config, OmegaConf.to_container(config.hydra.overrides.task))
 
 
 def keys_known(lines: Iterable[str], name: str) -> Mapping[str, object]:

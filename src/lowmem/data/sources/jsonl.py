@@ -57,7 +57,8 @@ def fields_of(line: bytes) -> dict | BadRecord:
         )
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 10) : error.pos + 10]
-        return BadRecord(f'it is no JSON ({error.msg.lower().rstrip(".")} at character {error.pos:,}, near "{near}")')
+        reason = error.msg.lower().rstrip(".").removesuffix(" at")
+        return BadRecord(f'it is no JSON ({reason} at character {error.pos:,}, near "{near}")')
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested brackets
         return BadRecord(f"it is no JSON that can be read ({str(error).partition(';')[0].lower()})")
     return value if isinstance(value, dict) else BadRecord(f"it is {kind(value)} and no object with fields")

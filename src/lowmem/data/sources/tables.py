@@ -77,6 +77,7 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
         try:
             while table.fieldnames == []:  # blank lines before the names
                 table.fieldnames = None
+            _check_delimiter(table.fieldnames or [], columns, file)
             _check_columns(table.fieldnames or [], columns, file)
             number = table.line_num
             for fields in table:
@@ -89,6 +90,11 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
         except UnicodeDecodeError:
             raise NotText(file, table.reader.line_num + 1) from None
         except csv.Error as error:
+            if "new-line" in str(error):
+                raise Refused(
+                    f"data: {shown(file)}, line {number + 1:,}: a carriage return stands outside of quotation marks. "
+                    "If all lines end in one, type tr '\\r' '\\n' < FILE > NEW; if not, quote the cell that holds it."
+                ) from None
             raise Refused(
                 f"data: {shown(file)}, line {number + 1:,}: {error} (in line {table.reader.line_num:,}). Mend the row "
                 "that begins there: a quotation mark may be missing."
@@ -115,11 +121,23 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
             for fields in chain.from_iterable(batch.to_pylist() for batch in batches):
                 number += 1
                 yield Record(f"row {number:,}", fields, identity(fields))
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not pyarrow's own, of a damaged page
+                raise
             reason = str(error).partition("\n")[0].rstrip(".")
             raise Refused(
                 f"data: {shown(file)} is no parquet file, or damaged after row {number:,} ({reason}). Give one that is."
             ) from None
+
+
+def _check_delimiter(names: Sequence[str], columns: Sequence[str], file: Path) -> None:
+    if len(names) == 1 and names[0] not in columns:
+        for character, typed in {"\t": "tab", ";": "';'", "|": "'|'"}.items():
+            if character in names[0]:
+                raise Refused(
+                    f"data: {shown(file)} has one column, whose name is {shown(names[0])}: its cells seem to be "
+                    f"separated by another character. Type data.delimiter={typed}."
+                )
 
 
 def _check_columns(names: Sequence[str], columns: Sequence[str], file: Path) -> None:

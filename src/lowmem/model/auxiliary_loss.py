@@ -18,6 +18,7 @@ class AuxiliaryLoss:
 
     def __init__(self, model: nn.Module) -> None:
         self._last: Tensor | None = None
+        self._passes = 0  # under way: several with weights.order=by_layer
         if asked_for(model):
             model.register_forward_pre_hook(self._before, with_kwargs=True)
             model.register_forward_hook(self._after, always_call=True)
@@ -29,11 +30,15 @@ class AuxiliaryLoss:
         return last
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self._theirs, model.loss_function = model.loss_function, _nothing
+        if not self._passes:
+            self._theirs, model.loss_function = model.loss_function, _nothing
+        self._passes += 1
         return args, kwargs | {"labels": kwargs["input_ids"]}
 
     def _after(self, model: nn.Module, args: tuple, output: object) -> None:
-        model.loss_function = self._theirs
+        self._passes -= 1
+        if not self._passes:
+            model.loss_function = self._theirs
         if output is None:  # it raised
             return
         if getattr(output, "aux_loss", None) is None:

@@ -6,7 +6,7 @@ that a new version has removed or changed. A test refuses private names of other
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from unittest.mock import patch
@@ -64,6 +64,7 @@ __all__ = (
     "has_kernel",
     "in_backward",
     "is_traceable_wrapper_subclass",
+    "modes_of_this_thread",
     "open_checkpoint",
     "rebuild_buckets",
     "replaced_kernels",
@@ -190,6 +191,29 @@ def in_backward() -> bool:
     """Returns whether this thread runs a backward pass, recomputation included. Instead: a flag that everything that
     recomputes would have to set."""
     return torch._C._current_graph_task_id() != -1
+
+
+def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
+    """Returns a function that makes a context for another thread, in which torch's modes are those of this thread: the
+    same objects, which are not entered a second time. Instead: nothing public tells which modes are on."""
+    from torch import overrides as functions
+    from torch.utils import _python_dispatch as operators
+
+    of_functions = functions._get_current_function_mode_stack()
+    of_operators = operators._get_current_dispatch_mode_stack()
+
+    @contextmanager
+    def there() -> Iterator[None]:
+        with ExitStack() as modes:
+            for mode in of_functions:
+                functions._push_mode(mode)
+                modes.callback(functions._pop_mode)
+            for mode in of_operators:
+                operators._push_mode(mode)
+                modes.callback(operators._pop_mode, getattr(mode, "_mode_key", None))
+            yield
+
+    return there
 
 
 @contextmanager

@@ -12,6 +12,7 @@ is an engine around `forward`, and `optimizer.step` clips in `on_before_optimize
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -32,6 +33,7 @@ from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 from lowmem.techniques.weights.resident import Resident
 from lowmem.training.non_finite import NonFiniteSteps
+from lowmem.training.passes import MicroBatchPass, states_of
 
 
 class Update(NamedTuple):
@@ -51,6 +53,14 @@ class Placement:
     weights: Resident = field(default_factory=Resident)  # where weights are while no block needs them
     tiles: Tiles | None = None  # the modules that are computed in slices
     ranks: OneDevice = ONE_DEVICE  # the strategy
+
+
+@dataclass
+class LossSums:
+    """The losses of a window's micro-batches, summed as they come."""
+
+    loss: Tensor
+    auxiliary: Tensor | None = None
 
 
 class CausalLM(LightningModule):
@@ -143,20 +153,28 @@ class CausalLM(LightningModule):
 
         Returns: the sum of their losses, and of their auxiliary losses or None, over all ranks.
         """
-        ranks, auxiliary_sum = self.ranks, None
-        loss_sum = torch.zeros((), device=self.device)
-        for number, micro_batch in enumerate(window.micro_batches, start=1):
-            self.last_micro_batch = number == len(window.micro_batches)
-            with ranks.micro_batch_context(self.last_micro_batch):
-                with self.trainer.precision_plugin.forward_context():
-                    loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
-                loss_sum += loss.detach()
-                if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
-                    auxiliary = auxiliary * micro_batch.weight
-                    auxiliary_sum = auxiliary.detach() + (0.0 if auxiliary_sum is None else auxiliary_sum)
-                    loss = loss + auxiliary
-                self.manual_backward(loss * ranks.factor / window.weight)
-        return ranks.all_sum(loss_sum), auxiliary_sum if auxiliary_sum is None else ranks.all_sum(auxiliary_sum)
+        sums = LossSums(torch.zeros((), device=self.device))
+        passes, last = [], len(window.micro_batches) - 1
+        for number, states in enumerate(states_of(last + 1, self.device)):
+            run = partial(self._run_micro_batch, window.micro_batches[number], window.weight, sums)
+            begins = partial(setattr, self, "last_micro_batch", number == last)
+            passes.append(MicroBatchPass(run, begins, self.device, states))
+        self.weights.run_micro_batches(passes)
+        passes[0].restore()
+        all_sum = self.ranks.all_sum
+        return all_sum(sums.loss), None if sums.auxiliary is None else all_sum(sums.auxiliary)
+
+    def _run_micro_batch(self, micro_batch: MicroBatch, weight: int, sums: LossSums) -> None:
+        ranks = self.ranks
+        with ranks.micro_batch_context(self.last_micro_batch):
+            with self.trainer.precision_plugin.forward_context():
+                loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
+            sums.loss += loss.detach()
+            if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
+                auxiliary = auxiliary * micro_batch.weight
+                sums.auxiliary = auxiliary.detach() + (0.0 if sums.auxiliary is None else sums.auxiliary)
+                loss = loss + auxiliary
+            self.manual_backward(loss * ranks.factor / weight)
 
     def _nothing_to_learn(self, nothing: Tensor, window: Window) -> dict:
         """Skips a window without a label that counts: a step would apply weight decay and old momentum."""

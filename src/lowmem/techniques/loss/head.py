@@ -9,6 +9,7 @@ returns, its forward pass is entered once more per chunk, in which body and head
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -41,12 +42,14 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
     Raises:
         Refused: the head is not one matrix that is applied once to every token.
     """
-    head, body = model.get_output_embeddings(), model.base_model
+    head, body, here = model.get_output_embeddings(), model.base_model, get_ident()
     if type(head) is not nn.Linear:  # a subclass may compute more than a product
         raise _refused(model, "has no linear head")
     entered, products, outputs = [], [], []
 
-    def before(_, args: tuple) -> tuple:
+    def before(_, args: tuple) -> tuple | None:
+        if get_ident() != here:  # another micro-batch is under way in its own thread
+            return None
         if not args:
             raise _refused(model, "calls its head by keyword")
         entered.append(args[0])
@@ -56,15 +59,20 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         return hidden.new_zeros(*hidden.shape[:-1], len(head.weight), dtype=multiplied_in(hidden))
 
     def after(_, __, product: Tensor) -> None:
-        products.append((product, _version(product)))
+        if get_ident() == here:
+            products.append((product, _version(product)))
+
+    def after_body(_, __, output: object) -> None:
+        if get_ident() == here:
+            outputs.append(output)
 
     hooks = [
         head.register_forward_pre_hook(before),
         head.register_forward_hook(after),
-        body.register_forward_hook(lambda *called: outputs.append(called[-1])),
+        body.register_forward_hook(after_body),
     ]
     try:
-        with patch.object(head, "forward", zeros):
+        with _answering(head, zeros):
             logits = model(**inputs, use_cache=False).logits
     finally:
         for hook in hooks:
@@ -77,7 +85,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         raise _refused(model, "changes its logits after the head, and has no body apart from itself")
 
     def finish(product: Tensor) -> Tensor:
-        with _answering(body, outputs[0]), _answering(head, product[None]):
+        with _answering(body, lambda *_, **__: outputs[0]), _answering(head, lambda *_, **__: product[None]):
             return model.forward(**inputs, use_cache=False).logits[0]
 
     return Head(head, entered[0], finish)
@@ -120,10 +128,30 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+class _Answers(dict[int, Callable]):
+    """Stands in for a module's forward pass, by thread: micro-batches whose passes are under way at once, each in a
+    thread of its own, begin and end in the same order, and none may find what another one has put here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.forward, self.patch = module.forward, patch.object(module, "forward", self)
+
+    def __call__(self, *args, **kwargs) -> object:
+        return self.get(get_ident(), self.forward)(*args, **kwargs)
+
+
 @contextmanager
-def _answering(module: nn.Module, answer: object) -> Iterator[None]:
-    with patch.object(module, "forward", lambda *_, **__: answer):
+def _answering(module: nn.Module, answer: Callable) -> Iterator[None]:
+    """Lets a function answer this thread's calls of a module."""
+    answers = module.forward if isinstance(module.forward, _Answers) else _Answers(module)
+    if not answers:
+        answers.patch.__enter__()
+    answers[get_ident()] = answer
+    try:
         yield
+    finally:
+        del answers[get_ident()]
+        if not answers:
+            answers.patch.__exit__(None, None, None)
 
 
 def _refused(model: nn.Module, why: str) -> Refused:

@@ -33,6 +33,7 @@ class HostWeight:
         self.home: Home | None = None  # where its 16 bits are, if they stream
         self.sum: Tensor | None = None  # flat; the sum of the window's gradients, still scaled
         self.complete = False  # True if `sum` holds at least one full gradient of this window
+        self.alone = False  # True if `sum` holds one gradient alone
         self.borrowed = False  # True: the buffer of `sum` belongs to the link, and is not to be kept
         self._narrow(dtype)
 
@@ -81,12 +82,13 @@ class HostWeight:
                 target.add_(piece)
             else:
                 target.copy_(piece)
+            self.alone = not self.complete
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
         """Adds a gradient that is stepped at once: the only one of its window is not copied."""
         if self.sum is None:
-            self.sum, self.complete, self.borrowed = piece, True, True
+            self.sum, self.complete, self.alone, self.borrowed = piece, True, True, True
         else:
             self.add(start, piece)
 
@@ -95,9 +97,9 @@ class HostWeight:
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """Is called after a step. The buffer stays for the next window's gradients, except a 16-bit one that was
-        borrowed or stepped inside backward: the next window needs no buffer then."""
-        if (early or self.borrowed) and self.sum.dtype != torch.float32:
+        """Is called after a step. The buffer stays for the next window's gradients, unless it was borrowed, or a single
+        gradient was stepped inside backward: the next window needs no buffer then."""
+        if self.borrowed or (early and self.alone):
             self.sum = None
         self.complete = self.borrowed = False
 

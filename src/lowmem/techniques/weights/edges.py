@@ -56,11 +56,16 @@ class Edge(HeadSource):
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
         self._patches = ExitStack()
-        self._of_head: Tensor | None = None  # the head's gradient, in host memory, until the embedding's has arrived
-        self._rows: Callable[[], Tensor | None] = lambda: None  # returns the rows whose gradient is still to come
+        # By micro-batch, since several may be under way: the head's gradient, in host memory until the embedding's has
+        # arrived; and the rows whose gradient is still to come.
+        self._of_head: dict[int, Tensor] = {}
+        self._rows: dict[int, ref[nn.Parameter]] = {}
 
-    def start(self, home: Home, lane: Lane, sink: GradientSink | None) -> None:
-        self.home, self.lane, self.sink = home, lane, sink
+    def start(
+        self, home: Home, lane: Lane, sink: GradientSink | None, under_way: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Begins to stand in for the weight. Args: under_way: returns the number of the micro-batch that computes."""
+        self.home, self.lane, self.sink, self.under_way = home, lane, sink, under_way
         if self.embedding is not None:
             # These are stored now: the host reads them while the next lookup changes the embedding.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
@@ -74,8 +79,8 @@ class Edge(HeadSource):
 
     def stop(self) -> None:
         self._patches.close()
-        self._room = self._sent = self._of_head = None  # also what a failed pass has left behind
-        self._rows = lambda: None
+        self._room = self._sent = None
+        self._of_head, self._rows = {}, {}  # what a failed pass has left behind
 
     # --- the embedding --------------------------------------------------------------------------------------------
 
@@ -84,12 +89,13 @@ class Edge(HeadSource):
         at = ids.flatten().cpu()  # waits for the device, which has reached the end of the previous micro-batch
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
-            if self._rows() is not None:
+            number = self.under_way()
+            if number in self._rows and self._rows[number]() is not None:
                 raise Refused(
                     f"weights=streamed: this model looks up its {type(self.embedding).__name__} twice in one forward "
                     "pass, and the gradient of either would be taken for the sum of both. Type weights=resident."
                 )
-            self._rows = ref(rows)
+            self._rows[number] = ref(rows)
             rows.register_post_accumulate_grad_hook(partial(self._leave, at))
         with self._in_place_of_the_weight(rows):
             return self._embed(torch.arange(len(at), device=ids.device).view_as(ids))
@@ -123,13 +129,14 @@ class Edge(HeadSource):
             self.embedding.weight, self.embedding.padding_idx = self.weight, padding
 
     def _leave(self, at: Tensor, rows: nn.Parameter) -> None:
-        gradient, rows.grad, self._rows = rows.grad, None, lambda: None
+        gradient, rows.grad = rows.grad, None
+        self._rows.pop(self.under_way(), None)
         belongs(gradient, "gradients")
         with host_side():
             landed = torch.empty(gradient.shape, dtype=gradient.dtype)
         belongs(landed, "other", "host")
-        self.sink.link.fetch(gradient, partial(self._take_rows, at, landed, self._of_head))
-        self._of_head = None
+        of_head = self._of_head.pop(self.under_way(), None)
+        self.sink.link.fetch(gradient, partial(self._take_rows, at, landed, of_head))
         self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, head_gradient: Tensor | None, start: int, piece: Tensor) -> None:
@@ -178,13 +185,15 @@ class Edge(HeadSource):
     def start_gradient(self) -> None:
         if self.embedding is not None:
             with host_side():
-                self._of_head = torch.empty(self.weight.shape, dtype=self.weight.dtype)
-            belongs(self._of_head, "gradients", "host")
+                of_head = torch.empty(self.weight.shape, dtype=self.weight.dtype)
+            belongs(of_head, "gradients", "host")
+            self._of_head[self.under_way()] = of_head
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
         gradient, before = torch.mm(d_logits.T, rows), first * rows.shape[1]
         belongs(gradient, "gradients")
-        add = self.sink.sum_of(self.weight).add if self._of_head is None else partial(_put, self._of_head)
+        of_head = self._of_head.get(self.under_way())
+        add = self.sink.sum_of(self.weight).add if of_head is None else partial(_put, of_head)
         self.sink.link.fetch(gradient, lambda start, piece: add(before + start, piece))
 
     def whole_gradient(self) -> None:

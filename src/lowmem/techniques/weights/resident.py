@@ -6,7 +6,7 @@ is copied, so each waits for the other: a copy for the last update, an update fo
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,19 @@ class Home:
             update.result()
 
 
+class Pass(Protocol):
+    """The forward and backward pass of one micro-batch. Between two `resume`s other micro-batches may have run."""
+
+    def run(self) -> None:
+        """Computes everything. It is called once, between `resume` and `pause`."""
+
+    def resume(self) -> None:
+        """Is called when its turn begins, or begins again."""
+
+    def pause(self) -> None:
+        """Is called when its turn ends, or is interrupted."""
+
+
 class Resident:
     """Keeps all weights on the device, and is the base class for weights that wait on the host. Code that steps,
     measures or saves weights asks its methods.
@@ -89,6 +102,19 @@ class Resident:
     def stop(self) -> None:
         """Is called when no pass follows, before the model is moved to the host: every parameter becomes a plain
         tensor."""
+
+    def run_micro_batches(self, passes: Sequence[Pass]) -> None:
+        """Runs the passes of a window: one after the other, unless the weights' own order is another."""
+        for each in passes:
+            each.resume()
+            each.run()
+            each.pause()
+
+    def take_gradient(self, p: nn.Parameter) -> Tensor | None:
+        """Takes a gradient that backward has just made from its parameter. Returns: what may leave for the host; None:
+        later micro-batches add to it first."""
+        gradient, p.grad = p.grad, None
+        return gradient
 
     def takes(self, p: nn.Parameter) -> bool:
         """Returns True if a weight will wait in host memory."""

@@ -11,7 +11,7 @@ Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -23,9 +23,12 @@ from lowmem.system.errors import Refused
 from lowmem.system.process import trim
 from lowmem.system.torch_private import in_backward, tree_leaves
 from lowmem.techniques.gradient_checkpointing.policies import blocks
+from lowmem.techniques.weights.by_layer import ByLayer
 from lowmem.techniques.weights.edges import GradientSink, edges
 from lowmem.techniques.weights.registered import Registered
-from lowmem.techniques.weights.resident import Home, Resident, nowhere
+from lowmem.techniques.weights.resident import Home, Pass, Resident, nowhere
+
+ORDERS = ("by_micro_batch", "by_layer")
 
 
 class Slot:
@@ -42,11 +45,12 @@ class Slot:
 class Streamed(Resident):
     """Streams the weights of a model's blocks, and of its edges (`edges.py`).
 
-    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, steps_in: see
-    conf/weights; head_in_tiles: the loss reads the head in tiles.
+    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, steps_in, order:
+    see conf/weights; head_in_tiles: the loss reads the head in tiles.
 
     Raises:
-        Refused: a model without blocks, or with a single one; more resident blocks than there are.
+        Refused: a model without blocks, or with a single one; more resident blocks than there are; an order that
+            there is not.
     """
 
     streams = True
@@ -58,8 +62,11 @@ class Streamed(Resident):
         slots: int = 2,
         steps_in: str = "bf16_on_host",
         head_in_tiles: bool = False,
+        order: str = ORDERS[0],
     ) -> None:
         super().__init__(network, steps_in)
+        if order not in ORDERS:
+            raise Refused(f"weights.order={order}: there is no such order. Type {' or '.join(ORDERS)}.")
         stack = blocks(network)
         if resident_blocks and not 0 < resident_blocks <= len(stack) - 2:
             raise Refused(
@@ -81,6 +88,10 @@ class Streamed(Resident):
         self.count = min(slots, len(self.blocks))
         self._owned = [owned[block] for block in self.blocks]
         self.edges = edges(network, head_in_tiles)
+        self.order = order
+        self._window: ByLayer | None = None  # whose micro-batches are under way, if they go by layer
+        self._in_blocks = {p for block in stack for p in block.parameters()}
+        self._sink: GradientSink | None = None
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self.lane: Lane | None = None
         self._up: Registered | None = None  # the lane from the homes to the device
@@ -125,11 +136,12 @@ class Streamed(Resident):
     def start(self, sink: GradientSink | None = None) -> None:
         if self._hooks or not self.homes:
             return
+        self._sink = sink
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()])
         self._slots = [self._slot() for _ in range(self.count)]
         for edge in self.edges:
-            edge.start(self._homes[edge.weight], self._up, sink)
+            edge.start(self._homes[edge.weight], self._up, sink, self._under_way)
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
@@ -149,11 +161,34 @@ class Streamed(Resident):
         if self._up is not None:
             with ignoring_errors:
                 self._up.close()
-        self._hooks, self._slots, self._up = [], [], None
+        self._hooks, self._slots, self._up, self._sink = [], [], None, None
         for p, home in self._homes.items():
             with ignoring_errors:
                 home.arrived()
             p.data = home.tensors[p]
+
+    # --- a window -------------------------------------------------------------------------------------------------
+
+    def run_micro_batches(self, passes: Sequence[Pass]) -> None:
+        if self.order != "by_layer" or len(passes) == 1:
+            super().run_micro_batches(passes)
+            return
+        self._window = window = ByLayer(passes, self.device)
+        try:
+            window.run()
+        finally:
+            self._window = None
+        for p, gradient in window.sums.items():  # those to which the last micro-batch had nothing to add
+            self._sink.link.fetch(gradient, self._sink.sum_of(p).add)
+
+    def take_gradient(self, p: nn.Parameter) -> Tensor | None:
+        # Weights outside the blocks may be as large as several blocks: theirs leave one by one.
+        summed = self._window is not None and p in self._in_blocks
+        return self._window.gradient(p) if summed else super().take_gradient(p)
+
+    def _under_way(self) -> int:
+        """Returns the number of the micro-batch that computes."""
+        return 0 if self._window is None else self._window.current
 
     # --- whose turn it is -----------------------------------------------------------------------------------------
 
@@ -161,6 +196,8 @@ class Streamed(Resident):
         if in_backward():  # the block is recomputed: its weights are here, unless it is one of a segment of several
             self._bind(number)
             return
+        if self._window is not None:
+            self._window.door(("forward", number))
         coming = range(number + 1, number + self.count)
         if torch.is_grad_enabled():
             coming = [ahead for ahead in coming if ahead < len(self.blocks)]
@@ -187,10 +224,13 @@ class Streamed(Resident):
                 return
         else:
             self._lowest = number + 1
-        self._release(lambda other, _: other == number)
+        if self._window is None or self._window.last:
+            self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
         """Is called when the gradient has reached the output of a block: all blocks above are done."""
+        if self._window is not None:
+            self._window.door(("backward", number))
         self._release(lambda other, _: other > number)
         self._bind(number)
         for below in reversed(range(self._lowest, number)):

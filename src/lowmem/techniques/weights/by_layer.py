@@ -1,0 +1,155 @@
+"""Turns the loops around: all micro-batches of a window pass through a block before the next block comes.
+
+Weights that stream cross the link twice per micro-batch, whatever a window has. Here they cross it twice per *window*,
+and each block's gradient leaves once, complete: so with clip=null its masters step at once, and the host needs no
+buffer for sums.
+
+Each micro-batch runs the model's own forward pass and its own `backward()` in a thread of its own, and the threads hand
+on a baton: exactly one runs at any time. A micro-batch stops at the *door* of each block (its forward pre-hook, or the
+hook on the gradient of its output) until all others have got there, then each passes in the order of the window.
+Nothing of a model is recorded or taken apart, so whatever it computes between its blocks stays its own. What lies
+between the last block and backward is run by one micro-batch after the other: the logits of one exist at a time.
+
+It costs the boundaries of all micro-batches (`gradient_checkpointing=offload` keeps them in host memory), the sum of
+one block's gradients on the device (4 bytes per parameter of it), and for a head that is tied to the embedding one
+gradient per micro-batch. A pass of the baton takes some 20 microseconds. Source: RoundPipe, arXiv 2604.27085;
+GreedySnake, arXiv 2512.17570.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.memory.tracker import belongs
+from lowmem.system.copy_lanes import CARDS
+from lowmem.system.errors import Refused
+from lowmem.system.torch_private import modes_of_this_thread
+from lowmem.techniques.weights.resident import Pass
+
+NAME = "micro-batch"  # of a thread
+Place = tuple[str, int]  # a door: (forward or backward, number of the block)
+END: Place = ("end", 0)
+
+
+class Ended(Exception):
+    """Unwinds a micro-batch because another one has failed. It is an `Exception`: for no other does torch call the
+    hooks that modules want called after errors."""
+
+
+class ByLayer:
+    """One window, whose micro-batches go through the blocks together. Args: device: the one that computes."""
+
+    def __init__(self, passes: Sequence[Pass], device: torch.device) -> None:
+        self.passes, self.device = passes, device
+        self.current = 0  # the micro-batch that has the baton
+        self.sums: dict[nn.Parameter, Tensor] = {}  # of gradients, until the last micro-batch has added its own
+        self._alive = list(range(len(passes)))
+        self._batons = [threading.Semaphore(0) for _ in passes]
+        self._all_ended = threading.Semaphore(0)
+        self._place: Place = END  # where the first micro-batch of this round stands
+        self._error: BaseException | None = None
+
+    @property
+    def last(self) -> bool:
+        """Returns True while the window's last micro-batch has the baton: no other one follows through this block."""
+        return self.current == len(self.passes) - 1
+
+    # --- the caller's thread --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs all passes. Raises: the first error that one of them met; no thread is left then."""
+        state = _state_of_this_thread(self.device)
+        threads = [
+            threading.Thread(target=copy_context().run, args=(self._run, number, state), name=f"{NAME} {number}")
+            for number in self._alive
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._batons[0].release()
+            self._all_ended.acquire()
+        except BaseException as error:  # of a signal: micro-batches end at their next doors
+            self._error = self._error or error
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+
+    # --- a micro-batch's own thread -------------------------------------------------------------------------------
+
+    def door(self, place: Place) -> None:
+        """Stops the micro-batch under way until all others are at this place, too."""
+        number = self.current
+        self._arrive(place)
+        self._hand_on(number)
+        self._take(number)
+
+    def gradient(self, p: nn.Parameter) -> Tensor | None:
+        """Adds a gradient that backward has just made to those of the micro-batches before, in fp32 as the host would
+        do it. Returns: the sum, if this was the last; if not, None."""
+        gradient, p.grad = p.grad, None
+        before = self.sums.pop(p, None)
+        if before is not None:
+            gradient = before.float().add_(gradient)
+        if self.last:
+            return gradient
+        self.sums[p] = gradient
+        belongs(gradient, "gradients")
+        return None
+
+    def _run(self, number: int, state: Callable[[], AbstractContextManager[None]]) -> None:
+        try:
+            with state():
+                self._take(number)
+                self.passes[number].run()
+                self._arrive(END)
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._alive.remove(number)
+            self._hand_on(number)
+
+    def _take(self, number: int) -> None:
+        self._batons[number].acquire()
+        if self._error is not None:
+            raise Ended
+        self.current = number
+        self.passes[number].resume()
+
+    def _arrive(self, place: Place) -> None:
+        if self._error is not None:
+            raise Ended
+        if self.current == 0:
+            self._place = place
+        elif place != self._place:
+            raise Refused(
+                "weights.order=by_layer: a micro-batch goes through other blocks than the first one of its window, as "
+                "in a model that leaves out blocks at random, and the two cannot share a block's turn. Type "
+                "weights.order=by_micro_batch."
+            )
+        self.passes[self.current].pause()
+
+    def _hand_on(self, number: int) -> None:
+        """Hands the baton to the next micro-batch, or to the first one again."""
+        following = [other for other in self._alive if other > number] or self._alive
+        (self._batons[following[0]] if following else self._all_ended).release()
+
+
+def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a function that makes a context for another thread: torch keeps modes, gradients' being wanted and the
+    stream by thread. There backward runs in the thread that calls it on a card, too, so that its hooks may wait."""
+    modes, wanted = modes_of_this_thread(), torch.is_grad_enabled()
+    stream = torch.accelerator.current_stream(device) if device.type in CARDS else nullcontext()
+
+    @contextmanager
+    def here() -> Iterator[None]:
+        with stream, modes(), torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
+            yield
+
+    return here

@@ -55,6 +55,7 @@ TYPED = (
     ["weights=streamed"],
     ["weights=streamed", "precision=bf16-master"],
     ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=budget"],
+    ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt", "weights.order=by_layer"],
     ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer", "adapter=qlora"],
     ["batch_size=auto", "memory.limit=1GiB"],
     ["batch_size=auto", "accumulation=effective_batch"],
@@ -148,10 +149,10 @@ def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monke
 def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
     fetch, step, stepped = host_masters.HostMasters._fetch, host_masters._step, []
 
-    def broken(self, p, take):
-        if self.masters[id(p)].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
-            p.grad.fill_(float("inf"))
-        fetch(self, p, take)
+    def broken(self, gradient, take):
+        if take.__self__.name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
+            gradient.fill_(float("inf"))
+        fetch(self, gradient, take)
 
     def recording(optimizer, group, one, *how):
         step(optimizer, group, one, *how)
@@ -383,6 +384,12 @@ def test_proof_compiled_blocks_do_not_take_their_weights_as_they_are_called(conf
     compiled = "gradient_checkpointing.backend=aot_eager_decomp_partition"
     with pytest.raises(Exception, match="set_ on a graph input"):
         streams.trained(config, ["weights=streamed"], "llama", streams.lines("llama", compiled, policy="budget"))
+
+
+def test_proof_a_segment_of_several_blocks_is_open_for_one_micro_batch_alone(config):
+    by_layer = ["weights=streamed", "weights.order=by_layer"]
+    with pytest.raises(RuntimeError, match="SavedTensorHooks"):  # a segment is closed by another thread
+        streams.trained(config, by_layer, "llama", streams.lines("llama", "max_steps=2", policy="sqrt"))
 
 
 def test_proof_a_base_in_4_bits_does_not_stream(config):

@@ -7,8 +7,8 @@ at once, so nothing depends on time: two accesses of which nothing orders one af
 they ran.
 
 Watched are the tensors that go through a lane: staging slots, slots of weights, homes, gradients and weights. Operators
-of the training loop's thread run on the device's stream, unless they touch host memory; those of other threads run
-on the host.
+of the training loop's thread, and of micro-batches that have one of their own, run on the device's stream, unless they
+touch host memory; those of other threads run on the host.
 """
 
 import threading
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
-from lowmem.techniques.weights import link, registered
+from lowmem.techniques.weights import by_layer, link, registered
 from lowmem.techniques.weights.link import StagedLink
 
 DEVICE, DOWN, UP = "device", "copies to the host", "copies to the device"
@@ -115,8 +115,7 @@ class Races:
             (writes if changes else reads).extend(tensors)
         with self.lock:
             numbers = [[n for n in map(self.key, tensors) if n is not None] for tensors in (reads, writes)]
-            host = threading.current_thread() is not threading.main_thread()
-            host |= not self.on_host.isdisjoint(numbers[0] + numbers[1])
+            host = not trains(threading.current_thread()) or not self.on_host.isdisjoint(numbers[0] + numbers[1])
             if not host:
                 self.order(DEVICE, self.host())
             if numbers[0] or numbers[1]:
@@ -126,6 +125,10 @@ class Races:
                 self.handler.syncs.update_seq_num(DEVICE, self.handler.seq_num)
                 for tensor in (*writes, *(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))):
                     self.written[tensor.untyped_storage()._cdata] = self.handler.seq_num
+
+
+def trains(thread):
+    return thread is threading.main_thread() or thread.name.startswith(by_layer.NAME)
 
 
 class Watching(TorchDispatchMode):
@@ -292,6 +295,23 @@ def traced_flag(races):
     return Flag
 
 
+def traced_semaphore(races):
+    class Semaphore(threading.Semaphore):
+        """A baton: whoever takes it comes after everything that its last holder has done."""
+
+        event = None
+
+        def release(self):
+            self.event = races.record(races.host())
+            super().release()
+
+        def acquire(self):
+            super().acquire()
+            races.wait(races.host(), self.event)
+
+    return Semaphore
+
+
 def traced_pool(races):
     future = traced_future(races)
 
@@ -341,6 +361,7 @@ def watched():
             (link, "Future", traced_future(races)),
             (link, "threading", SimpleNamespace(Event=traced_flag(races), Thread=threading.Thread)),
             (registered, "ThreadPoolExecutor", traced_pool(races)),
+            (by_layer, "threading", SimpleNamespace(Semaphore=traced_semaphore(races), Thread=threading.Thread)),
             *((module, "address", pointer) for module in (adamw8bit, bitsandbytes_cpu)),
         ):
             patches.enter_context(patch.object(owner, name, value))

@@ -3,7 +3,9 @@ changes it."""
 
 import ast
 import re
+import threading
 import warnings
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,6 +44,31 @@ def test_a_dispatch_mode_sees_each_operator_also_in_backward():
     message = breaks("the memory meter, plans and gradient_checkpointing=selective")
     assert seen.functions.count(torch.ops.aten.mm.default) == 3, message
     assert all(isinstance(func, torch_private.OpOverload) for func in seen.functions), message
+
+
+def test_the_modes_of_a_thread_are_on_in_another_one():
+    found = []
+
+    def look(modes):
+        with modes():
+            found.append((torch.ones(1), torch.empty(1).device.type))
+        found.append((torch.ones(1), torch.empty(1).device.type))
+
+    def in_thread(*modes):
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            thread = threading.Thread(target=look, args=(torch_private.modes_of_this_thread(),))
+        thread.start()
+        thread.join()
+        return [found.pop(-2), found.pop()]
+
+    message, seen = breaks("weights.order=by_layer"), Seen()
+    in_thread(seen)
+    assert seen.functions.count(torch.ops.aten.empty.memory_format) == 1, message
+    assert [device for _, device in in_thread(torch.device("meta"))] == ["meta", "cpu"], message
+    fake, real = (tensor for tensor, _ in in_thread(torch_private.LeanFakeTensorMode(), Seen()))
+    assert isinstance(fake, torch_private.FakeTensor) and type(real) is torch.Tensor, message
 
 
 def test_fake_tensors_have_a_storage_without_memory():

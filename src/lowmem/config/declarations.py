@@ -58,6 +58,7 @@ class Technique:
         needs_whole: its step on some rows of a matrix differs from its step on the full matrix.
     gradient_checkpointing:
         keeps_all: it stores every activation, and nothing is computed again.
+        joins_blocks: several blocks are computed again at once.
     loss:
         head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
     accumulation:
@@ -87,6 +88,7 @@ class Technique:
     steps_on_shapes: bool = False
     generates_code: bool = False
     keeps_all: bool = False
+    joins_blocks: bool = False
     compiles_blocks: bool = False
     traced_as: str | None = None
     computes_as: str | None = None

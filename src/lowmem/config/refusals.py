@@ -159,6 +159,13 @@ REFUSALS = (
         "compiled_blocks_do_not_take_their_weights_as_they_are_called",
     ),
     Refusal(
+        lambda run: run.by_layer and run.any("joins_blocks"),
+        "weights.order=by_layer: this gradient_checkpointing computes several blocks again at once, and all of them would "
+        "have to travel for each micro-batch. Type gradient_checkpointing=every_layer, or offload for less memory, or "
+        "weights.order=by_micro_batch.",
+        "a_segment_of_several_blocks_is_open_for_one_micro_batch_alone",
+    ),
+    Refusal(
         lambda run: run.streams and run.any("freezes_base") and "weights" in run.technique("adapter").saves,
         "weights=streamed: this adapter holds the model's own weights in a few bits, which stay on the device, and "
         "only the adapter itself would stream. Type adapter=lora, whose base streams in 16 bits, or weights=resident.",

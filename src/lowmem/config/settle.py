@@ -204,6 +204,11 @@ class Run(schema.Keys):
         """Returns whether weights wait in host memory for the turn of their block."""
         return get_object(self.weights.target).streams
 
+    @property
+    def by_layer(self) -> bool:
+        """Returns whether all micro-batches of a window pass through a block before the next block comes."""
+        return self.streams and self.weights.arguments.get("order") == "by_layer"
+
 
 class PlanRun(Run, schema.PlanKeys):
     """Holds all settings of plan.py: a run, and the card and host that it is planned for."""

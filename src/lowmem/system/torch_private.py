@@ -203,7 +203,7 @@ def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
     of_operators = operators._get_current_dispatch_mode_stack()
 
     @contextmanager
-    def there() -> Iterator[None]:
+    def applied() -> Iterator[None]:
         with ExitStack() as modes:
             for mode in of_functions:
                 functions._push_mode(mode)
@@ -213,7 +213,7 @@ def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
                 modes.callback(operators._pop_mode, getattr(mode, "_mode_key", None))
             yield
 
-    return there
+    return applied
 
 
 @contextmanager

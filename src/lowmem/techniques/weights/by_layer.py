@@ -47,7 +47,7 @@ class ByLayer:
         self.passes, self.device = passes, device
         self.current = 0  # the micro-batch that has the baton
         self.sums: dict[nn.Parameter, Tensor] = {}  # of gradients, until the last micro-batch has added its own
-        self._alive = list(range(len(passes)))
+        self._alive: list[int] = []  # micro-batches whose threads run
         self._batons = [threading.Semaphore(0) for _ in passes]
         self._all_ended = threading.Semaphore(0)
         self._place: Place = END  # where the first micro-batch of this round stands
@@ -62,24 +62,38 @@ class ByLayer:
 
     def run(self) -> None:
         """Runs all passes. Raises: the first error that one of them met; no thread is left then."""
-        state = _state_of_this_thread(self.device)
-        threads = [
-            threading.Thread(target=copy_context().run, args=(self._run, number, state), name=f"{NAME} {number}")
-            for number in self._alive
-        ]
-        for thread in threads:
-            thread.start()
+        threads = []
         try:
-            self._batons[0].release()
+            state = _state_of_this_thread(self.device)
+            for number, _ in enumerate(self.passes):
+                threads.append(self._started(number, state))
+        except BaseException as error:  # the system has no more threads
+            self._error = error
+        self._hand_on(-1)
+        try:
             self._all_ended.acquire()
-        except BaseException as error:  # of a signal: micro-batches end at their next doors
+        except BaseException as error:  # that of a signal: micro-batches end at their next doors
             self._error = self._error or error
-            raise
+        for thread in threads:
+            thread.join()
+        self._raise()
+
+    def _started(self, number: int, state: Callable[[], AbstractContextManager[None]]) -> threading.Thread:
+        thread = threading.Thread(
+            target=copy_context().run, args=(self._run, number, state), name=f"{NAME} {number}", daemon=True
+        )
+        thread.start()
+        self._alive.append(number)
+        return thread
+
+    def _raise(self) -> None:
+        """Raises the first error, to which nothing here refers any more: its frames hold activations."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
         finally:
-            for thread in threads:
-                thread.join()
-        if self._error is not None:
-            raise self._error
+            del error
 
     # --- a micro-batch's own thread -------------------------------------------------------------------------------
 
@@ -148,8 +162,8 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     stream = torch.accelerator.current_stream(device) if device.type in CARDS else nullcontext()
 
     @contextmanager
-    def here() -> Iterator[None]:
+    def applied() -> Iterator[None]:
         with stream, modes(), torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    return here
+    return applied

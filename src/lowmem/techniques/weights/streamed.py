@@ -45,8 +45,8 @@ class Slot:
 class Streamed(Resident):
     """Streams the weights of a model's blocks, and of its edges (`edges.py`).
 
-    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, steps_in, order:
-    see conf/weights; head_in_tiles: the loss reads the head in tiles.
+    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, steps_in,
+    order: see conf/weights; head_in_tiles: the loss reads the head in tiles.
 
     Raises:
         Refused: a model without blocks, or with a single one; more resident blocks than there are; an order that

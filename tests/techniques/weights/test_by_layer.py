@@ -1,0 +1,445 @@
+"""Windows that go through the model block by block have the bits of windows that go through it one micro-batch after
+the other, and each block travels once per window.
+
+The whole matrix is slow; of it every model, policy, loss and both masters once.
+"""
+
+import threading
+from _thread import interrupt_main
+from itertools import count, product
+
+import pytest
+import torch
+from torch import nn
+
+import races
+from lowmem.memory.tracker import StorageTracker
+from lowmem.model.auxiliary_loss import AuxiliaryLoss
+from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing.boundary import OnDevice
+from lowmem.techniques.weights.by_layer import NAME, ByLayer
+from lowmem.techniques.weights.link import Link
+from lowmem.techniques.weights.streamed import Streamed
+from lowmem.training.module import CausalLM
+from lowmem.training.passes import MicroBatchPass
+from made_up import LateLane
+from networks import network
+from same import last, same
+from streams import MODELS, lines, trained
+from traced_lane import TracedLane, watched
+
+CPU = torch.device("cpu")
+RESIDENT, ONE_BY_ONE = ("weights=resident",), ("weights=streamed",)
+BY_LAYER = ("weights=streamed", "weights.order=by_layer")
+LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
+POLICIES, MASTERS = ("every_layer", "selective", "offload"), ("bf16-master", "16-master")
+MATRIX = list(product(MODELS, POLICIES, LOSSES, (2, 3), MASTERS))
+SAMPLE = [
+    ("gpt2", "every_layer", "chunked", 2, "bf16-master"),
+    ("llama", "offload", "chunked", 3, "16-master"),
+    ("qwen3", "selective", "tiled", 2, "bf16-master"),
+    ("qwen3_moe", "every_layer", "full", 2, "16-master"),
+]
+
+
+def is_same(config, arguments, model, weights=BY_LAYER, **how):
+    """Trains with weights that stay, that stream, and that stream by layer. Returns: the last one."""
+    resident = trained(config, RESIDENT, model, arguments)
+    by_layer = trained(config, weights, model, arguments, **how)
+    assert resident.same(trained(config, ONE_BY_ONE, model, arguments)) and resident.same(by_layer)
+    return by_layer
+
+
+def of_size(micro_batches, *more):
+    """The lines of windows of so many micro-batches; an epoch has nine."""
+    return ("batch_size=1", f"accumulation.batches={micro_batches}", *more)
+
+
+@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), SAMPLE)
+def test_windows_by_layer_have_the_bits_of_other_windows(config, model, policy, loss, slots, precision):
+    arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
+    by_layer = is_same(config, arguments, model, (*BY_LAYER, f"weights.slots={slots}"))
+    assert precision == "bf16-master" or by_layer.skipped > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
+def test_so_they_have_in_every_combination(config, model, policy, loss, slots, precision):
+    arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
+    is_same(config, arguments, model, (*BY_LAYER, f"weights.slots={slots}"))
+
+
+@pytest.mark.rows("3-off-*", "8-norm-adamw8bit")
+@pytest.mark.parametrize(
+    ("micro_batches", "clip", "optim"), list(product((1, 2, 3, 8), ("norm", "off"), ("adamw8bit", "adamw")))
+)
+def test_so_have_windows_of_any_size(config, micro_batches, clip, optim):
+    """The second window of an epoch is one micro-batch where the first one has eight."""
+    is_same(config, lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim), "gpt2")
+
+
+@pytest.mark.parametrize("clip", ["off", pytest.param("norm", marks=pytest.mark.slow)])
+def test_so_have_windows_of_different_sizes(config, clip):
+    arguments = list(lines("llama", "batch_size=2", "accumulation.sizes={0: 3, 2: 1}", "max_steps=4", clip=clip))
+    arguments[3] = "by_step"
+    is_same(config, arguments, "llama")
+
+
+@pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.slow), "rounded"])
+def test_so_have_windows_of_blocks_that_stay_of_slices_and_of_weights_without_masters(config, case):
+    more, weights = {
+        "stays": ([], [*BY_LAYER, "weights.resident_blocks=2"]),
+        "sliced": (["tile.tokens=5"], BY_LAYER),
+    }.get(case, ([], BY_LAYER))
+    how = {"precision": "bf16-sr"} if case == "rounded" else {}
+    arguments = lines("llama", "loss=chunked", "max_steps=2", *more, **how)
+    assert trained(config, weights, "llama", arguments).same(trained(config, ONE_BY_ONE, "llama", arguments))
+
+
+@pytest.mark.parametrize("policy", ["offload", pytest.param("selective", marks=pytest.mark.slow)])
+def test_copies_that_are_late_by_a_random_time_change_nothing(config, policy):
+    arguments = lines("llama", "loss=chunked", "max_steps=2", policy=policy, clip="off")
+    is_same(config, arguments, "llama", lane=LateLane(seed=1))
+
+
+RUN = (
+    *("gradient_checkpointing=every_layer", "accumulation=fixed", "accumulation.batches=3", "batch_size=1", "lr=1e-2"),
+    *("scheduler.total_steps=4", "max_steps=4", "val_every=2", "sample_tokens=3", "precision=bf16-master"),
+    *("model.architecture.n_layer=4", "model.architecture.resid_pdrop=0.1", "optim=adamw8bit"),
+)
+
+
+def test_a_run_that_evaluates_stops_and_goes_on_in_another_order_has_those_bits(fit, tmp_path):
+    one, right = fit(*RUN, folder="resident")
+    fit(*RUN, *BY_LAYER, "max_steps=2", folder="first")
+    other, resumed = fit(*RUN, *BY_LAYER, f"resume={tmp_path / 'first'}", folder="second")
+    _, turned = fit(*RUN, *ONE_BY_ONE, f"resume={tmp_path / 'first'}", folder="third")
+    assert one["val_loss"] == other["val_loss"] and same(last(resumed), last(right)) and same(last(turned), last(right))
+    samples = [(folder / "samples.jsonl").read_text().splitlines()[-1] for folder in (right, resumed, turned)]
+    assert len(set(samples)) == 1
+
+
+# --- what travels, and what the host holds ----------------------------------------------------------------------------
+
+
+def copies(config, micro_batches, weights=BY_LAYER):
+    """Returns the copies of blocks in a window of so many micro-batches."""
+    arguments = lines("llama", *of_size(micro_batches), "loss=chunked", "max_steps=1")
+    return trained(config, weights, "llama", arguments).module.weights.fetched
+
+
+def test_each_block_travels_twice_per_window(config):
+    assert copies(config, 8) == copies(config, 1) and copies(config, 8, ONE_BY_ONE) == 7 * copies(config, 1)
+
+
+def down(config, monkeypatch, micro_batches, weights=BY_LAYER):
+    """Returns the bytes of the blocks' gradients that left in a window."""
+    sent, fetch = [], Link.fetch
+
+    def counting(self, gradient, take):
+        if ".layers." in getattr(getattr(take, "__self__", None), "name", ""):
+            sent.append(gradient.nbytes)
+        fetch(self, gradient, take)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "fetch", counting)
+        trained(config, weights, "llama", lines("llama", *of_size(micro_batches), "loss=chunked", "max_steps=1"))
+    return sum(sent)
+
+
+def test_each_gradient_leaves_once_per_window_in_fp32_if_it_is_a_sum(config, monkeypatch):
+    one = down(config, monkeypatch, 1)
+    assert down(config, monkeypatch, 8) == 2 * one and down(config, monkeypatch, 8, ONE_BY_ONE) == 8 * one
+
+
+@pytest.mark.parametrize(("weights", "holds"), [(BY_LAYER, False), (ONE_BY_ONE, True)])
+def test_with_early_steps_the_host_needs_no_sums_of_blocks(config, weights, holds):
+    masters, arguments = [], lines("llama", *of_size(3), "loss=chunked", "max_steps=2", clip="off")
+
+    def find(module):
+        convert = module.weights.move_in
+
+        def move_in(device):
+            convert(device)
+            masters.extend(module.trainer.precision_plugin.masters.values())
+
+        module.weights.move_in = move_in
+
+    trained(config, weights, "llama", arguments, lane=LateLane(seed=0), prepare=find)
+    sums = [master.sum for master in masters if ".layers." in master.name]
+    assert len(sums) > 20 and all((buffer is not None) == holds for buffer in sums)
+
+
+# --- races ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slots", "registers", "case"),
+    [
+        (2, True, ("gpt2", {"clip": "off"})),
+        (3, False, ("llama", {"policy": "offload"})),
+        pytest.param(2, False, ("qwen3_moe", {"precision": "16-master"}), marks=pytest.mark.slow),
+        pytest.param(3, True, ("qwen3", {"policy": "selective", "clip": "off"}), marks=pytest.mark.slow),
+    ],
+)
+def test_windows_by_layer_have_no_race(slots, registers, case):
+    model, how = case
+    weights = (*BY_LAYER, f"weights.slots={slots}")
+    with watched() as found:
+        races.run(TracedLane(found, registers), model, lines(model, "loss=chunked", "max_steps=2", **how), weights)
+    assert found.errors == [], str(found.errors[0])
+    assert found.checked > 500
+
+
+@pytest.mark.parametrize("wrong", [races.without_hold, races.slot_given_back_too_early])
+def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
+    wrong(monkeypatch)
+    with watched() as found:
+        races.run(TracedLane(found), "llama", lines("llama", "loss=chunked", "max_steps=1"), BY_LAYER)
+    assert found.errors
+
+
+# --- deliberately wrong variants --------------------------------------------------------------------------------------
+
+
+def dropout_drawn_from_one_stream(monkeypatch):
+    monkeypatch.setattr(MicroBatchPass, "restore", lambda self: None)
+
+
+def gradients_added_in_another_order(monkeypatch):
+    def wrong(self, p):
+        gradients = [*self.sums.pop(p, []), p.grad]
+        p.grad = None
+        if self.last:
+            return sum((one.float() for one in reversed(gradients[:-1])), gradients[-1].float())
+        self.sums[p] = gradients
+        return None
+
+    monkeypatch.setattr(ByLayer, "gradient", wrong)
+
+
+def far_apart(module):
+    """Makes each micro-batch's gradients a thousandth of those before, so that fp32 shows the order of a sum."""
+
+    def smaller(p):
+        calls = count()
+        p.register_hook(lambda gradient: gradient * 2.0 ** (-10 * (next(calls) % 8)))
+
+    for p in module.model.model.layers.parameters():  # an embedding that streams has gradients of rows
+        smaller(p)
+
+
+def test_gradients_are_added_in_the_order_of_the_window(config, monkeypatch):
+    arguments = lines("llama", *of_size(8), "loss=full", "max_steps=1", optim="adamw")
+    right = trained(config, RESIDENT, "llama", arguments, prepare=far_apart)
+    assert trained(config, BY_LAYER, "llama", arguments, prepare=far_apart).same(right)
+    gradients_added_in_another_order(monkeypatch)
+    assert not trained(config, BY_LAYER, "llama", arguments, prepare=far_apart).same(right)
+
+
+def auxiliary_loss_counted_once(monkeypatch):
+    run = CausalLM.run_window
+
+    def first_only(self, window):
+        take, once = self.auxiliary_loss.take, iter([True])
+        self.auxiliary_loss.take = lambda: take() if next(once, False) else take() and None
+        return run(self, window)
+
+    monkeypatch.setattr(CausalLM, "run_window", first_only)
+
+
+def own_loss_function_given_back_by_the_first_pass(monkeypatch):
+    after = AuxiliaryLoss._after
+
+    def wrong(self, *called):
+        self._passes = 1
+        after(self, *called)
+
+    monkeypatch.setattr(AuxiliaryLoss, "_after", wrong)
+
+
+def boundary_of_another_micro_batch(monkeypatch):
+    fetch, before = OnDevice.fetch, []
+
+    def wrong(self):
+        before.append(fetch(self))
+        same_shape = before[-2:][0].shape == before[-1].shape
+        return before[-2] if len(before) > 1 and same_shape else before[-1]
+
+    monkeypatch.setattr(OnDevice, "fetch", wrong)
+
+
+WRONG = {
+    dropout_drawn_from_one_stream: "gpt2",
+    auxiliary_loss_counted_once: "qwen3_moe",
+    own_loss_function_given_back_by_the_first_pass: "qwen3_moe",
+    boundary_of_another_micro_batch: "llama",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_variant_has_other_bits(config, monkeypatch, wrong):
+    model = WRONG[wrong]
+    arguments = lines(model, "loss=full", "max_steps=2")
+    right = trained(config, RESIDENT, model, arguments)
+    wrong(monkeypatch)
+    assert not trained(config, BY_LAYER, model, arguments).same(right)
+
+
+def test_a_block_that_the_first_micro_batch_gives_back_travels_more_often(config, monkeypatch):
+    right = copies(config, 8)
+    monkeypatch.setattr(ByLayer, "last", property(lambda self: True))
+    monkeypatch.setattr(ByLayer, "gradient", lambda self, p: None)  # which `last` would be wrong for, too
+    assert copies(config, 8) > 1.05 * right
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def raises_in_forward(module):
+    calls = iter(range(6))  # the third micro-batch of the window, in the second block
+
+    def hook(*_):
+        if next(calls) == 2:
+            raise Broken
+
+    module.weights.blocks[1].register_forward_hook(hook)
+
+
+def raises_in_backward(module):
+    calls = iter(range(6))
+
+    def hook(_, __, output):
+        if next(calls) == 1 and output.requires_grad:
+            output.register_hook(raising)
+
+    def raising(_):
+        raise Broken
+
+    module.weights.blocks[1].register_forward_hook(hook)
+
+
+def interrupts(module):
+    calls = iter(range(6))
+    module.weights.blocks[1].register_forward_hook(lambda *_: interrupt_main() if next(calls) == 1 else None)
+
+
+def left():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(NAME)]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "error"), [(raises_in_forward, Broken), (raises_in_backward, Broken), (interrupts, BaseException)]
+)
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_an_error_ends_all_micro_batches_and_the_next_run_is_as_ever(config, model, breaks, error):
+    arguments = lines(model, "loss=chunked", "max_steps=2")
+    with pytest.raises(error) as raised:
+        trained(config, BY_LAYER, model, arguments, prepare=breaks)
+    assert left() == [] and "run_micro_batches" in str(raised.getrepr())
+    is_same(config, arguments, model)
+    assert left() == []
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+class Made:
+    """A pass that stops at doors."""
+
+    def __init__(self, number, log, places=(("forward", 0), ("forward", 1), ("backward", 1))):
+        self.number, self.log, self.places = number, log, places
+
+    def run(self):
+        for place in self.places:
+            self.window.door(place)
+            self.log.append((self.number, place))
+
+    def resume(self):
+        self.log.append((self.number, "resumes"))
+
+    def pause(self):
+        self.log.append((self.number, "pauses"))
+
+
+def run(passes):
+    window = ByLayer(passes, CPU)
+    for each in passes:
+        each.window = window
+    window.run()
+    return window
+
+
+def test_all_micro_batches_pass_a_door_before_the_next_one_comes():
+    log = []
+    run([Made(number, log) for number in range(3)])
+    doors = [entry for entry in log if isinstance(entry[1], tuple)]
+    assert doors == [(n, place) for place in Made(0, log).places for n in range(3)]
+    turns = [entry for entry in log if not isinstance(entry[1], tuple)]
+    assert turns == [turn for _ in range(4) for n in range(3) for turn in ((n, "resumes"), (n, "pauses"))]
+
+
+@pytest.mark.parametrize(
+    "other", [(("forward", 1),), (), (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))]
+)
+def test_a_micro_batch_that_goes_through_other_blocks_is_refused(other):
+    with pytest.raises(Refused, match=r"weights\.order=by_micro_batch"):
+        run([Made(0, []), Made(1, [], other), Made(2, [])])
+    assert left() == []
+
+
+def test_the_modes_and_the_wish_for_gradients_of_the_caller_hold_in_each_thread():
+    seen = []
+
+    class Looks(Made):
+        def run(self):
+            seen.append((torch.is_grad_enabled(), torch.ones(1).device.type, torch.full((1 << 16,), 1.0)))
+
+    with StorageTracker({}) as tracker, torch.no_grad(), torch.device("cpu"):
+        before = tracker.now
+        run([Looks(0, []), Looks(1, [])])
+        assert tracker.now - before >= 2 * 4 << 16
+    with torch.device("meta"):
+        run([Looks(0, []), Looks(1, [])])
+    assert [entry[:2] for entry in seen] == [(False, "cpu")] * 2 + [(True, "meta")] * 2
+
+
+def test_a_gradient_that_the_last_micro_batch_does_not_have_leaves_after_the_window():
+    sent = []
+
+    class Sink:
+        link = type("Link", (), {"fetch": staticmethod(lambda gradient, take: take(gradient))})
+
+        @staticmethod
+        def sum_of(p):
+            return type("Sum", (), {"add": staticmethod(lambda gradient: sent.append((p, gradient)))})
+
+    weights = Streamed(network("llama", num_hidden_layers=3), order="by_layer")
+    weights.device, weights._sink = CPU, Sink
+    p = next(iter(weights.blocks[0].parameters()))
+
+    class Leaves(Made):
+        def run(self):
+            if self.number < 2:
+                p.grad = torch.full_like(p, self.number + 1.0)
+                assert weights.take_gradient(p) is None
+
+    weights.run_micro_batches([Leaves(number, []) for number in range(3)])
+    assert len(sent) == 1 and sent[0][0] is p and bool((sent[0][1] == 3.0).all()) and p.grad is None
+
+
+def test_an_order_that_there_is_not_is_refused():
+    with pytest.raises(Refused, match="by_micro_batch or by_layer"):
+        Streamed(network("llama", num_hidden_layers=3), order="by_block")
+
+
+def test_a_weight_outside_the_blocks_leaves_for_each_micro_batch():
+    weights = Streamed(network("llama", num_hidden_layers=3), order="by_layer")
+    weights._window = ByLayer([Made(0, []), Made(1, [])], CPU)
+    for p, leaves in ((nn.Parameter(torch.ones(2)), True), (next(weights.blocks[0].parameters()), False)):
+        p.grad = torch.ones_like(p)
+        assert (weights.take_gradient(p) is not None) == leaves and p.grad is None

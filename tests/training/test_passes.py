@@ -1,0 +1,59 @@
+"""Random numbers of a window's micro-batches do not depend on the order in which they draw."""
+
+import torch
+from torch import Tensor
+
+from lowmem.training.passes import MicroBatchPass, present, states_of
+
+CPU = torch.device("cpu")
+
+
+def drawn(count, order=None) -> list[Tensor]:
+    """Draws twice for each micro-batch, whose turns come in an order; then once after the window. Args: order: of
+    numbers of micro-batches, each twice; None: one after the other."""
+    numbers = [[] for _ in range(count)]
+    passes = [MicroBatchPass(None, lambda: None, CPU, states) for states in states_of(count, CPU)]
+    for number in order or [number for number in range(count) for _ in range(2)]:
+        passes[number].resume()
+        numbers[number].append(torch.rand(3))
+        passes[number].pause()
+    passes[0].restore()
+    return [torch.cat(each) for each in numbers] + [torch.rand(3)]
+
+
+def test_each_micro_batch_has_numbers_of_its_own_in_any_order():
+    torch.manual_seed(3)
+    right = drawn(3)
+    for order in ([0, 1, 2, 0, 1, 2], [2, 1, 0, 0, 1, 2]):
+        torch.manual_seed(3)
+        assert all(map(torch.equal, drawn(3, order), right))
+    assert len({tuple(each[:3].tolist()) for each in right}) == 4
+
+
+def test_the_first_one_and_what_follows_go_on_as_if_there_were_no_others():
+    torch.manual_seed(3)
+    alone = torch.rand(9)
+    for count in (1, 3):
+        torch.manual_seed(3)
+        first, *_, after = drawn(count)
+        assert torch.equal(torch.cat([first, after]), alone)
+
+
+def test_the_next_window_has_other_numbers():
+    one, other = drawn(3), drawn(3)
+    assert not any(torch.equal(a, b) for a in one for b in other)
+
+
+def test_a_window_in_which_nothing_is_drawn_leaves_the_generator_alone():
+    before = present(CPU)
+    for each in (passes := [MicroBatchPass(None, lambda: None, CPU, states) for states in states_of(3, CPU)]):
+        each.resume()
+        each.pause()
+    passes[0].restore()
+    assert torch.equal(present(CPU)[0], before[0])
+
+
+def test_a_seed_changes_nothing_about_the_seed_of_the_run():
+    torch.manual_seed(5)
+    drawn(3)
+    assert torch.initial_seed() == 5

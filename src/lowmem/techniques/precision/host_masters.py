@@ -83,9 +83,7 @@ class HostMasters(BasePrecision):
     def collect(self, p: nn.Parameter) -> None:
         """Sends a gradient that backward has just made to the host, and frees it; with weights.order=by_layer once all
         micro-batches have added theirs."""
-        gradient = self.weights.take_gradient(p)
-        if gradient is not None:
-            self._fetch(gradient, self.masters[id(p)].add)
+        self._fetch(p, self.masters[id(p)].add)
 
     def collect_and_step(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
         """Sends the last gradient of a window to the host, which steps the master as soon as it has arrived.
@@ -94,16 +92,18 @@ class HostMasters(BasePrecision):
             NotFinite: the gradient is not finite, and masters that were stepped before it cannot be stepped back.
         """
         master = self.masters[id(p)]
-        self._fetch(self.weights.take_gradient(p), master.add if self.link.lends else master.use)
+        self._fetch(p, master.add if self.link.lends else master.use)
         self.step_early(p, optimizer, clip_value)
 
     def step_early(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
         """Steps a parameter whose gradients of this window have all left for the host. Raises: NotFinite."""
         self._update(optimizer, self.masters[id(p)], Reading(limit=_limit(clip_value)), early=True)
 
-    def _fetch(self, gradient: Tensor, take: Take) -> None:
-        belongs(gradient, "gradients")
-        self.link.fetch(gradient, take)
+    def _fetch(self, p: nn.Parameter, take: Take) -> None:
+        gradient = self.weights.take_gradient(p)
+        if gradient is not None:
+            belongs(gradient, "gradients")
+            self.link.fetch(gradient, take)
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Returns True if all gradients are finite; if not, none will be used."""

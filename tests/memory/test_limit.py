@@ -6,7 +6,7 @@ import torch
 from lowmem.memory import cap
 from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
 from lowmem.system.errors import Refused
-from lowmem.techniques.gradient_checkpointing.boundary import OnHost
+from lowmem.techniques.gradient_checkpointing.boundary import Chain
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,22 @@ def test_what_is_on_the_host_does_not_count():
 
 
 def test_a_boundary_comes_back_as_it_was_and_starts_the_one_before():
-    make = OnHost.chain()
+    make = Chain().make
     first, second = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
-    one, two = make(first), make(second)
+    one, two = make(0, first), make(1, second)
     assert one.host.data_ptr() != first.data_ptr()
     back = two.fetch()
     assert torch.equal(back, second) and back.requires_grad and one.back is not None and two.host is None
     assert torch.equal(one.fetch(), first)
+
+
+def test_boundaries_of_several_micro_batches_come_back_in_the_order_in_which_backward_needs_them():
+    chain = Chain()
+    made = {(block, n): chain.make(block, torch.randn(2)) for block in range(2) for n in range(2)}
+    order = [(1, 0), (1, 1), (0, 0), (0, 1)]
+    for place, coming in zip(order, [*order[1:], None], strict=True):
+        made.pop(place).fetch()
+        assert [other for other, boundary in made.items() if boundary.back is not None] == ([coming] if coming else [])
 
 
 def test_the_run_ends_in_advice_and_not_in_the_kernel(command, tmp_path):

@@ -160,9 +160,9 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.by_layer and run.any("joins_blocks"),
-        "weights.order=by_layer: this gradient_checkpointing computes several blocks again at once, and all of them would "
-        "have to travel for each micro-batch. Type gradient_checkpointing=every_layer, or offload for less memory, or "
-        "weights.order=by_micro_batch.",
+        "weights.order=by_layer: this gradient_checkpointing computes several blocks again at once, and all of them "
+        "would have to travel for each micro-batch. Type gradient_checkpointing=every_layer, or offload for less "
+        "memory, or weights.order=by_micro_batch.",
         "a_segment_of_several_blocks_is_open_for_one_micro_batch_alone",
     ),
     Refusal(

@@ -5,7 +5,7 @@ import torch
 
 from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.gradient_checkpointing import boundary
-from lowmem.techniques.gradient_checkpointing.boundary import OnHost
+from lowmem.techniques.gradient_checkpointing.boundary import Chain
 
 pytestmark = pytest.mark.gpu
 ELEMENTS = 5_000_000  # 20 MB: a segment of its own
@@ -32,7 +32,7 @@ def test_it_is_back_before_it_is_read(busy, monkeypatch, wrong):
     torch.cuda.current_stream().synchronize()
     if wrong:
         monkeypatch.setattr(CardLane, "hold", lambda *_: None)
-    back = OnHost.chain()(tensor).fetch()
+    back = Chain().make(0, tensor).fetch()
     assert torch.equal(back, kept) != wrong
     assert back.requires_grad and back.is_cuda
 
@@ -42,7 +42,7 @@ def test_its_memory_on_the_device_is_not_used_again_before_it_has_left(busy, mon
     if wrong:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     tensor = torch.ones(ELEMENTS, device="cuda")
-    made, place = OnHost.chain()(tensor), tensor.data_ptr()
+    made, place = Chain().make(0, tensor), tensor.data_ptr()
     assert made.host.is_pinned()
     del tensor
     other = torch.full((ELEMENTS,), 2.0, device="cuda")
@@ -52,8 +52,8 @@ def test_its_memory_on_the_device_is_not_used_again_before_it_has_left(busy, mon
 
 
 def test_fetching_one_starts_the_one_before(busy):
-    make = OnHost.chain()
+    make = Chain().make
     tensors = [torch.full((ELEMENTS,), float(n), device="cuda") for n in range(3)]
-    made = [make(tensor) for tensor in tensors]
+    made = [make(block, tensor) for block, tensor in enumerate(tensors)]
     assert torch.equal(made[2].fetch(), tensors[2]) and made[1].back is not None and made[0].back is None
     assert torch.equal(made[1].fetch(), tensors[1]) and torch.equal(made[0].fetch(), tensors[0])

@@ -22,7 +22,7 @@ from lowmem.techniques.weights.link import Link
 from lowmem.techniques.weights.streamed import Streamed
 from lowmem.training.module import CausalLM
 from lowmem.training.passes import MicroBatchPass
-from made_up import LateLane
+from made_up import ClockLane, LateLane
 from networks import network
 from same import last, same
 from streams import MODELS, lines, trained
@@ -150,6 +150,23 @@ def down(config, monkeypatch, micro_batches, weights=BY_LAYER):
 def test_each_gradient_leaves_once_per_window_in_fp32_if_it_is_a_sum(config, monkeypatch):
     one = down(config, monkeypatch, 1)
     assert down(config, monkeypatch, 8) == 2 * one and down(config, monkeypatch, 8, ONE_BY_ONE) == 8 * one
+
+
+def test_a_link_that_is_four_times_as_slow_as_a_block_costs_a_window_of_eight_little(config):
+    """But for the first block after a step, before which nothing computes. Computing a block takes 1, copying it 4."""
+
+    def time_over_compute(weights):
+        lane, work = ClockLane(4.0), []
+
+        def clocked(module):
+            module.weights.lane = lane
+            for block in module.weights.blocks:  # before: computing again stops where nothing more of it is needed
+                block.mlp.register_forward_pre_hook(lambda *_: work.append(lane.computes(1.0)))
+
+        trained(config, weights, "llama", lines("llama", *of_size(8), "loss=chunked", "max_steps=1"), prepare=clocked)
+        return lane.now / len(work)
+
+    assert time_over_compute(BY_LAYER) < 1.1 and time_over_compute(ONE_BY_ONE) > 3
 
 
 @pytest.mark.parametrize(("weights", "holds"), [(BY_LAYER, False), (ONE_BY_ONE, True)])

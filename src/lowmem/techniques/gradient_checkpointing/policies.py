@@ -24,7 +24,7 @@ from transformers import Cache, PreTrainedModel
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import open_checkpoint, within_budget
 from lowmem.techniques.gradient_checkpointing import selective as kept_results
-from lowmem.techniques.gradient_checkpointing.boundary import Boundary, OnDevice, OnHost
+from lowmem.techniques.gradient_checkpointing.boundary import Boundary, Chain, OnDevice
 
 
 def none(model: nn.Module) -> None:
@@ -64,9 +64,9 @@ def selective(model: nn.Module) -> None:
 def offload(model: nn.Module) -> None:
     """Does what `every_layer` does with the boundaries in host memory: they come back one block ahead of the backward
     pass."""
-    boundary = OnHost.chain()
-    for block in blocks(model):
-        Alone(block, boundary=boundary)
+    chain = Chain()
+    for number, block in enumerate(blocks(model)):
+        Alone(block, boundary=partial(chain.make, number))
 
 
 def budget(model: nn.Module, fraction: float, backend: str) -> None:

@@ -97,8 +97,8 @@ class HostWeight:
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """Is called after a step. The buffer stays for the next window's gradients, except one of a single gradient that
-        was borrowed or stepped inside backward: the next window needs no buffer then."""
+        """Is called after a step. The buffer stays for the next window's gradients, except one of a single gradient
+        that was borrowed or stepped inside backward: the next window needs no buffer then."""
         if self.alone and (early or self.borrowed):
             self.sum = None
         self.complete = self.borrowed = False

@@ -18,7 +18,7 @@ GreedySnake, arXiv 2512.17570.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 
 import torch
@@ -119,10 +119,10 @@ class ByLayer:
 
     def _run(self, number: int, state: Callable[[], AbstractContextManager[None]]) -> None:
         try:
+            self._take(number)
             with state():
-                self._take(number)
                 self.passes[number].run()
-                self._arrive(END)
+            self._arrive(END)
         except BaseException as error:
             self._error = self._error or error
         finally:
@@ -159,11 +159,13 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     """Returns a function that makes a context for another thread: torch keeps modes, gradients' being wanted and the
     stream by thread. There backward runs in the thread that calls it on a card, too, so that its hooks may wait."""
     modes, wanted = modes_of_this_thread(), torch.is_grad_enabled()
-    stream = torch.accelerator.current_stream(device) if device.type in CARDS else nullcontext()
+    stream = torch.accelerator.current_stream(device) if device.type in CARDS else None
 
     @contextmanager
     def applied() -> Iterator[None]:
-        with stream, modes(), torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
+        if stream is not None:  # not as a context: a stream remembers one thread that has entered it
+            torch.accelerator.set_stream(stream)
+        with modes(), torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
             yield
 
     return applied

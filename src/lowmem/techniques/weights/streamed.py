@@ -6,8 +6,8 @@ recomputed, whoever recomputes it, and all blocks above are done by then. So hoo
 parameter is one NaN, expanded to its shape: a read that comes too early or too late cannot give a plausible number.
 
 It saves the device 2 bytes per parameter of the blocks. It costs 4 bytes per parameter and micro-batch over the link,
-up in forward and again in backward, and no time where a block computes for longer than the next one is copied. Source:
-Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
+up in forward and again in backward (with `by_layer.py` per window), and no time where a block computes for longer than
+the next one is copied. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections import Counter

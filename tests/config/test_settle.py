@@ -25,6 +25,7 @@ KEYS_OF_YAML = {  # their parameters are keys of conf/, which people type
     "data.sources.hub.hub",
     "data.sources.tables.table_csv",
     "techniques.optim.muon.Muon.__init__",
+    "techniques.weights.streamed.Streamed.__init__",
     "report.wandb.logger",
 }
 CALLED_BY_TORCH = {  # with these arguments

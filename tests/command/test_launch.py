@@ -386,7 +386,7 @@ def test_a_rank_writes_into_the_folder_that_was_claimed_for_it_and_not_over_hydr
     place(RANK=str(number), WORLD_SIZE="2", LOWMEM_RANK_OF=str(tmp_path))
     config = OmegaConf.create(HYDRAS.replace("RUN", str(tmp_path)))
     monkeypatch.setattr(folder_lock.Claim, "now", None)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # the callback sets it, for the process of one command
+    monkeypatch.setattr(HydraConfig, "set_config", lambda *_: None)  # this one is not of Hydra's making
     folder_lock.Claim().on_run_start(config)
     assert (config.hydra.run.dir, config.hydra.output_subdir) == (str(tmp_path), None)
     assert config.hydra.job_logging.handlers.file.filename == (str(tmp_path / file) if file else os.devnull)

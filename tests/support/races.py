@@ -131,9 +131,9 @@ def slot_taken_from_a_block_that_backward_reads(patch):
         if fetch(self, number):
             return True
         slot, home = self._slots[0], self.homes[number]
-        home.arrived()
+        home.wait_for_updates()
         slot.home, slot.steps = home, home.steps
-        slot.landed = home.read = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.landed)
+        slot.landed = home.last_copy = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.landed)
         return True
 
     patch.setattr(Streamed, "_fetch", taking)

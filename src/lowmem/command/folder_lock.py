@@ -148,7 +148,8 @@ def _agreed(claimed: Path | None) -> Path:
 
 
 def release() -> None:
-    """Releases the lock at the end of a command."""
+    """Releases the lock at the end of a command, and forgets the config that the callbacks have told Hydra."""
+    HydraConfig.instance().cfg = None
     if Claim.now is not None:
         Claim.now.give_back()
         Claim.now = None

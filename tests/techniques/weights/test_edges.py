@@ -95,7 +95,7 @@ def looked_up_before_the_update(monkeypatch):
         def __init__(self, home):
             self.__dict__ = home.__dict__
 
-        def arrived(self):
+        def wait_for_updates(self):
             pass
 
     monkeypatch.setattr(Edge, "start", lambda self, home, *of: start(self, Hasty(home), *of))

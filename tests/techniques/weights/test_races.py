@@ -187,7 +187,7 @@ def test_a_home_is_updated_after_its_last_read(waits):
         staged, up = StagedLink(lane, 4096, 2), Registered(lane, [home.flat])
         slot = torch.empty_like(home.flat)
         read = up.copy(slot, home.flat, up.mark())
-        home.read = read if waits else None
+        home.last_copy = read if waits else None
         staged.at_home(home, lambda: home.flat.fill_(2))
         staged.finish()
         staged.close()

@@ -344,7 +344,7 @@ def brought_before_the_step_is_done(monkeypatch):
         step(self, *how)
 
     monkeypatch.setattr(SplitHostWeight, "step", slowly)
-    monkeypatch.setattr(Home, "arrived", lambda self: None)
+    monkeypatch.setattr(Home, "wait_for_updates", lambda self: None)
 
 
 def without_checkpointing(monkeypatch):
@@ -381,7 +381,7 @@ def test_the_host_steps_no_weight_that_is_still_being_copied(waits):
     copied, link, home = torch.empty(4000, dtype=torch.uint8), StagedLink(lane, slot_bytes=64, slots=2), Home([p])
     lane.copies.submit(time.sleep, 0.05)
     landed = lane.copy(copied, home.flat, lane.mark())
-    home.read = landed if waits else None
+    home.last_copy = landed if waits else None
     link.at_home(home, lambda: home.tensors[p].zero_())
     link.finish()
     landed.synchronize()
@@ -435,7 +435,7 @@ def test_what_cannot_stream_is_refused():
         Streamed(network("llama", num_hidden_layers=1))
     always_the_same = network("llama", num_hidden_layers=3)
     always_the_same.model.layers = nn.ModuleList([always_the_same.model.layers[0]] * 3)
-    with pytest.raises(Refused, match="0 block with weights of its own"):
+    with pytest.raises(Refused, match="0 of the blocks to stream have weights"):
         Streamed(always_the_same)
     for count, instead in ((-1, 2), (3, 2), (9, 2)):
         with pytest.raises(Refused, match=f"weights.resident_blocks={instead}"):

@@ -199,7 +199,7 @@ class BFloat16Master(HostMasters):
     dtype = torch.bfloat16
 
     def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
-        kind = SplitHostWeight if self.weights.takes(p) else HostWeight
+        kind = SplitHostWeight if self.weights.waits_on_host(p) else HostWeight
         return kind(name, p, self.dtype)
 
 

@@ -104,7 +104,7 @@ class Edge(HeadSource):
     def _gathered(self, at: Tensor) -> Tensor:
         """Copies rows of the weight, as it was last stepped, to the device. Args: at: (N,), row numbers in host
         memory."""
-        self.home.arrived()
+        self.home.wait_for_updates()
         self._sent.synchronize()  # the previous rows have left the staging memory
         weight = self.home.tensors[self.weight]
         size = len(at) * weight[0].nbytes
@@ -157,7 +157,7 @@ class Edge(HeadSource):
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
         """Yields (first token of the vocabulary, tile (C, H)). A tile is valid until the next one is read."""
-        self.home.arrived()
+        self.home.wait_for_updates()
         pieces = self.home.tensors[self.weight].split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
         for slot in slots:
@@ -166,7 +166,7 @@ class Edge(HeadSource):
 
         def fetch(number: int) -> None:
             which, piece = number % len(slots), pieces[number]
-            self.home.read = landed[which] = self.lane.copy(slots[which][: len(piece)], piece, free[which])
+            self.home.last_copy = landed[which] = self.lane.copy(slots[which][: len(piece)], piece, free[which])
 
         landed = [*free]
         fetch(0)

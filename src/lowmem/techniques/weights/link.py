@@ -168,8 +168,8 @@ class StagedLink(Link):
             try:
                 if self._failed is not None:
                     raise self._failed
-                if home.read is not None:
-                    home.read.synchronize()
+                if home.last_copy is not None:
+                    home.last_copy.synchronize()
                 compute()
                 done.set_result(None)
             except BaseException as error:

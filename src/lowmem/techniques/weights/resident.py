@@ -44,7 +44,7 @@ class Home:
             self.places[p] = Place(start, p.shape, p.dtype)
             end = start + self.places[p].size
         self.updates: list[Future[None]] = []  # by the host; a copy has to wait for them
-        self.read: Mark | None = None  # reached when the last copy from here is complete
+        self.last_copy: Mark | None = None  # reached when the last copy from here is complete
         self.steps = 0  # updates so far; a copy with fewer is out of date
         with host_side(), torch.no_grad():
             self.flat = torch.empty(end, dtype=torch.uint8)
@@ -57,7 +57,7 @@ class Home:
         """Returns views of a buffer that is laid out like this one, by weight."""
         return {p: place.within(buffer) for p, place in self.places.items()}
 
-    def arrived(self) -> None:
+    def wait_for_updates(self) -> None:
         """Returns when the host has done all updates that were asked for, or raises the error that it met."""
         updates, self.updates = self.updates, []  # so that an error is raised once
         for update in wait(updates).done:
@@ -116,7 +116,7 @@ class Resident:
         gradient, p.grad = p.grad, None
         return gradient
 
-    def takes(self, p: nn.Parameter) -> bool:
+    def waits_on_host(self, p: nn.Parameter) -> bool:
         """Returns True if a weight will wait in host memory."""
         return False
 

@@ -1,13 +1,15 @@
 """Streams weights: they wait in host memory, and are on the device only while their block computes.
 
 The device holds one slot for the block that computes and one for the next block, whose weights are copied meanwhile. In
-backward a block's weights are fetched when the gradient has reached its *output*: that is before anything is
-recomputed, whoever recomputes it, and all blocks above are done by then. So hooks are enough. Outside its turn a
-parameter is one NaN, expanded to its shape: a read that comes too early or too late cannot give a plausible number.
+backward a block's weights must be there when the gradient has reached its *output*: that is before anything is
+recomputed, whoever recomputes it, and after all blocks above are done. So a hook on the output is enough; it also
+starts the copies for the blocks below. Outside its turn a parameter is one NaN, expanded to its shape: a read that
+comes too early or too late cannot give a plausible number.
 
 It saves the device 2 bytes per parameter of the blocks. It costs 4 bytes per parameter and micro-batch over the link,
-up in forward and again in backward (with `by_layer.py` per window), and no time where a block computes for longer than
-the next one is copied. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
+all to the device: 2 in forward, 2 again in backward; with `by_layer.py` per window. It costs no time if a block
+computes for longer than the copy of the next one takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al.
+2021, arXiv 2101.06840.
 """
 
 from collections import Counter
@@ -38,19 +40,21 @@ class Slot:
         self.memory = memory  # (bytes of the largest block,)
         self.home: Home | None = None  # the home whose weights are here, or on their way
         self.steps = 0  # that home's count of updates when they were copied
-        self.landed = self.free = free  # reached when they have arrived; reached when nobody reads them any more
+        self.landed = free  # reached when the weights have arrived
+        self.free = free  # reached when nothing reads them any more
         self.bound = False  # True if parameters point into its memory
 
 
 class Streamed(Resident):
-    """Streams the weights of a model's blocks, and of its edges (`edges.py`).
+    """Streams the weights of a model's blocks, and of its edges: the embedding, and with loss=tiled the head.
 
-    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, steps_in,
-    order: see conf/weights; head_in_tiles: the loss reads the head in tiles.
+    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, order: see
+    conf/weights; steps_in: is not used here, precision=bf16-sr reads it; head_in_tiles: the loss reads the head in
+    tiles.
 
     Raises:
-        Refused: a model without blocks, or with a single one; more resident blocks than there are; an order that
-            there is not.
+        Refused: fewer than two blocks with weights of their own are left to stream; resident_blocks is negative; there
+            are fewer than two slots; there is no such order.
     """
 
     streams = True
@@ -82,10 +86,10 @@ class Streamed(Resident):
         self.blocks = [block for block in spread(stack, len(stack) - resident_blocks) if owned[block]]
         if len(self.blocks) < 2:
             raise Refused(
-                f"weights=streamed: {type(network).__name__} has {len(self.blocks)} block with weights of its own, and "
-                "a block travels while another one computes. Type weights=resident."
+                f"weights=streamed: in {type(network).__name__}, {len(self.blocks)} of the blocks to stream have "
+                "weights of their own, and two are needed: one travels while another computes. Type weights=resident."
             )
-        self.count = min(slots, len(self.blocks))
+        self.slot_count = min(slots, len(self.blocks))
         self._owned = [owned[block] for block in self.blocks]
         self.edges = edges(network, head_in_tiles)
         self.order = order
@@ -95,16 +99,16 @@ class Streamed(Resident):
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self.lane: Lane | None = None
         self._up: Registered | None = None  # the lane from the homes to the device
-        self._homes: dict[nn.Parameter, Home] = {}
+        self._home_of: dict[nn.Parameter, Home] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
-        self._lowest = 0  # the lowest block that the gradient has reached
+        self._lowest = 0  # the lowest block that the gradient will reach; backward fetches none below it
         self.fetched = 0  # the number of copies to the device
 
     # --- where weights are ----------------------------------------------------------------------------------------
 
     def move_in(self, device: torch.device) -> None:
-        self.device, self._homes = device, {}  # also for a second fit
+        self.device, self._home_of = device, {}  # also for a second fit
         # one after the other, so that each original is freed before the next copy
         self.homes = [self._moved(owned) for owned in self._owned]
         for edge in self.edges:
@@ -113,25 +117,25 @@ class Streamed(Resident):
     def _moved(self, weights: list[nn.Parameter]) -> Home:
         home = Home(weights)
         for p in weights:
-            self._homes[p] = home
+            self._home_of[p] = home
             p.data = nowhere(p, p.dtype, self.device)
         trim()  # else small weights leave holes in which no home fits
         return home
 
-    def takes(self, p: nn.Parameter) -> bool:
+    def waits_on_host(self, p: nn.Parameter) -> bool:
         return p in self._taken
 
     def home(self, p: nn.Parameter) -> Home | None:
-        return self._homes.get(p)
+        return self._home_of.get(p)
 
     def host_tensors(self) -> Iterator[Tensor]:
         yield from super().host_tensors()
-        yield from (self._homes[edge.weight].flat for edge in self.edges if edge.weight in self._homes)
+        yield from (self._home_of[edge.weight].flat for edge in self.edges if edge.weight in self._home_of)
 
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
 
-    # outside of inference mode, also in an evaluation: other threads write into tensors that are made here
+    # not in inference mode, even in an evaluation: other threads, which are outside of it, write into these tensors
     @torch.inference_mode(False)
     def start(self, sink: GradientSink | None = None) -> None:
         if self._hooks or not self.homes:
@@ -139,9 +143,9 @@ class Streamed(Resident):
         self._sink = sink
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()])
-        self._slots = [self._slot() for _ in range(self.count)]
+        self._slots = [self._new_slot() for _ in range(self.slot_count)]
         for edge in self.edges:
-            edge.start(self._homes[edge.weight], self._up, sink, self._under_way)
+            edge.start(self._home_of[edge.weight], self._up, sink, self._under_way)
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
@@ -162,9 +166,9 @@ class Streamed(Resident):
             with ignoring_errors:
                 self._up.close()
         self._hooks, self._slots, self._up, self._sink = [], [], None, None
-        for p, home in self._homes.items():
+        for p, home in self._home_of.items():
             with ignoring_errors:
-                home.arrived()
+                home.wait_for_updates()
             p.data = home.tensors[p]
 
     # --- a window -------------------------------------------------------------------------------------------------
@@ -193,12 +197,13 @@ class Streamed(Resident):
     # --- whose turn it is -----------------------------------------------------------------------------------------
 
     def _enters(self, number: int) -> None:
-        if in_backward():  # the block is recomputed: its weights are here, unless it is one of a segment of several
+        # The block is recomputed. `_reached` has bound its weights, unless it is inside a segment of several blocks.
+        if in_backward():
             self._bind(number)
             return
         if self._window is not None:
             self._window.door(("forward", number))
-        coming = range(number + 1, number + self.count)
+        coming = range(number + 1, number + self.slot_count)
         if torch.is_grad_enabled():
             coming = [ahead for ahead in coming if ahead < len(self.blocks)]
         else:  # no backward pass follows, but perhaps the next forward pass
@@ -214,8 +219,8 @@ class Streamed(Resident):
         hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         if hidden is None and output is not None:  # None: it raised
             raise Refused(
-                f"weights=streamed: a {type(self.blocks[number]).__name__} returns a {type(output).__name__}, in which "
-                "there is no tensor to wait for its gradient. Type weights=resident."
+                f"weights=streamed: a {type(self.blocks[number]).__name__} returns a {type(output).__name__} without "
+                "any tensor whose gradient could be waited for. Type weights=resident."
             )
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(lambda _: self._reached(number))
@@ -228,7 +233,8 @@ class Streamed(Resident):
             self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
-        """Is called when the gradient has reached the output of a block: all blocks above are done."""
+        """Frees the blocks above, binds this block's weights and copies those below ahead. Is called when the gradient
+        has reached the block's output, so all blocks above are done."""
         if self._window is not None:
             self._window.door(("backward", number))
         self._release(lambda other, _: other > number)
@@ -239,7 +245,7 @@ class Streamed(Resident):
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
-    def _slot(self) -> Slot:
+    def _new_slot(self) -> Slot:
         size = max(home.flat.numel() for home in self.homes)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         belongs(memory, "weights")
@@ -262,15 +268,16 @@ class Streamed(Resident):
         if slot is None:
             return False
         home = self.homes[number]
-        home.arrived()
+        home.wait_for_updates()
         slot.home, slot.steps = home, home.steps
-        slot.landed = home.read = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
+        slot.landed = home.last_copy = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
         self.fetched += 1
         return True
 
     def _bind(self, number: int) -> None:
+        """Points a block's parameters into its slot, after making the device wait for the copy."""
         if not self._fetch(number):  # a segment of several blocks is recomputed: all of its weights are needed
-            self._slots.append(self._slot())
+            self._slots.append(self._new_slot())
             self._fetch(number)
         slot = self._slot_of(number)
         if not slot.bound:
@@ -297,7 +304,8 @@ class Streamed(Resident):
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` items of a list, spread evenly: before each block that streams, as many resident ones compute."""
+    """Returns `count` items of a list, spread evenly and ending with the last: about equally many resident blocks
+    compute before each block that streams."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 

@@ -584,6 +584,10 @@ STREAMED = [
 ]
 
 
+def window_of(micro_batches):
+    return {"accumulation": "fixed", "accumulation.batches": str(micro_batches)}
+
+
 def streaming(*way):
     *recipe, staying = way
     return as_override(*recipe) | {"weights": "streamed", "weights.resident_blocks": str(staying)}
@@ -608,6 +612,42 @@ def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(compos
     if way[-1]:
         fewer, _ = derivation.derive(recipe | {"weights.resident_blocks": str(way[-1] - 1)}, cfg)
         assert fewer.weights < 0.99 * itself.weights and fewer.streamed > 1.1 * itself.streamed
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "policy", "clip", "batches"),
+    [
+        (8, "offload", "null", (4, 4)),
+        *(pytest.param(2, "offload", clip, (1, 8), marks=pytest.mark.slow) for clip in ("1.0", "null")),
+        pytest.param(5, "every_layer", "null", (1, 8), marks=pytest.mark.slow),
+        pytest.param(3, "selective", "1.0", (1, 8), marks=pytest.mark.slow),
+    ],
+)
+def test_derived_windows_whose_micro_batches_pass_through_blocks_together_are_those_that_are_traced(
+    composed, micro_batches, policy, clip, batches
+):
+    """Wrong on purpose: as if the window had one micro-batch less; and as if each micro-batch passed by itself."""
+    rates = replace(machine(), overhead=0.0)
+    recipe = streaming("bf16-master", "adamw8bit", policy, "chunked", 4, 0)
+    recipe |= {"weights.order": "by_layer"} | window_of(micro_batches)
+    compose = composed
+    composed = lambda recipe: compose({"clip": clip} | recipe)  # noqa: E731
+    derivation, cfg = Derivation(composed, DEPTH, batches, ON_CARD, rates), composed(recipe)
+    itself = trace(cfg, on_card=True)
+    (derived, seconds), traced = derivation.derive(recipe, cfg), needs(itself, cfg, ON_CARD, 0)
+    assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
+    found = needs(derived, cfg, ON_CARD, 0)
+    for phase, need in traced.phases.items():
+        assert found.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
+    base = sum(traced.host_categories.values()) - traced.host_categories["tensors"]
+    assert found.host_peak - base == pytest.approx(traced.host_peak - base, rel=0.01)
+    less = recipe | window_of(micro_batches - 1)
+    fewer, faster = derivation.derive(less, composed(less))
+    assert faster < 0.95 * seconds
+    assert fewer.phases["backward"].total < 0.99 * derived.phases["backward"].total
+    alone = recipe | {"weights.order": "by_micro_batch"}
+    other, _ = derivation.derive(alone, composed(alone))
+    assert other.phases["backward"].total < 0.95 * derived.phases["backward"].total
 
 
 @pytest.mark.slow
@@ -636,6 +676,20 @@ def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
     assert {option["optim"] for option in at_random} == {"adamw", "adamw8bit", "adafactor"}  # stepped on the host
     said = all_of(typed(*lines, "precision=bf16-master", "weights=resident"))
     assert said and not any(c.streams for c in said)
+
+
+def test_windows_of_weights_that_stream_are_tried_in_both_orders():
+    lines = ("optim=adamw", "loss=full", "precision=bf16-master", "weights=streamed", "gradient_checkpointing=offload")
+
+    def orders(*more):
+        found = [candidate.option for candidate in all_of(typed(*lines, *more))]
+        return {(option.get("weights.order"), option["batch_size"]) for option in found}
+
+    assert orders("batch_size=2") == {(None, "2")}
+    both = {(order, "2") for order in (None, "by_layer")}
+    assert orders("batch_size=2", "accumulation=fixed") == both
+    assert orders("batch_size=2", "accumulation=fixed", "weights.order=by_layer") == {(None, "2")}
+    assert orders("batch_size=2", "accumulation=fixed", "gradient_checkpointing=sqrt") == {(None, "2")}
 
 
 @pytest.mark.slow

@@ -82,6 +82,28 @@ def test_every_phase_of_a_run_is_predicted(config, fit, choice, model):
             assert phases[phase].host == found[phase]["host_tensor_bytes"]
 
 
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+@pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.slow)])
+def test_a_window_whose_micro_batches_pass_through_blocks_together_is_predicted(config, fit, clip, policy):
+    """To the byte. Wrong on purpose: a micro-batch less, and each micro-batch by itself."""
+    typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"clip={clip}"]
+    typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
+    typed += ["accumulation=fixed"]
+    by_layer = [*typed, "accumulation.batches=4", "weights.order=by_layer"]
+    _, folder = fit(*by_layer)
+    found, phases = measured(folder), traced(config(*by_layer)).phases
+    room = 2 * parity.LENGTH * 64 * 2  # bytes from which an embedding's rows are sent: here on the device's side
+    for phase in PHASES:
+        assert found[phase]["live_peak_bytes"] - phases[phase].total == (0 if phase == "evaluation" else room), phase
+        for category in ("weights", "gradients", "optimizer"):
+            assert phases[phase].bytes[category] == found[phase][f"{category}_bytes"], (phase, category)
+    assert phases["evaluation"].host == found["evaluation"]["host_tensor_bytes"]
+    for wrong in ([*by_layer, "accumulation.batches=3"], [*by_layer, "weights.order=by_micro_batch"]):
+        other = traced(config(*wrong)).phases
+        beyond = [other[p].total + other[p].host - phases[p].total - phases[p].host for p in PHASES]
+        assert max(map(abs, beyond)) > 10 * SCALARS
+
+
 PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_tokens=0"]
 
 

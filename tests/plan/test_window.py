@@ -123,6 +123,19 @@ def test_weights_come_for_each_pass_against_the_gradients(link, waits):
         assert found.passes == micro_batches * 6 and found.transfers == pytest.approx(micro_batches * waits)
 
 
+def test_micro_batches_that_pass_through_blocks_together_share_the_weights():
+    """16 bytes come once for all of forward, 12 once for all of backward; sums of the blocks' 8 gradients leave once, 4
+    bytes each, and the other 2 gradients three times. A head comes for each micro-batch."""
+    by_layer = ("clip=1.0", "weights=streamed", "weights.order=by_layer", "gradient_checkpointing=offload")
+    found = streamed(4.0, *by_layer, micro_batches=3, trained_in_blocks=8)
+    assert found.passes == 6 and found.transfers == pytest.approx((4 - 2) + (11 - 4))
+    assert streamed(4.0, *by_layer, trained_in_blocks=8).transfers == pytest.approx((4 - 2) + (5 - 4))  # of one
+    head = streamed(4.0, *by_layer, micro_batches=3, trained_in_blocks=8, head=4)
+    assert head.transfers == pytest.approx((4 + 3 - 2) + (11 - 4))
+    here = step_time.window(card(1.0).host, cfg("precision=bf16-master", *by_layer), shapes(), TAKEN, 3)
+    assert here.passes == 6
+
+
 def test_the_last_block_is_there_when_backward_begins():
     """6 seconds up instead of 4. Wrong: as if it came once more."""
     assert streamed(2.0, "clip=1.0", **FROZEN).transfers == pytest.approx(6 + 2)

@@ -209,6 +209,11 @@ class Run(schema.Keys):
         """Returns whether all micro-batches of a window pass through a block before the next block comes."""
         return self.streams and self.weights.arguments.get("order") == "by_layer"
 
+    @property
+    def overlaps(self) -> bool:
+        """Returns whether several micro-batches of a window are under way at once."""
+        return self.by_layer or self.any("overlaps_micro_batches")
+
 
 class PlanRun(Run, schema.PlanKeys):
     """Holds all settings of plan.py: a run, and the card and host that it is planned for."""

@@ -135,9 +135,10 @@ def _ranks(prediction: Prediction) -> str:
 def _streams(plan: Plan) -> str:
     recipe = plan.typed.config(as_mapping(plan.recipes[0].overrides))
     tokens = free_from(plan.machine, recipe.multiplies_in)
+    unit, micro_batches = ("window", recipe.windows.largest) if recipe.by_layer else ("micro-batch", 1)
     return (
-        f"Streaming is free from about {round(tokens, -1):,.0f} tokens per micro-batch on {plan.machine.name}; this "
-        f"recipe has {recipe.batch_size * recipe.seq_len:,}."
+        f"Streaming is free from about {round(tokens, -1):,.0f} tokens per {unit} on {plan.machine.name}; this "
+        f"recipe has {micro_batches * recipe.batch_size * recipe.seq_len:,}."
     )
 
 

@@ -6,9 +6,10 @@ slot if the link, or the host that sums them, is slower (`techniques/weights/lin
 updates during the last backward pass; else it waits for all gradients and their norm, and updates during the next
 window's first forward pass. Weights that wait on the host (`techniques/weights/streamed.py`) come for every pass while
 other data leaves: a link has two directions, which on many machines slow each other down (`_both_ways`). They are
-stepped on the host, and do not travel again after the step. On a CPU everything is done one after the other. Exchanges
-between devices hide behind the pass in which an engine sends them. Sums that the next operator needs do not hide, and a
-pass waits at its end for exchanges that are still under way.
+stepped on the host, and do not travel again after the step. With weights.order=by_layer the passes of a window are one:
+weights come once for all of its forward passes and once for all of its backward passes. On a CPU everything is done one
+after the other. Exchanges between devices hide behind the pass in which an engine sends them. Sums that the next
+operator needs do not hide, and a pass waits at its end for exchanges that are still under way.
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
 TRAVEL = "travel"  # one more phase, which not every trace has: copies of weights for a pass
+SUM_BYTES = 4  # of an element of a sum of gradients
 REACHED = 0.65  # share of a card's rate of matrix products that a transformer's pass reaches: reports say 0.5 to 0.9
 
 
@@ -60,7 +62,7 @@ def window(
     node: int = NODE,
 ) -> Window:
     """Computes a window. Args: taken: seconds by phase of the trace's work; forward, backward and sum are of one
-    micro-batch; node: devices per node."""
+    micro-batch, or of the full window if its micro-batches overlap; node: devices per node."""
     alone = _alone(machine, run, trace, taken, micro_batches)
     if not trace.sent:
         return alone
@@ -74,26 +76,28 @@ def window(
 def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float], micro_batches: int) -> Window:
     """Computes a window without the exchanges between devices."""
     forward, backward, update = taken["forward"], taken["backward"], taken["update"]
-    passes = micro_batches * (forward + backward)
+    turns = 1 if run.overlaps else micro_batches
+    passes = turns * (forward + backward)
     if machine.link is None:
         update *= pace_of_update(machine, run)
-        return Window(passes, micro_batches * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
+        return Window(passes, turns * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
     offloaded = sum(trace.pinned) / machine.link
     if not trace.steps_on_host:
         travel = trace.gradients / machine.link if trace.waits_on_host else 0.0  # all weights, once
         waits = _beyond(forward, offloaded + travel) + _beyond(backward, offloaded + 2 * travel)
         update += 2 * trace.paged / machine.bandwidth  # no traced operator touches paged state
-        return Window(passes, micro_batches * waits, taken["step"] + update)
+        return Window(passes, turns * waits, taken["step"] + update)
 
     element = run.product_bytes
-    host, travel = machine.host or machine, element * trace.trained_parameters / machine.link
+    host, head = machine.host or machine, trace.head * micro_batches // turns
+    travel = _gradients(run, trace, micro_batches) / machine.link
     # elements that are copied to the device after a step
     copied = max(0, trace.trained_parameters - (trace.streamed + trace.outside) // element)
     update *= pace_of_update(host, run)
     update += 2 * element * copied / host.bandwidth  # the host reads and writes them again: into the link's slots
     # When backward begins, the last block is still on the device from the forward pass.
-    comes = (trace.streamed + trace.head) / machine.link
-    again = (max(0, trace.streamed - trace.blocks[1]) + trace.head) / machine.link
+    comes = (trace.streamed + head) / machine.link
+    again = (max(0, trace.streamed - trace.blocks[1]) + head) / machine.link
     forward_takes = max(forward, _both_ways(machine, up=comes, down=offloaded))
     backward_takes = max(backward, _both_ways(machine, up=offloaded + again, down=travel), taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)
@@ -107,12 +111,22 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
     else:
         moved = _both_ways(machine, up=comes + back, down=offloaded)
         step = taken["step"] + max(exposed, _beyond(forward_takes, update), _beyond(forward_takes, moved))
-    return Window(passes, micro_batches * waits, step)
+    return Window(passes, turns * waits, step)
+
+
+def _gradients(run: Run, trace: Trace, micro_batches: int) -> int:
+    """Returns the bytes of gradients that leave in a backward pass. If the micro-batches of a window pass through a
+    block together, its gradients leave once, as sums in fp32."""
+    element, in_blocks = run.product_bytes, trace.trained_in_blocks
+    if not run.by_layer or micro_batches == 1:
+        return element * trace.trained_parameters
+    return SUM_BYTES * in_blocks + micro_batches * element * (trace.trained_parameters - in_blocks)
 
 
 def free_from(machine: Machine, products: str) -> float:
-    """Returns the tokens per micro-batch from which streaming weights costs no time: for any model, each weight takes
-    two operations per token of the forward pass, and two bytes over the link."""
+    """Returns the tokens from which streaming weights costs no time, per micro-batch or, with weights.order=by_layer,
+    per window: for any model, each weight takes two operations per token of the forward pass, and two bytes over the
+    link."""
     return REACHED * machine.rate(products) / machine.link
 
 

@@ -15,7 +15,8 @@ from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_mapping, chosen_by, is_group
 from lowmem.plan.search.changes import Change, Tier, changes
-from lowmem.plan.search.derive import Compose, reading
+from lowmem.plan.search.derive import ORDER, Compose, reading
+from lowmem.plan.search.derive import micro_batches as of_window
 from lowmem.system.errors import Refused
 
 
@@ -142,7 +143,7 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
 
 def candidates(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Candidate]:
     """Yields the ways to compute one training that are not refused, with the micro-batches that do not change the
-    sequences of an optimizer step. Args: names: of strategies."""
+    sequences of an optimizer step, and with weights that stream in both orders. Args: names: of strategies."""
     for strategy, weights in product(names, _choices(typed, PLACED)):
         chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
         chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
@@ -152,10 +153,13 @@ def candidates(typed: Typed, training: Training, names: Collection[str] = ("auto
             computed = dict(zip(COMPUTED, way, strict=True))
             # with streaming, a refusal depends on how the passes are computed
             is_refused = any(refused(typed.config({**chosen, **computed}) if run.streams else run))
+            by_layer = _by_layer(typed, {**chosen, **computed}) if run.streams else None
             for batch_size, accumulation in micro_batches(typed, run):
                 option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
                 if not is_refused:
                     yield Candidate(option, run, training)
+                    if by_layer is not None and of_window(run, option) > 1:
+                        yield Candidate({**option, ORDER: "by_layer"}, by_layer, training)
                 if in_backward is not None and not accumulation:
                     yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
 
@@ -223,6 +227,15 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
         for argument, value in typed.run.optim.arguments.items()
         if run.optim.arguments.get(argument, value) != value
     }
+
+
+def _by_layer(typed: Typed, chosen: Mapping[str, str]) -> Run | None:
+    """Returns the run in which micro-batches pass through blocks together; None: an order was typed, or it is
+    refused."""
+    if ORDER in typed.values:
+        return None
+    run = typed.config({**chosen, ORDER: "by_layer"})
+    return None if any(refused(run)) else run
 
 
 def _in_backward(typed: Typed, run: Run) -> Run | None:

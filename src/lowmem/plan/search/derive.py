@@ -7,12 +7,14 @@ own depth. (If kinds of blocks take turns, as in Gemma 2, the two depths differ 
 Weights, gradients and optimizer state are added to that: they come from traces with hardly a token, one for each
 precision and optimizer. A trace at a third depth, once for each checkpointing, shows whether every block does add the
 same; if it does not, the derivation is called an estimate. If weights stream, a trace with one block that stays on the
-device shows how much such a block adds.
+device shows how much such a block adds. If all micro-batches of a window pass through a block together, windows of
+four and of five are traced, and a line through them leads to the window's own size.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from math import isqrt
 
@@ -33,6 +35,10 @@ BENT = 0.01  # error at the third depth, as a share of the highest place, above 
 OF_THE_STEP = (*CHANGEABLE, "optim.in_backward")  # overrides for traces of the parameters alone
 SHORT = 8  # tokens of a sequence in such a trace
 STAY = "weights.resident_blocks"  # override: blocks that stay on the device while the weights of the others stream
+ORDER = "weights.order"  # override: in which order micro-batches pass through blocks whose weights stream
+# Micro-batches of the windows that are traced if all of them pass through a block together. From four on each place is
+# linear in them; with two, for example, the second gradient completes a sum, which leaves at once.
+OVERLAPPING = (4, 5)
 
 Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the run, resolved
 Needed = tuple[Mapping[str, str], tuple[int, int]]  # traces to make: overrides, (smallest, largest) micro-batch
@@ -84,16 +90,18 @@ class Derivation:
             The trace, without the allocator's events; the seconds of an optimizer step.
         """
         batches = micro_batches(run, recipe)
-        passes = Corners(self.traced(*self.needed(recipe, run)[0]), self.depth, int(recipe["batch_size"]))
+        needed = self.needed(recipe, run)
+        passes = self._of_window(needed[0::2], batches, int(recipe["batch_size"]))
         parameters = self._parameters(recipe, run)
-        of_passes = {"pinned": _pinned(passes), "advice": passes.any.advice, "estimate": passes.any.estimate}
+        overlaps = run.by_layer and batches > 1
+        of_passes = {"advice": passes.any.advice, "estimate": passes.any.estimate}
+        of_passes["pinned"] = _pinned(passes, batches if overlaps else 1)
         of_passes["leaves"] = passes.bytes(lambda t: t.leaves)
         of_passes["sent"] = _sent(passes)
         derived = replace(self.of_parameters(recipe, run), **of_passes)
         leave = run.masters or run.in_backward or derived.waits_on_host
-        derived.phases |= {
-            "forward": _pass("forward", passes, parameters, derived, leave, batches),
-            "backward": _pass("backward", passes, parameters, derived, leave, batches),
+        highest = _pass_of_window if overlaps else partial(_pass, leave=leave, batches=batches)
+        derived.phases |= {phase: highest(phase, passes, parameters, derived) for phase in PASSES} | {
             "step": _step(passes, derived),
             "evaluation": _evaluation(passes, parameters, derived),
         }
@@ -120,6 +128,7 @@ class Derivation:
             parameters=parameters.bytes(lambda t: t.parameters),
             largest=parameters.any.largest,
             trained_parameters=parameters.bytes(lambda t: t.trained_parameters),
+            trained_in_blocks=parameters.bytes(lambda t: t.trained_in_blocks),
             largest_trained=parameters.any.largest_trained,
             weights=parameters.bytes(_category_bytes("evaluation", "weights")),
             gradients=parameters.bytes(lambda t: t.gradients),
@@ -137,20 +146,26 @@ class Derivation:
         )
 
     def _parameters(self, recipe: Mapping[str, str], run: Run) -> "Corners":
-        needed = self.needed(recipe, run)[1]
-        parameters = Corners(self.traced(*needed), self.depth, 1)
+        needed = self.needed(recipe, run)[1::2]
+        parameters = self._of_window(needed, micro_batches(run, recipe), batch=1)
         count = int(recipe.get(STAY, run.weights.arguments.get("resident_blocks", 0)))
         if not count:
             return parameters
-        key = _key(*needed)
+        key = _key(*needed[0])
         if key not in self._staying:
-            short = self.compose(needed[0] | {STAY: "1"}).knowing(batch_size=1)
+            short = self.compose(needed[0][0] | {STAY: "1"}).knowing(batch_size=1)
             self._staying[key] = trace(short, self.target.on_card, min(self.depths), self.target.capability)
             self.traces += 1
         return replace(parameters, staying=count, one_stays=self._staying[key])
 
-    def needed(self, recipe: Mapping[str, str], run: Run) -> tuple[Needed, Needed]:
-        """Returns the traces that a recipe needs: one set for its passes and one for its parameters.
+    def _of_window(self, needed: Sequence[Needed], micro_batches: int, batch: int) -> "Corners":
+        """Returns the traces of a window. Args: needed: one set, or two for the sizes in OVERLAPPING."""
+        own, *larger = (Corners(self.traced(*need), self.depth, batch) for need in needed)
+        return replace(own, larger=larger[0], beyond=micro_batches - OVERLAPPING[0]) if larger else own
+
+    def needed(self, recipe: Mapping[str, str], run: Run) -> tuple[Needed, ...]:
+        """Returns the traces that a recipe needs: one set for its passes and one for its parameters; both for two
+        sizes of a window if its micro-batches pass through blocks together.
 
         The passes are traced with an optimizer without state, so recipes with other optimizers share them. The
         parameters are traced with hardly an activation.
@@ -161,12 +176,12 @@ class Derivation:
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
         if run.streams:  # the precision that it computes as does not stream: the first that does stands for all
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
-            placed = {key: recipe[key] for key in (PLACED,) if key in recipe} | {STAY: "0"}
+            placed = {key: recipe[key] for key in (PLACED, ORDER) if key in recipe} | {STAY: "0"}
             passes, parameters = passes | placed, parameters | placed
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # the head's weight is then on the host
                 parameters["loss"] = recipe["loss"]
         parameters = {"loss": "full", "seq_len": str(SHORT)} | parameters
-        several = micro_batches(run, recipe) > 1
+        several = (size := micro_batches(run, recipe)) > 1
         # If each device has a full copy of the model, only the last micro-batch of a window sends gradients.
         once = run.several and not run.any("divides")
         passes["accumulation"] = "fixed" if several and once else "none"
@@ -175,7 +190,12 @@ class Derivation:
         if run.several:
             placed = {SHARED: recipe[SHARED]}
             passes, parameters = passes | placed, parameters | placed
-        return (passes, self.batches), (parameters, (1, 1))
+        sets = (passes, self.batches), (parameters, (1, 1))
+        if not (run.by_layer and several):
+            return sets
+        sizes = OVERLAPPING if size > OVERLAPPING[0] else (size,)
+        windows = [{"accumulation": "fixed", "accumulation.batches": str(size)} for size in sizes]
+        return tuple((overrides | window, batches) for window in windows for overrides, batches in sets)
 
     def estimate(self, recipe: Mapping[str, str], run: Run) -> str | None:
         """Returns why the derived trace is only an estimate; None: it is exact. Args: as for `trace`."""
@@ -267,6 +287,8 @@ class Corners:
     batch: int
     staying: int = 0  # blocks whose weights stay on the device while the others stream
     one_stays: Trace | None = None  # same run as traces[0], except that one block stays
+    larger: "Corners | None" = None  # the same in a window of one micro-batch more
+    beyond: int = 0  # micro-batches that the window to derive has beyond those of `traces`
 
     @property
     def any(self) -> Trace:
@@ -279,6 +301,8 @@ class Corners:
 
     def at(self, value: Callable[[Trace], float]) -> float:
         value_at = bilinear([(depth, batch, value(t)) for depth, batch, t in self.traces], self.depth, self.batch)
+        if self.larger is not None:
+            value_at += self.beyond * (self.larger.at(value) - value_at)
         return value_at + self.staying * (value(self.one_stays) - value(self.any)) if self.staying else value_at
 
     def bytes(self, value: Callable[[Trace], int]) -> int:
@@ -300,8 +324,7 @@ def _at_place(place: str, field: str) -> Callable[[Trace], int]:
 def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leave: bool, batches: int) -> Point:
     """Returns the highest place of forward or backward. Args: leave: whether each gradient leaves as soon as backward
     computes it; batches: micro-batches of a window."""
-    places = [place for place in passes.any.places if place.startswith(phase)]
-    tops = [Place(*(passes.bytes(_at_place(place, field)) for field in Place._fields)) for place in places]
+    tops = _places(phase, passes)
     if leave or batches > 1:
         top = max(tops, key=lambda place: place.with_newest_gradient)
         gradients = 0 if leave else derived.gradients
@@ -314,6 +337,20 @@ def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leav
     offloaded = sum(derived.pinned) if derived.streamed or derived.waits_on_host else passes.bytes(_host(phase))
     host = parameters.bytes(_host(phase)) + offloaded
     return _point(phase, derived.weights, gradients, state, top.with_newest_gradient, host)
+
+
+def _pass_of_window(phase: str, passes: Corners, parameters: Corners, derived: Trace) -> Point:
+    """Returns the highest place of forward or backward of all micro-batches of a window, which pass through blocks
+    together. It was traced with all of its gradients and boundaries."""
+    top = max(_places(phase, passes), key=lambda place: place.with_all_gradients)
+    gradients = top.with_all_gradients - top.with_newest_gradient
+    host = parameters.bytes(_host(phase)) + sum(derived.pinned)
+    return _point(phase, derived.weights, gradients, 0, top.with_newest_gradient, host)
+
+
+def _places(phase: str, passes: Corners) -> list[Place]:
+    places = [place for place in passes.any.places if place.startswith(phase)]
+    return [Place(*(passes.bytes(_at_place(place, field)) for field in Place._fields)) for place in places]
 
 
 def _step(passes: Corners, derived: Trace) -> Point:
@@ -361,7 +398,8 @@ def _sent(passes: Corners) -> Counter:
     return sent + Counter({(EARLIER + phase, kind): size for (phase, kind), size in sent.items() if phase in PASSES})
 
 
-def _pinned(passes: Corners) -> list[int]:
-    """Returns the bytes of each offloaded boundary: one per block, proportional to the micro-batch."""
+def _pinned(passes: Corners, micro_batches: int) -> list[int]:
+    """Returns the bytes of each offloaded boundary: one per block, proportional to the micro-batch. Args:
+    micro_batches: that are under way at once."""
     _, batch, traced = passes.traces[0]
-    return [traced.pinned[0] * passes.batch // batch] * passes.depth if traced.pinned else []
+    return [traced.pinned[0] * passes.batch // batch] * passes.depth * micro_batches if traced.pinned else []

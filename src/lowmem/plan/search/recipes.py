@@ -162,7 +162,7 @@ class _Search:
 
     def _recipes(self, group: list[Candidate]) -> list[Recipe]:
         hopeful = []
-        self._make_traces(self.derivation.needed(c.option, c.run)[1] for c in group)
+        self._make_traces(need for c in group for need in self.derivation.needed(c.option, c.run)[1::2])
         for candidate in group:
             (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
         derived = self._derived(hopeful)

@@ -11,6 +11,7 @@ from torch import nn
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.tracker import Point, ToldTracker, highest
 from lowmem.system.errors import Refused
+from lowmem.system.torch_private import in_backward
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 
 
@@ -45,20 +46,24 @@ class Recorder(MemoryMeter):
         self.weights = self.host_bytes = 0  # bytes of weights on the device; of weights and masters on the host
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """Adds hooks that mark where a pass is: at the first block, at the last, or between them."""
+        """Adds hooks that mark where a pass is: at the first block, at the last, or between them. In weights.order=
+        by_layer the first micro-batch is in backward while the others still have to pass through the last block."""
         stack = stack_of(model)
         if not stack:
             return
         names = ["middle"] * len(stack)
         names[0], names[-1] = "first", "last"
 
+        def mark(name: str) -> None:
+            self._mark(f"forward {name}" if self._phase == "forward" else f"{self._phase} beside {name}")
+
         def enters(*_, name: str) -> None:
-            if self._phase == "forward":  # not when a checkpoint recomputes the block
-                self._mark(f"forward {name}")
+            if not in_backward():  # there a checkpoint recomputes the block
+                mark(name)
 
         def leaves(_, __, output: object, name: str) -> None:
-            if self._phase == "forward":
-                self._mark("forward end" if name == "last" else "forward middle")
+            if not in_backward():
+                mark("end" if name == "last" else "middle")
                 hidden = output[0] if isinstance(output, tuple | list) else output
                 if hidden.requires_grad:
                     hidden.register_hook(lambda _: self._mark(f"backward {name}"))

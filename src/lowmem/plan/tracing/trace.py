@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from unittest.mock import patch
 
@@ -56,6 +56,7 @@ from lowmem.techniques.precision.contract import BasePrecision, step_one
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.training import build
 from lowmem.training.module import CausalLM
+from lowmem.training.passes import MicroBatchPass
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
@@ -107,6 +108,7 @@ class Trace:
     gradients: int  # bytes of all gradients, as backward computes them
     steps_on_host: bool  # the optimizer steps on the host, while the weights are on the device
     waits_on_host: bool = False  # weights, gradients and state wait on the host
+    trained_in_blocks: int = 0  # those of the trained parameters that blocks have
     unseen: int = 0  # bytes of scratch inside the operators of a step, which the tracker does not see
     generated: bool = False  # torch.compile generates the step
     paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
@@ -173,12 +175,11 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         plugins = list(map(instantiate, run.trainer.plugins.every()))
         steady = Steady(mode, run, before)
         trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
-        micro_batch = source_class(run.data.target).example(run.data.arguments, run.batch_size, run.seq_len)
-        several = (
-            run.windows.largest if run.any("overlaps_micro_batches") else 2 if ranks.several and run.accumulates else 1
-        )
+        example = source_class(run.data.target).example
+        several = run.windows.largest if run.overlaps else 2 if ranks.several and run.accumulates else 1
         mode.micro_batches = several
-        trainer.fit(module, Windows([micro_batch] * several), Evaluation(micro_batch))
+        micro_batches = [example(run.data.arguments, run.batch_size, run.seq_len) for _ in range(several)]
+        trainer.fit(module, Windows(micro_batches), Evaluation(micro_batches[0]))
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
     window = recorder.recordings[0]
@@ -195,7 +196,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
         outside=sum(edge.weight.nbytes for edge in module.weights.edges),
         head=sum(edge.weight.nbytes for edge in module.weights.edges if edge.head is not None),
-        leaves=max(point.bytes["gradients"] for point in window.points),
+        leaves=max((a.bytes["gradients"] - b.bytes["gradients"] for a, b in pairwise(window.points)), default=0),
         phases=_phases(recorder, on_card),
         events=window.events,
         work=mode.work,
@@ -248,6 +249,7 @@ def _of_shard(module: CausalLM) -> dict:
     return {
         "trained_parameters": sum(p.numel() for p in own),
         "largest_trained": max(p.numel() for p in own),
+        "trained_in_blocks": sum(p.numel() for block in stack_of(module.model) for _, p in trainable(block)),
         "gradients": sum(p.nbytes for p in own),
         "blocks": _blocks(module.model),
     }
@@ -320,7 +322,7 @@ class Steady(Callback):
 
     def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:
         self.mode, self.accumulates, self.early, self.before = mode, run.accumulates, run.early, before
-        self.overlaps = run.any("overlaps_micro_batches")
+        self.overlaps = run.overlaps
         self.counts = False  # whether this window's work counts
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -331,7 +333,7 @@ class Steady(Callback):
         self._step_all(trainer.optimizers[0], plugin, module)
         if self.accumulates or plugin.keeps_buffers:
             self._make_gradients(module)
-        if not self.accumulates:
+        if self.overlaps or not self.accumulates:
             plugin.mark_used(self.early)  # by the step of the previous window
 
     def _count(self, plugin: BasePrecision) -> None:
@@ -375,9 +377,12 @@ class Steady(Callback):
                 stepped.data = data
 
     def _make_gradients(self, module: LightningModule) -> None:
-        for _, p in trainable(module):
-            for _ in range(2 if self.accumulates else 1):  # the second micro-batch widens the sum of masters
+        def run() -> None:
+            for _, p in trainable(module):
                 p.backward(torch.empty(p.shape, dtype=p.dtype))  # on a leaf: sets its gradient and calls its hooks
+
+        one = MicroBatchPass(run, lambda: None, module.device, states=None)
+        module.weights.run_micro_batches([one] * (2 if self.accumulates else 1))  # the second widens the masters' sums
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, window: Window, _: int) -> None:
         self.counts = trainer.global_step == self.before
@@ -387,7 +392,8 @@ class Steady(Callback):
         self._begin("backward", module.last_micro_batch)
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        self._begin("step" if module.last_micro_batch else "forward", last=True)
+        again = "backward" if module.weights.overlaps else "forward"  # the next micro-batch goes on with it
+        self._begin("step" if module.last_micro_batch else again, last=True)
 
     def _begin(self, phase: str, last: bool) -> None:
         if self.counts:

@@ -85,6 +85,7 @@ class Resident:
     """
 
     streams = False
+    overlaps = False  # True: several micro-batches of a window may be under way at once
 
     def __init__(
         self, network: nn.Module | None = None, steps_in: str = "weights_16bit", head_in_tiles: bool = False

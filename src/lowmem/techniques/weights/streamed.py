@@ -92,7 +92,7 @@ class Streamed(Resident):
         self.slot_count = min(slots, len(self.blocks))
         self._owned = [owned[block] for block in self.blocks]
         self.edges = edges(network, head_in_tiles)
-        self.order = order
+        self.overlaps = order == "by_layer"
         self._window: ByLayer | None = None  # whose micro-batches are under way, if they go by layer
         self._in_blocks = {p for block in stack for p in block.parameters()}
         self._sink: GradientSink | None = None
@@ -174,7 +174,7 @@ class Streamed(Resident):
     # --- a window -------------------------------------------------------------------------------------------------
 
     def run_micro_batches(self, passes: Sequence[Pass]) -> None:
-        if self.order != "by_layer" or len(passes) == 1:
+        if not self.overlaps or len(passes) == 1:
             super().run_micro_batches(passes)
             return
         self._window = window = ByLayer(passes, self.device)

@@ -686,10 +686,12 @@ def test_windows_of_weights_that_stream_are_tried_in_both_orders():
         return {(option.get("weights.order"), option["batch_size"]) for option in found}
 
     assert orders("batch_size=2") == {(None, "2")}
-    both = {(order, "2") for order in (None, "by_layer")}
+    both = {(order, "2") for order in (None, "by_micro_batch")}  # without a word: by layer
     assert orders("batch_size=2", "accumulation=fixed") == both
     assert orders("batch_size=2", "accumulation=fixed", "weights.order=by_layer") == {(None, "2")}
-    assert orders("batch_size=2", "accumulation=fixed", "gradient_checkpointing=sqrt") == {(None, "2")}
+    others = ("batch_size=2", "accumulation=fixed")
+    assert orders(*others, "gradient_checkpointing=sqrt") == {(None, "2")}
+    assert orders(*others, "gradient_checkpointing=every_layer") == {(None, "2"), ("by_layer", "2")}
 
 
 @pytest.mark.slow

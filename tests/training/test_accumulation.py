@@ -13,7 +13,7 @@ import oracle
 import parity
 from lowmem.config.accumulation import by_epoch, by_step, effective_batch, fixed
 from lowmem.config.instantiate import instantiate
-from lowmem.data.loader import MicroBatch, Share, ValidationLoader, WindowLoader
+from lowmem.data.loader import Groups, MicroBatch, Share, ValidationLoader, WindowLoader
 from lowmem.model.loading import describe
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss import cross_entropy as losses
@@ -280,5 +280,5 @@ def test_an_evaluation_of_nothing_has_no_loss(config):
     module = causal_lm(cfg, describe(cfg))
     for telling in (0, None):
         training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), [])
-        training.validate(module, ValidationLoader(Silent(telling), Share(2), 4), verbose=False)
+        training.validate(module, Groups(ValidationLoader(Silent(telling), Share(2), 4)), verbose=False)
         assert (module.val_loss is None) == (telling is None)

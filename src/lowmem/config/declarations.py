@@ -59,6 +59,7 @@ class Technique:
     gradient_checkpointing:
         keeps_all: it stores every activation, and nothing is computed again.
         joins_blocks: several blocks are computed again at once.
+        inputs_on_host: the inputs of blocks wait in host memory.
     loss:
         head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
     accumulation:
@@ -89,6 +90,7 @@ class Technique:
     generates_code: bool = False
     keeps_all: bool = False
     joins_blocks: bool = False
+    inputs_on_host: bool = False
     compiles_blocks: bool = False
     traced_as: str | None = None
     computes_as: str | None = None

@@ -205,9 +205,18 @@ class Run(schema.Keys):
         return get_object(self.weights.target).streams
 
     @property
+    def order(self) -> str | None:
+        """Returns the order in which the micro-batches of a window pass through blocks whose weights stream; None: they
+        do not stream. By layer each micro-batch's inputs of blocks exist at once, so it is not for the device alone."""
+        order = self.weights.arguments.get("order")
+        if order == "auto":
+            return "by_layer" if self.any("inputs_on_host") else "by_micro_batch"
+        return order
+
+    @property
     def by_layer(self) -> bool:
         """Returns whether all micro-batches of a window pass through a block before the next block comes."""
-        return self.streams and self.weights.arguments.get("order") == "by_layer"
+        return self.streams and self.order == "by_layer"
 
     @property
     def overlaps(self) -> bool:

@@ -10,6 +10,7 @@ skip a window that was prefetched and never trained on.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
 
@@ -230,6 +231,22 @@ class WindowLoader:
         while position.epoch < epochs:
             position = self._after(position)
         return position.window
+
+
+class Groups:
+    """Yields the micro-batches of a validation set in groups, each of which is evaluated at once. Args: size: of a
+    group, in micro-batches."""
+
+    def __init__(self, micro_batches: "ValidationLoader", size: int = 1) -> None:
+        self.micro_batches, self.size = micro_batches, size
+
+    def __len__(self) -> int:
+        return -(-len(self.micro_batches) // self.size)
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        following = iter(self.micro_batches)
+        while group := list(islice(following, self.size)):
+            yield group
 
 
 class ValidationLoader:

@@ -6,9 +6,10 @@ longer than a sequence of training, so that an evaluation needs no more memory t
 
 import json
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
@@ -45,7 +46,7 @@ class Samples(Callback):
         if trainer.sanity_checking or not self.tokens or self.at_end.stopped():
             return
         with self.at_end.computing(trainer, module):
-            rows = [self._row(module, ids, trainer.global_step) for ids in self.prompts]
+            rows = self._rows(module, trainer.global_step)
         if self.at_end.stopped():
             return
         self.text = rows[0]["prompt"] + rows[0]["sampled"]
@@ -53,13 +54,23 @@ class Samples(Callback):
             out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         send(rows, trainer.loggers, trainer.global_step)
 
-    def _row(self, module: LightningModule, ids: Tensor, step: int) -> dict[str, object]:
-        at_end = self.at_end
-        torch.manual_seed(at_end.seed)  # for each prompt: its continuation must not depend on the others
-        writer = TextGenerator(module.model, at_end.tokenizer, module.device, module.ranks.divides, at_end.stopped)
-        texts = [at_end.tokenizer.decode(ids[0], skip_special_tokens=True)]
-        texts += [writer.continuation(ids, self.tokens, temperature) for temperature in (0.0, TEMPERATURE)]
-        return dict(zip(COLUMNS, (step, *map(printable, texts)), strict=True))
+    def _rows(self, module: LightningModule, step: int) -> list[dict[str, object]]:
+        at_end, tokenizer = self.at_end, self.at_end.tokenizer
+        writer = TextGenerator(module.model, tokenizer, module.device, module.ranks.divides, at_end.stopped)
+        texts = {}
+
+        def write(number: int, temperature: float) -> None:
+            texts[number, temperature] = writer.continuation(self.prompts[number], self.tokens, temperature)
+
+        each = list(product(range(len(self.prompts)), (0.0, TEMPERATURE)))
+        # one seed for all: the continuation of a prompt must not depend on the others
+        module.run_at_once([partial(write, *one) for one in each], at_end.seed)
+        rows = []
+        for number, ids in enumerate(self.prompts):
+            prompt = tokenizer.decode(ids[0], skip_special_tokens=True)
+            shown = map(printable, (prompt, texts[number, 0.0], texts[number, TEMPERATURE]))
+            rows.append(dict(zip(COLUMNS, (step, *shown), strict=True)))
+        return rows
 
 
 def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int) -> None:

@@ -179,10 +179,12 @@ def causal_lm(
         vocabulary.check_trained(network, described.added)
     instantiate(run.gradient_checkpointing)(network)
     tiles = Tiles(network, run.tile.tokens) if run.tile.tokens else None
-    weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"))
+    order = {"order": run.order} if run.streams else {}
+    weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"), **order)
     skips = run.on_nonfinite == "skip"
     update = Update(optimizer(run), instantiate(run.scheduler), run.clip, run.clip_value, skips_faults=skips)
-    return CausalLM(network, loss, update, Placement(weights, tiles, ranks))
+    at_once = run.windows.largest if run.by_layer and run.windows is not None else 1
+    return CausalLM(network, loss, update, Placement(weights, tiles, ranks, at_once))
 
 
 def _loss(run: Run) -> Loss:

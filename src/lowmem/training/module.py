@@ -10,7 +10,7 @@ is an engine around `forward`, and `optimizer.step` clips in `on_before_optimize
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Self
@@ -33,7 +33,7 @@ from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 from lowmem.techniques.weights.resident import Resident
 from lowmem.training.non_finite import NonFiniteSteps
-from lowmem.training.passes import MicroBatchPass, states_of
+from lowmem.training.passes import MicroBatchPass, seeded, states_of
 
 
 class Update(NamedTuple):
@@ -53,6 +53,7 @@ class Placement:
     weights: Resident = field(default_factory=Resident)  # where weights are while no block needs them
     tiles: Tiles | None = None  # the modules that are computed in slices
     ranks: OneDevice = ONE_DEVICE  # the strategy
+    at_once: int = 1  # forward passes of an evaluation that go through a block in one turn of it
 
 
 @dataclass
@@ -84,6 +85,7 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = as_loss(loss)
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
+        self.at_once = placement.at_once
         # a checkpoint has no frozen weights; `Saved.check` compares those with the run's
         self.strict_loading = trains_everything(model)
         self.auxiliary_loss = AuxiliaryLoss(model)
@@ -233,16 +235,29 @@ class CausalLM(LightningModule):
     def on_validation_epoch_start(self) -> None:
         sets = len(self.trainer.num_val_batches)
         self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # one sum per set
-        self._val_weights, self._val_micro_batches = [0] * sets, 0
+        self._val_weights, self._val_batches = [0] * sets, 0
         self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
 
-    def validation_step(self, micro_batch: MicroBatch, _: int, dataloader_idx: int = 0) -> None:
-        self._val_loss_sums[dataloader_idx] += self(micro_batch)
-        self._val_weights[dataloader_idx] += micro_batch.weight
-        self._val_micro_batches += 1
+    def validation_step(self, micro_batches: Sequence[MicroBatch], _: int, dataloader_idx: int = 0) -> None:
+        def evaluate(micro_batch: MicroBatch) -> None:
+            self._val_loss_sums[dataloader_idx] += self(micro_batch)
+            self._val_weights[dataloader_idx] += micro_batch.weight
+
+        self.run_at_once([partial(evaluate, micro_batch) for micro_batch in micro_batches])
+        self._val_batches += 1
+
+    def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
+        """Runs forward passes without gradients, so many of them at once as `Placement.at_once` says. Args: seed: of
+        the random numbers of each; None: they draw none."""
+        for start in range(0, len(computations), self.at_once):
+            passes = []
+            for run in computations[start : start + self.at_once]:
+                states = None if seed is None else seeded(seed, self.device)
+                passes.append(MicroBatchPass(run, lambda: None, self.device, states))
+            self.weights.run_micro_batches(passes)
 
     def on_validation_epoch_end(self) -> None:
-        if self._val_micro_batches == sum(self.trainer.num_val_batches):
+        if self._val_batches == sum(self.trainer.num_val_batches):
             weights = self.ranks.all_sum(torch.tensor(self._val_weights))
             sums = zip(self.ranks.all_sum(self._val_loss_sums).tolist(), weights.tolist(), strict=True)
             losses = [loss / weight if weight else math.nan for loss, weight in sums]

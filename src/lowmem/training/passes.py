@@ -56,7 +56,11 @@ def _seeded(now: States, number: int, device: torch.device) -> States:
     digest = sha256(number.to_bytes(8))
     for state in now:
         digest.update(state.numpy())
-    seed = int.from_bytes(digest.digest()[:4])  # 32 bits, of which a CPU's generator reads no more
+    return seeded(int.from_bytes(digest.digest()[:4]), device)  # 32 bits, of which a CPU's generator reads no more
+
+
+def seeded(seed: int, device: torch.device) -> States:
+    """Returns the states that a seed sets."""
     return [torch.Generator(own.device).manual_seed(seed).get_state() for own in _generators(device)]
 
 

@@ -38,7 +38,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "val_loss": metrics.val_loss,
         "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
         "validation": metrics.evaluated,  # each set
-        "validation_sequences": [loader.count for loader in training.trainer.val_dataloaders or ()],  # of each set
+        "validation_sequences": [val.micro_batches.count for val in training.trainer.val_dataloaders or ()],  # each set
         "metric": dict(metrics.own),
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),

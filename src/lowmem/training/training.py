@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
-from lowmem.data.loader import Rows, ValidationLoader
+from lowmem.data.loader import Groups, Rows, ValidationLoader
 from lowmem.data.packing import with_positions
 from lowmem.data.token_store import Tokens
 from lowmem.memory.cap import capped
@@ -163,13 +163,14 @@ def _compare(data: build.Data, ranks: OneDevice) -> None:
 def _work(training: Training, data: build.Data, task: Task) -> None:
     trainer, module, saved = training.trainer, training.module, task.saved
     start = {"ckpt_path": saved.path if saved else None, "weights_only": True}
+    val = [Groups(loader, module.at_once) for loader in data.val]
     if task.work == "train":
-        trainer.fit(module, data.train, data.val, **start)
+        trainer.fit(module, data.train, val, **start)
         return
     if saved:
         trainer.fit_loop.load_state_dict(saved.progress)  # results are written for that step
     if task.work == "evaluate":
-        trainer.validate(module, data.val, verbose=False, **start)
+        trainer.validate(module, val, verbose=False, **start)
         return
     trainer.strategy.connect(module)  # whose steps they are
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)

@@ -29,7 +29,7 @@ from streams import MODELS, lines, trained
 from traced_lane import TracedLane, watched
 
 CPU = torch.device("cpu")
-RESIDENT, ONE_BY_ONE = ("weights=resident",), ("weights=streamed",)
+RESIDENT, ONE_BY_ONE = ("weights=resident",), ("weights=streamed", "weights.order=by_micro_batch")
 BY_LAYER = ("weights=streamed", "weights.order=by_layer")
 LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
 POLICIES, MASTERS = ("every_layer", "selective", "offload"), ("bf16-master", "16-master")
@@ -117,6 +117,34 @@ def test_a_run_that_evaluates_stops_and_goes_on_in_another_order_has_those_bits(
     assert one["val_loss"] == other["val_loss"] and same(last(resumed), last(right)) and same(last(turned), last(right))
     samples = [(folder / "samples.jsonl").read_text().splitlines()[-1] for folder in (right, resumed, turned)]
     assert len(set(samples)) == 1
+
+
+def test_an_evaluation_and_samples_go_through_blocks_together_and_have_those_bits(fit, monkeypatch):
+    """Nine texts in groups of two, for which each block is copied once. The model has positions for all of one text,
+    and ends the others at end tokens. Wrong: one generator for all, whose drawn texts are others."""
+    typed = [*RUN, "val_sequences=9", "sample_prompts=[a,longer than that,b]", "max_steps=1", "accumulation.batches=2"]
+
+    def written(*weights, folder):
+        copied = []
+        evaluate = CausalLM.validation_step
+
+        def counting(self, *args):
+            before = getattr(self.weights, "fetched", 0)
+            evaluate(self, *args)
+            copied.append(getattr(self.weights, "fetched", 0) - before)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CausalLM, "validation_step", counting)
+            summary, where = fit(*typed, *weights, folder=folder)
+        return summary["val_loss"], (where / "samples.jsonl").read_text(), copied
+
+    loss, samples, _ = written("weights=resident", folder="resident")
+    assert (loss, samples) == written(*ONE_BY_ONE, folder="one-by-one")[:2]
+    by_layer = written(*BY_LAYER, folder="by-layer")
+    assert (loss, samples) == by_layer[:2]
+    assert len(by_layer[2]) == 1 + 5 and max(by_layer[2]) <= 4 + 1  # after one group that is evaluated before training
+    dropout_drawn_from_one_stream(monkeypatch)
+    assert samples != written(*BY_LAYER, folder="wrong")[1]
 
 
 # --- what travels, and what the host holds ----------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def weights_after(cfg, kind, lane=None):
     """Returns the weights of a run by name, in fp32. Args: lane: makes a lane; None: that of a CPU."""
     model = network(kind, **SHAPES[kind])
     instantiate(cfg.gradient_checkpointing)(model)
-    held = instantiate(cfg.weights)(model, head_in_tiles=True)
+    order = {"order": cfg.order} if cfg.streams else {}
+    held = instantiate(cfg.weights)(model, head_in_tiles=True, **order)
     update = Update(optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value)
     module = CausalLM(model, instantiate(cfg.loss), update, Placement(held))
     (plugin,) = map(instantiate, cfg.trainer.plugins.every())

@@ -151,15 +151,15 @@ def candidates(typed: Typed, training: Training, names: Collection[str] = ("auto
         same, in_backward = _same_update(typed, run, chosen["optim"]), _in_backward(typed, run)
         for way in product(*(_choices(typed, group) for group in COMPUTED)):
             computed = dict(zip(COMPUTED, way, strict=True))
-            # with streaming, a refusal depends on how the passes are computed
-            is_refused = any(refused(typed.config({**chosen, **computed}) if run.streams else run))
-            by_layer = _by_layer(typed, {**chosen, **computed}) if run.streams else None
+            # with streaming, refusals and the order depend on how the passes are computed
+            of_way = typed.config({**chosen, **computed}) if run.streams else run
+            is_refused, turned = any(refused(of_way)), _turned(typed, {**chosen, **computed}, of_way)
             for batch_size, accumulation in micro_batches(typed, run):
                 option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
                 if not is_refused:
-                    yield Candidate(option, run, training)
-                    if by_layer is not None and of_window(run, option) > 1:
-                        yield Candidate({**option, ORDER: "by_layer"}, by_layer, training)
+                    yield Candidate(option, of_way, training)
+                    if turned is not None and of_window(run, option) > 1:
+                        yield Candidate({**option, ORDER: turned.order}, turned, training)
                 if in_backward is not None and not accumulation:
                     yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
 
@@ -229,13 +229,13 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
     }
 
 
-def _by_layer(typed: Typed, chosen: Mapping[str, str]) -> Run | None:
-    """Returns the run in which micro-batches pass through blocks together; None: an order was typed, or it is
-    refused."""
-    if ORDER in typed.values:
+def _turned(typed: Typed, chosen: Mapping[str, str], run: Run) -> Run | None:
+    """Returns the run in which micro-batches pass through the blocks in the other order; None: weights do not stream,
+    an order was typed, or it is refused."""
+    if not run.streams or ORDER in typed.values:
         return None
-    run = typed.config({**chosen, ORDER: "by_layer"})
-    return None if any(refused(run)) else run
+    turned = typed.config({**chosen, ORDER: "by_micro_batch" if run.by_layer else "by_layer"})
+    return None if any(refused(turned)) else turned
 
 
 def _in_backward(typed: Typed, run: Run) -> Run | None:

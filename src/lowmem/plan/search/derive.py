@@ -176,7 +176,7 @@ class Derivation:
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
         if run.streams:  # the precision that it computes as does not stream: the first that does stands for all
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
-            placed = {key: recipe[key] for key in (PLACED, ORDER) if key in recipe} | {STAY: "0"}
+            placed = {key: recipe[key] for key in (PLACED,) if key in recipe} | {STAY: "0", ORDER: run.order}
             passes, parameters = passes | placed, parameters | placed
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # the head's weight is then on the host
                 parameters["loss"] = recipe["loss"]

@@ -179,7 +179,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         several = run.windows.largest if run.overlaps else 2 if ranks.several and run.accumulates else 1
         mode.micro_batches = several
         micro_batches = [example(run.data.arguments, run.batch_size, run.seq_len) for _ in range(several)]
-        trainer.fit(module, Windows(micro_batches), Evaluation(micro_batches[0]))
+        trainer.fit(module, Windows(micro_batches), Evaluation(micro_batches[: module.at_once]))
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
     window = recorder.recordings[0]
@@ -427,11 +427,13 @@ class Windows:
 
 
 class Evaluation:
-    def __init__(self, micro_batch: MicroBatch) -> None:
-        self.micro_batch = micro_batch
+    """Yields one group of micro-batches."""
+
+    def __init__(self, micro_batches: list[MicroBatch]) -> None:
+        self.micro_batches = micro_batches
 
     def __len__(self) -> int:
         return 1
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        yield self.micro_batch
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        yield self.micro_batches

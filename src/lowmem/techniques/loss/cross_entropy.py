@@ -141,7 +141,7 @@ class Verified(Callback):
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not (trainer.validating and (self.packed or module.tiles)):  # an evaluation alone, without training
             return
-        two_rows = _two_rows(next(iter(trainer.val_dataloaders[0])), module)
+        two_rows = _two_rows(next(iter(trainer.val_dataloaders[0]))[0], module)
         with trainer.precision_plugin.forward_context():
             if self.packed:
                 packed_attention.verify(module.model, two_rows.input_ids[:, : packed_attention.LOOKED_AT])

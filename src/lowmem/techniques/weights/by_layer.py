@@ -50,7 +50,8 @@ class ByLayer:
         self._alive: list[int] = []  # micro-batches whose threads run
         self._batons = [threading.Semaphore(0) for _ in passes]
         self._all_ended = threading.Semaphore(0)
-        self._place: Place = END  # where the first micro-batch of this round stands
+        self._place: Place = END  # where the micro-batches of this round stand that have not ended
+        self._end_alone = not torch.is_grad_enabled()  # texts that are written have lengths of their own
         self._error: BaseException | None = None
 
     @property
@@ -139,9 +140,9 @@ class ByLayer:
     def _arrive(self, place: Place) -> None:
         if self._error is not None:
             raise Ended
-        if self.current == 0:
+        if self.current == self._alive[0]:
             self._place = place
-        elif place != self._place:
+        elif place != self._place and not (END in (place, self._place) and self._end_alone):
             raise Refused(
                 "weights.order=by_layer: a micro-batch goes through other blocks than the first one of its window, as "
                 "in a model that leaves out blocks at random, and the two cannot share a block's turn. Type "
@@ -156,16 +157,17 @@ class ByLayer:
 
 
 def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a function that makes a context for another thread: torch keeps modes, gradients' being wanted and the
-    stream by thread. There backward runs in the thread that calls it on a card, too, so that its hooks may wait."""
-    modes, wanted = modes_of_this_thread(), torch.is_grad_enabled()
+    """Returns a function that makes a context for another thread: torch keeps modes, gradients' being wanted or not and
+    the stream by thread. There backward runs in the thread that calls it on a card, too, so that its hooks may wait."""
+    modes, wanted, inference = modes_of_this_thread(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     stream = torch.accelerator.current_stream(device) if device.type in CARDS else None
 
     @contextmanager
     def applied() -> Iterator[None]:
         if stream is not None:  # not as a context: a stream remembers one thread that has entered it
             torch.accelerator.set_stream(stream)
-        with modes(), torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
+        without_threads = torch.autograd.set_multithreading_enabled(False)
+        with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), without_threads:
             yield
 
     return applied

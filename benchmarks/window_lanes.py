@@ -1,0 +1,172 @@
+"""Draws when a window computes, copies and steps, in both orders of weights that stream: docs/window.png.
+
+A small model is really trained on a CPU, and its copies happen at once; a clock beside it counts what a card would take
+whose link is slow: computing a block takes 1 in forward and 3 in backward, and copying its 16-bit weights 4.
+
+python -m benchmarks.window_lanes        # half a minute
+"""
+
+import tempfile
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.runner import ROOT
+from lowmem.config.settle import run_of
+from lowmem.fit import fit
+from lowmem.system.torch_private import in_backward
+from lowmem.techniques.weights.streamed import Streamed
+
+BLOCKS, MICRO_BATCHES = 4, 4
+FORWARD, BACKWARD, COPY, STEP = 1.0, 3.0, 4.0, 2.0  # of a block; a copy of its weights in 16 bits
+LANES = ("computes", "copies up", "copies down", "host steps")
+MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
+MODEL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300, "tie_word_embeddings": "false"}
+LINES = [
+    *("model=llama-3.2-1b", "model.pretrained=false", "data=random", "lr=1e-3", "seq_len=16", "batch_size=1"),
+    *(f"model.architecture.{key}={value}" for key, value in MODEL.items()),
+    *("model.architecture.bos_token_id=null", "model.architecture.eos_token_id=null"),
+    *("accumulation=fixed", f"accumulation.batches={MICRO_BATCHES}", "precision=bf16-master", "optim=adamw8bit"),
+    *("clip=null", "weights=streamed", "gradient_checkpointing=offload", "loss=full", "max_steps=1", "val_every=1000"),
+    *("sample_tokens=0", "logger=none", "plan=off", "device=cpu"),
+]
+Interval = tuple[float, float, int]  # start, end, number of the block
+
+
+class At:
+    """A mark: a time on the clock."""
+
+    def __init__(self, time: float) -> None:
+        self.time = time
+
+    def synchronize(self) -> None:
+        """Returns at once: the copy has been made."""
+
+
+class Clock:
+    """A lane and a link whose times are counted. Args: weights: of the model that trains."""
+
+    registers = True
+
+    def __init__(self, weights: Streamed, link: object) -> None:
+        self.now = 0.0
+        self.free = dict.fromkeys(LANES, 0.0)
+        self.intervals: dict[str, list[Interval]] = defaultdict(list)
+        self.numbers = {id(p): number for number, block in enumerate(weights.blocks) for p in block.parameters()}
+        self.homes = {id(home): number for number, home in enumerate(weights.homes)}
+        self.sizes = {number: home.flat.nbytes for number, home in enumerate(weights.homes)}
+        self.memory = {home.flat.data_ptr(): number for number, home in enumerate(weights.homes)}
+        for number, block in enumerate(weights.blocks):
+            block.mlp.register_forward_pre_hook(lambda *_, number=number: self.computes(number))
+        self.fetch, self.at_home = link.fetch, link.at_home
+        link.fetch, link.at_home = self.fetches, self.steps
+
+    def takes(self, lane: str, number: int, start: float, duration: float) -> float:
+        if not (torch.is_grad_enabled() or in_backward()):  # an evaluation
+            return start
+        start = max(start, self.free[lane])
+        self.free[lane] = start + duration
+        self.intervals[lane].append((start, start + duration, number))
+        return start
+
+    def computes(self, number: int) -> None:
+        duration = BACKWARD if in_backward() else FORWARD
+        self.takes("computes", number, self.now, duration)
+        self.now = max(self.now, self.free["computes"])
+
+    # --- a lane -------------------------------------------------------------------------------------------------------
+
+    def staging(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self) -> At:
+        return At(self.now)
+
+    def copy(self, to: Tensor, source: Tensor, after: At) -> At:
+        to.copy_(source)
+        if source.data_ptr() not in self.memory:  # a few rows of the embedding
+            return At(self.now)
+        self.takes("copies up", self.memory[source.data_ptr()], max(self.now, after.time), COPY)
+        return At(self.free["copies up"])
+
+    def hold(self, until: At) -> None:
+        self.now = max(self.now, until.time)
+
+    def register(self, _: Tensor) -> None:
+        """Registers nothing."""
+
+    def unregister(self, _: Tensor) -> None:
+        """Has registered nothing."""
+
+    # --- a link -------------------------------------------------------------------------------------------------------
+
+    def fetches(self, gradient: Tensor, take: object) -> None:
+        number = self.numbers.get(id(getattr(getattr(take, "__self__", None), "weight", None)))
+        if number is not None:
+            start = self.takes("copies down", number, self.now, COPY * gradient.nbytes / self.sizes[number])
+            self.now = max(self.now, start)  # staging memory has room for one gradient that waits
+        self.fetch(gradient, take)
+
+    def steps(self, home: object, compute: object) -> None:
+        if id(home) in self.homes:
+            number = self.homes[id(home)]
+            self.takes("host steps", number, self.free["copies down"], STEP / len(home.places))
+        self.at_home(home, compute)
+
+
+@contextmanager
+def clocked() -> object:
+    """Yields a list to which each training adds its clock."""
+    clocks, start = [], Streamed.start
+
+    def with_clock(self: Streamed, sink: object = None) -> None:
+        if sink is not None:
+            self.lane = Clock(self, sink.link)
+            clocks.append(self.lane)
+        start(self, sink)
+
+    with patch.object(Streamed, "start", with_clock):
+        yield clocks
+
+
+def measured(order: str) -> Clock:
+    with clocked() as clocks, tempfile.TemporaryDirectory() as folder:
+        fit(run_of([*LINES, f"weights.order={order}"]), Path(folder) / "run")
+    return clocks[0]
+
+
+def draw(clocks: dict[str, Clock], file: Path) -> None:
+    from lowmem.report.picture import plt
+
+    end = max(max(clock.free.values()) for clock in clocks.values())
+    figure, panels = plt.subplots(len(clocks), 1, figsize=(11, 4.4), sharex=True, constrained_layout=True)
+    colours = [plt.get_cmap("viridis")(0.1 + 0.8 * number / (BLOCKS - 1)) for number in range(BLOCKS)]
+    for axes, (order, clock) in zip(panels, clocks.items(), strict=True):
+        for row, lane in enumerate(reversed(LANES)):
+            for start, stop, number in clock.intervals[lane]:
+                axes.barh(row, stop - start, left=start, height=0.7, color=colours[number], edgecolor="white", lw=0.4)
+        computing = sum(stop - start for start, stop, _ in clock.intervals["computes"])
+        total = max(clock.free.values())
+        axes.set_title(f"weights.order={order}: {total:.0f}, of which {computing:.0f} compute", fontsize=10, loc="left")
+        axes.set_yticks(range(len(LANES)), reversed(LANES))
+        axes.set_xlim(0, end)
+    panels[-1].set_xlabel("time; computing a block in forward takes 1")
+    labels = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
+    figure.legend(labels, [f"block {number}" for number in range(BLOCKS)], loc="outside right center")
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    clocks = {order: measured(order) for order in ("by_micro_batch", "by_layer")}
+    draw(clocks, ROOT / "docs" / "window.png")
+    for order, clock in clocks.items():
+        copies = {lane: len(clock.intervals[lane]) for lane in LANES}
+        print(f"{order}: {max(clock.free.values()):.1f}; {copies}")
+
+
+if __name__ == "__main__":
+    main()

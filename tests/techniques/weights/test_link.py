@@ -135,7 +135,40 @@ def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
 
 
-def test_an_error_of_a_copy_is_told_and_not_waited_for():
+def test_gradients_wait_on_the_device_for_the_link_up_to_so_many_bytes():
+    """Two slots of 64 bytes are taken and their copies stand still; 160 bytes more may wait, and what is asked for
+    meanwhile keeps its place."""
+    arrives, done = threading.Event(), []
+
+    class Still(SlowLane):
+        def copy(self, to, source, after):
+            to.copy_(source)
+            return self
+
+        def synchronize(self):
+            assert arrives.wait(60)
+
+    link = StagedLink(Still(), slot_bytes=64, slots=2, ahead=160)
+
+    def fetch(number, elements):
+        link.fetch(torch.full((elements,), float(number)), lambda start, piece: done.append(float(piece[0])))
+
+    fetch(1, 16), fetch(2, 16), fetch(3, 20), fetch(4, 20)
+    link._ask(lambda: done.append("step"))
+    assert done == []
+    late = threading.Thread(target=fetch, args=(5, 1), daemon=True)  # 4 bytes that have no room
+    late.start()
+    late.join(0.2)
+    assert late.is_alive()
+    arrives.set()
+    late.join(60)
+    link.finish()
+    link.close()
+    assert done == [1.0, 2.0, 3.0, 3.0, 4.0, 4.0, "step", 5.0]
+
+
+@pytest.mark.parametrize("ahead", [0, 160])
+def test_an_error_of_a_copy_is_told_and_not_waited_for(ahead):
     """Many more pieces than slots: a slot that did not come back would be waited for."""
 
     class Broken(SlowLane):
@@ -145,15 +178,16 @@ def test_an_error_of_a_copy_is_told_and_not_waited_for():
         def synchronize(self):
             raise ZeroDivisionError("in the copy")
 
-    link = StagedLink(Broken(), slot_bytes=64, slots=2)
+    link = StagedLink(Broken(), slot_bytes=64, slots=2, ahead=ahead)
     with pytest.raises(ZeroDivisionError, match="in the copy"):
         link.fetch(torch.ones(1000), lambda start, piece: None)
         link.finish()
     link.close()
 
 
-def test_a_link_that_was_closed_serves_a_second_fit():
-    link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2), []
+@pytest.mark.parametrize("ahead", [0, 160])
+def test_a_link_that_was_closed_serves_a_second_fit(ahead):
+    link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2, ahead=ahead), []
     for _ in range(2):
         link.fetch(torch.ones(4), lambda start, piece: taken.append(float(piece.sum())))
         link.finish()

@@ -2,9 +2,10 @@
 
 On CUDA everything is asynchronous. A gradient is copied in pieces into pinned staging slots of fixed total size, on a
 stream of its own. One host thread takes each piece as soon as it has arrived and frees its slot; so a device that is
-faster than the host waits for a slot, and does not fill the host's memory. The same thread steps the optimizer and
-sends the new weights back through other slots; before the device reads a weight, it waits for that weight alone.
-Weights that stream are stepped where they are, in their home, and copied from there when their turn comes.
+faster than the host waits for a slot, and does not fill the host's memory. If gradients come in bursts (`by_layer.py`),
+some bytes of them may wait on the device instead, for a second thread that sends them. The host thread also steps the
+optimizer and sends the new weights back through other slots; before the device reads a weight, it waits for that weight
+alone. Weights that stream are stepped where they are, in their home, and copied from there when their turn comes.
 
 On a CPU the device is the host: the same calls do the same work at once and in place, and nothing is copied.
 """
@@ -14,7 +15,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +28,14 @@ SLOT_BYTES, SLOTS = 1 << 25, 4
 
 Take = Callable[[int, Tensor], None]  # (first element, the elements from there on), in host memory
 Compute = Callable[[Tensor], None]  # writes the new weight into its argument
+Job = Callable[[], None]  # of the host thread
 
 
 class Link:
     """The link where device and host are one: everything happens in place and at once."""
 
     lends = False  # True if a piece is overwritten once `take` has returned
+    ahead = 0  # bytes of gradients that may wait on the device for a slot, while it computes
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
         """Brings a gradient to the host; `take` gets it in pieces, in order."""
@@ -62,6 +66,14 @@ class Home(Protocol):
     updates: list[Future[None]]
     read: "Mark | None"
     steps: int
+
+
+class Gradient(NamedTuple):
+    """A gradient that leaves. Args: flat: on the device; complete: reached when it is computed."""
+
+    flat: Tensor
+    take: Take
+    complete: Mark
 
 
 class Staging:
@@ -100,39 +112,66 @@ class StagedLink(Link):
     Args:
         lane: the device's side.
         slot_bytes, slots: of the staging memory, in each direction.
+        ahead: see `Link`.
     """
 
     lends = True
 
-    def __init__(self, lane: Lane, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
-        self.lane, self.slot_bytes = lane, slot_bytes
+    def __init__(self, lane: Lane, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, ahead: int = 0) -> None:
+        self.lane, self.slot_bytes, self.ahead = lane, slot_bytes, ahead
         self._down: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
         self._coming: dict[int, Future[Mark]] = {}  # weights that are being updated, by id
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # of the host thread
+        self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # before them, if `ahead` is set
+        self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()  # bytes of those that have left
+        self._waiting = 0  # bytes of gradients that have been fetched, and are not known to have left
         self._failed: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._thread: threading.Thread | None = None  # runs from the first job to `close`, and again for a second fit
+        self._threads: list[threading.Thread] = []  # run from the first job to `close`, and again for a second fit
 
-    def _ask(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="host-step")
-            self._thread.start()
-        self._jobs.put(job)
+    def _ask(self, job: "Gradient | Job | None") -> None:
+        if not self._threads:
+            loops = {"host-step": self._work, "gradients": self._send_all} if self.ahead else {"host-step": self._work}
+            self._threads = [threading.Thread(target=loop, daemon=True, name=name) for name, loop in loops.items()]
+            for thread in self._threads:
+                thread.start()
+        (self._leaving if self.ahead else self._jobs).put(job)
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
         flat = gradient.reshape(-1)  # this may copy; the mark has to cover the copy
-        complete = self.lane.mark()
-        for start, piece in pieces(flat, self.slot_bytes):
+        leaving = Gradient(flat, take, self.lane.mark())
+        if self.ahead:
+            self._ask(leaving)
+            self._waiting += flat.nbytes
+            while self._waiting > self.ahead:
+                self._waiting -= self._sent.get()
+        else:
+            self._send(leaving, self._ask)
+        self._raise()
+
+    def _send(self, gradient: Gradient, ask: Callable[["Job"], None]) -> None:
+        for start, piece in pieces(gradient.flat, self.slot_bytes):
             slot = self._down.get()
             host = slot.view(piece.dtype)[: piece.numel()]
-            landed = self.lane.copy(host, piece, complete)
-            self._ask(
-                lambda start=start, host=host, landed=landed, slot=slot: self._take(take, start, host, landed, slot)
-            )
-        self._raise()
+            landed = self.lane.copy(host, piece, gradient.complete)
+            ask(partial(self._take, gradient.take, start, host, landed, slot))
+
+    def _send_all(self) -> None:
+        """Sends gradients in a thread of its own, and hands on other jobs: all keep their order."""
+        while (job := self._leaving.get()) is not None:
+            if not isinstance(job, Gradient):
+                self._jobs.put(job)
+                continue
+            try:
+                self._send(job, self._jobs.put)
+            except BaseException as error:
+                self._failed = self._failed or error
+            self._sent.put(job.flat.nbytes)
+            del job  # its memory is free as soon as its copy has run
+        self._jobs.put(None)
 
     def _take(self, take: Take, start: int, host: Tensor, landed: Mark, slot: Tensor) -> None:
         try:
@@ -190,9 +229,9 @@ class StagedLink(Link):
             self.lane.hold(coming.result())
 
     def finish(self) -> None:
-        if self._thread is not None:
+        if self._threads:
             done = threading.Event()
-            self._jobs.put(done.set)
+            self._ask(done.set)
             done.wait()
         self._raise()
 
@@ -208,10 +247,11 @@ class StagedLink(Link):
                 self._failed = self._failed or error
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._threads:
+            self._ask(None)
+            for thread in self._threads:
+                thread.join()
+            self._threads = []
         for coming in self._coming.values():
             if coming.exception() is None:
                 self.lane.hold(coming.result())  # from now on weights are read without asking this link first

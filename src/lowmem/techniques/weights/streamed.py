@@ -143,6 +143,8 @@ class Streamed(Resident):
         self._sink = sink
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()])
+        if sink is not None and self.overlaps:  # half of the fp32 sums of a block, which all leave in one turn
+            sink.link.ahead = max(home.flat.numel() for home in self.homes)
         self._slots = [self._new_slot() for _ in range(self.slot_count)]
         for edge in self.edges:
             edge.start(self._home_of[edge.weight], self._up, sink, self._under_way)

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -71,6 +72,16 @@ def rounds(count: int, wrong: bool = False) -> None:
 
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def gloo_threads() -> set[str]:
+    """Returns the ids of this process's threads that work for groups."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if "gloo" in (task / "comm").read_text():
+                found.add(task.name)
+    return found
 
 
 def two_ranks(processes, folder: Path) -> list[int | None]:

@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 from weakref import ref
 
 import leaving
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from lowmem.techniques.strategy import process_group
 from lowmem.techniques.strategy.ddp import DataParallel
+from lowmem.techniques.strategy.several import Several
 
 
 def run_rounds(number: int, limit: int, *options: str) -> subprocess.CompletedProcess:
@@ -48,6 +50,25 @@ def test_two_thousand_rounds_in_the_wrong_order_stand_still():
 def test_ten_runs_of_two_ranks_end(processes, tmp_path):
     for number in range(10):
         assert leaving.two_ranks(processes, tmp_path / str(number)) == [0, 0]
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_a_strategy_that_outlives_its_group_keeps_none_of_its_threads(releases, monkeypatch):
+    """As in a run, where it is part of Lightning's cycles. A thread that waits for the GIL when Python ends aborts the
+    process."""
+    if not releases:  # the deliberately wrong variant
+        monkeypatch.setattr(Several, "release", lambda self: None)
+    before = leaving.gloo_threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = DataParallel()
+    ranks.before_training(leaving.Trained())
+    ranks.forward(torch.ones(2, 8)).backward()
+    of_group = leaving.gloo_threads() - before
+    process_group.leave(ranks)
+    end = time.monotonic() + (10 if releases else 0.1)  # the system lists a thread for a moment after it was joined
+    while of_group & leaving.gloo_threads() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert of_group and bool(of_group & leaving.gloo_threads()) == (not releases)
 
 
 @pytest.fixture

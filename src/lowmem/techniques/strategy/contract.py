@@ -88,7 +88,7 @@ class OneDevice:
         """Is called once, after everything was restored and moved to its device."""
 
     def release(self) -> ref | None:
-        """Frees C++ objects that refer to the process group, before the group is left.
+        """Drops references to the process group and frees C++ objects that have one, before the group is left.
 
         Returns: a reference to DDP's Reducer, which is dead unless something else refers to it; None: there was none.
         """

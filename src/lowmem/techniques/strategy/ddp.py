@@ -47,6 +47,7 @@ class DataParallel(Several):
             self._watching.append(p.register_post_accumulate_grad_hook(lambda _, name=name: self._idle.discard(name)))
 
     def release(self) -> ref | None:
+        super().release()
         if self.forward is None:  # the run ended before the wrapper was made
             return None
         reducer = ref(self.forward.reducer)

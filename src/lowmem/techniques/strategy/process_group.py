@@ -74,6 +74,9 @@ def leave(ranks: OneDevice | None = None) -> None:
     freeing the group joins gloo's threads, while one of them may wait for the GIL to free a Python object: a deadlock.
     Python's own reference to a group is dropped without the GIL.
 
+    A group that stays keeps its threads to the end of the process. One that waits for the GIL by then, on a machine so
+    busy that it has not run since the last collective, is ended by Python inside C++, which aborts the process.
+
     Args: ranks: of this process; None: there is no strategy, or it could not be made.
     """
     group = dist.group.WORLD  # keeps the group until the Reducer is gone

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,10 @@ class Several(OneDevice):
         # Ranks with other rows draw other dropout, and ranks that compute one row together the same. A generator of the
         # CPU takes the lower 32 bits of a seed.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
+
+    def release(self) -> ref | None:
+        self.data_group = None  # this strategy may outlive the group: it is part of Lightning's reference cycles
+        return super().release()
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
         if p not in self._locals:

@@ -3,6 +3,7 @@
 python -m benchmarks.streamed --part 8b        # trains Llama-3.1-8B from random weights: 20 minutes, 21 GiB of memory
 python -m benchmarks.streamed --part reach     # predicts device and host bytes from shapes: no memory, some minutes
 python -m benchmarks.streamed --part cpu       # compared with resident weights, idle machine: 10 minutes, 6 GiB
+python -m benchmarks.streamed --part window    # the same with windows of 8 micro-batches: 10 minutes, 6 GiB
 python -m benchmarks.streamed --part link      # copied bytes, compared with the formula: seconds
 python -m benchmarks.streamed --part picture   # draws docs/streamed-step.png: a minute
 
@@ -76,11 +77,11 @@ class Progress:
 
 
 def eight(more: Sequence[str] = ()) -> dict:
-    from lowmem.training import training
+    from lowmem.training import watchers
 
     tell, losses, moments = Progress(), [], []
 
-    class Telling(training.Stop):
+    class Telling(watchers.Stop):
         def on_fit_start(self, *_) -> None:
             tell("the model is built, and its weights have moved in")
 
@@ -97,7 +98,7 @@ def eight(more: Sequence[str] = ()) -> dict:
             tell(f"step {trainer.global_step}: loss {losses[-1]:.4f}")
             super().on_train_batch_end(trainer, module)
 
-    training.Stop = Telling
+    watchers.Stop = Telling
     tell("starts")
     with running([*EIGHT, *more]) as run:
         tell("trained")
@@ -106,10 +107,10 @@ def eight(more: Sequence[str] = ()) -> dict:
             "losses": losses,
             "seconds_per_step": [after - before for before, after in pairwise(moments)],
             "seconds": time.perf_counter() - tell.start,
-            "peak_bytes": run.meter.peak_bytes,
-            "peak_bytes_by_phase": run.meter.by_phase(),
-            "peak_bytes_by_category": run.meter.by_category(),
-            "host_tensors": max(row.get("host_tensor_bytes", 0) for row in run.meter.rows()),
+            "peak_bytes": run.watchers.meter.peak_bytes,
+            "peak_bytes_by_phase": run.watchers.meter.by_phase(),
+            "peak_bytes_by_category": run.watchers.meter.by_category(),
+            "host_tensors": max(row.get("host_tensor_bytes", 0) for row in run.watchers.meter.rows()),
             "rss_before_model": run.rss_before_model,
         }
 
@@ -243,23 +244,23 @@ PHASES = ("forward", "backward", "step")
 
 def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
     """Runs one of the two loops that take turns."""
-    from lowmem.training import training
+    from lowmem.training import watchers
 
     mine = turns.Turns()
 
-    class InTurn(training.Stop):
+    class InTurn(watchers.Stop):
         def on_train_batch_start(self, *_) -> None:
             mine.next()
 
-    training.Stop = InTurn
+    watchers.Stop = InTurn
     with running([*ON_CPU, weights, *more]) as run:
         tokens = run.module.tokens / run.trainer.global_step
-        rows = [row for row in run.meter.rows() if row["phase"] in PHASES and "live_peak_bytes" in row]
+        rows = [row for row in run.watchers.meter.rows() if row["phase"] in PHASES and "live_peak_bytes" in row]
         top = max(rows, key=lambda row: row["live_peak_bytes"])
         return {
             "seconds": mine.seconds,
             "tokens_per_second": tokens / median(mine.seconds[WARM_UP:]),
-            "losses": [float(run.metrics.train_loss)],
+            "losses": [float(run.watchers.metrics.train_loss)],
             "device": top["live_peak_bytes"],
             "host": top["host_tensor_bytes"],
             "resident": max(row["rss_peak_bytes"] for row in rows) - run.rss_before_model,
@@ -297,6 +298,41 @@ def table_of_cpu(results: Mapping) -> str:
     )
 
 
+# --- windows of several micro-batches ---------------------------------------------------------------------------------
+
+OF_EIGHT = [
+    "gradient_checkpointing=offload",
+    "accumulation=fixed",
+    "accumulation.batches=8",
+    "clip=null",
+    "max_steps=5",
+]
+ORDERS = ("weights=resident", STREAMED, "weights=streamed weights.order=by_micro_batch")
+
+
+def in_windows(way: str) -> dict:
+    weights, *order = way.split()
+    return in_turn(weights, [*order, *OF_EIGHT])
+
+
+def table_of_windows(results: Mapping) -> str:
+    resident = results[ORDERS[0]]
+    lines = [
+        "The same shapes in windows of 8 micro-batches, clip=null, gradient_checkpointing=offload, the three in turns. "
+        "Without another word a window goes by layer:",
+        "",
+        "| weights are | s per window | x resident | device GiB | host GiB | both | net of imports GiB | loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for way, rounds in results.items():
+        figures, slower = rounds[0], turns.speed_ratio(resident, rounds, 1)
+        seconds = median(s for each in rounds for s in each["seconds"][1:])
+        sizes = [figures["device"], figures["host"], _counted(figures), figures["resident"]]
+        cells = " | ".join(f"{size / GIB:.3f}" for size in sizes)
+        lines.append(f"| {way} | {seconds:.2f} | {slower:.3f} | {cells} | {figures['losses'][-1]:.6f} |")
+    return "\n".join(lines)
+
+
 def _counted(figures: Mapping) -> int:
     return figures["device"] + figures["host"]
 
@@ -314,7 +350,7 @@ def counted(micro_batches: int) -> dict:
     """Returns the bytes that are copied each way in the last of three accumulation windows."""
     from lowmem.system.copy_lanes import AtOnceLane
     from lowmem.techniques.weights.link import StagedLink
-    from lowmem.training import training
+    from lowmem.training import watchers
 
     class Counting(AtOnceLane):
         """Counts the bytes of copies; `staged` has the addresses of host memory for gradients and other weights."""
@@ -334,7 +370,7 @@ def counted(micro_batches: int) -> dict:
 
     lane = Counting()
 
-    class Watching(training.Stop):
+    class Watching(watchers.Stop):
         def setup(self, trainer, module, stage) -> None:
             module.weights.lane = lane
             trainer.precision_plugin.link = StagedLink(lane)
@@ -346,7 +382,7 @@ def counted(micro_batches: int) -> dict:
             trainer.precision_plugin.arrived()
             self.seen = dict(lane.bytes)
 
-    training.Stop = Watching
+    watchers.Stop = Watching
     window = ["accumulation=fixed", f"accumulation.batches={micro_batches}"]
     with running([*SMALL, STREAMED, *window, "+trainer.limit_val_batches=0"]) as run:
         homes = run.module.weights.homes
@@ -355,7 +391,7 @@ def counted(micro_batches: int) -> dict:
             "trained": 2 * sum(p.numel() for p in run.module.parameters()),
             "blocks": len(homes),
             "micro_batches": micro_batches,
-            "bytes": run.stop.seen,
+            "bytes": run.watchers.stop.seen,
         }
 
 
@@ -390,7 +426,9 @@ def step_of(weights: str) -> dict:
     from lowmem.system.units import CATEGORIES
 
     with running([*DEEP, weights, "+trainer.limit_val_batches=0"]) as run:
-        points = [[point.phase, *(point.bytes[category] for category in CATEGORIES)] for point in run.meter.timeline]
+        points = [
+            [point.phase, *(point.bytes[category] for category in CATEGORIES)] for point in run.watchers.meter.timeline
+        ]
     return {"points": points, "parameters": sum(p.numel() for p in run.module.parameters())}
 
 
@@ -428,10 +466,18 @@ PARTS: dict[str, tuple[Callable[[], dict], Callable[[Mapping], str]]] = {
     "8b": (lambda: watched(_row("8b")), table_of_eight),
     "reach": (_reach, table_of_reach),
     "cpu": (lambda: turns.measure([{way: _row("cpu", way) for way in WAYS}], 2), table_of_cpu),
+    "window": (lambda: turns.measure([{way: _row("window", way) for way in ORDERS}], 1), table_of_windows),
     "link": (lambda: measure({str(m): _row("link", str(m)) for m in WINDOWS}, 1), table_of_link),
     "picture": (_picture, table_of_picture),
 }
-ROWS = {"8b": eight, "reach": by_shape, "cpu": in_turn, "link": lambda m: counted(int(m)), "picture": step_of}
+ROWS = {
+    "8b": eight,
+    "reach": by_shape,
+    "cpu": in_turn,
+    "window": in_windows,
+    "link": lambda m: counted(int(m)),
+    "picture": step_of,
+}
 
 
 def main() -> None:

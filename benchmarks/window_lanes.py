@@ -3,7 +3,7 @@
 A small model is really trained on a CPU, and its copies happen at once; a clock beside it counts what a card would take
 whose link is slow: computing a block takes 1 in forward and 3 in backward, and copying its 16-bit weights 4.
 
-python -m benchmarks.window_lanes        # half a minute
+python -m benchmarks.window_lanes        # half a minute.
 """
 
 import tempfile

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import os
 import re
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
 from benchmarks import published, turns
 from benchmarks.loops import RECIPES
-from benchmarks.runner import RESULTS
+from benchmarks.runner import RESULTS, ROOT
 from benchmarks.side_by_side import LOOPS
 from transformers import AutoModelForCausalLM
 
@@ -165,3 +168,14 @@ def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(describe(cfg, plans=True).grown)
     assert sum(p.numel() for p in theirs.parameters()) == COUNTED[name]
+
+
+@pytest.mark.slow
+def test_copied_bytes_of_weights_that_stream_are_counted(monkeypatch, tmp_path):
+    """The row of the benchmark that takes seconds; the others listen to a run in the same way."""
+    command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]
+    row = subprocess.run(command, cwd=ROOT, env=os.environ | {"ROW_FOLDER": str(tmp_path)}, capture_output=True)
+    assert row.returncode == 0, row.stderr.decode()
+    copied = json.loads(row.stdout.splitlines()[-1])
+    up = (2 * copied["blocks"] - 1) / copied["blocks"] * copied["streamed"]
+    assert copied["bytes"]["blocks"] == pytest.approx(up, rel=0.2)

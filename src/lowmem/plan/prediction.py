@@ -274,9 +274,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     windows = run.windows if run.several else None
     steps_beside_card = on_card and trace.steps_on_host
     # bytes of a gradient on its way to the host
-    largest = trace.leaves if trace.streamed else trace.largest_trained * run.product_bytes
-    if run.by_layer and run.accumulates:  # as much waits on the device for the link (`Streamed.start`)
-        largest += trace.blocks[1]
+    largest = trace.leaves + trace.ahead if trace.streamed else trace.largest_trained * run.product_bytes
     leaving = largest if steps_beside_card else 0
     if on_card and trace.waits_on_host:  # a block's shard on its way to the card, and its gradient's on the way back
         leaving = 2 * trace.blocks[1]

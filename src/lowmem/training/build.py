@@ -179,7 +179,7 @@ def causal_lm(
         vocabulary.check_trained(network, described.added)
     instantiate(run.gradient_checkpointing)(network)
     tiles = Tiles(network, run.tile.tokens) if run.tile.tokens else None
-    order = {"order": run.order} if run.streams else {}
+    order = {"order": run.order if run.accumulates else "by_micro_batch"} if run.streams else {}
     weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"), **order)
     skips = run.on_nonfinite == "skip"
     update = Update(optimizer(run), instantiate(run.scheduler), run.clip, run.clip_value, skips_faults=skips)

@@ -161,7 +161,7 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
     rates = replace(Machine("a card", **cards.named(cards.REFERENCE).rates), overhead=0.0)
     recipe = {"precision": "bf16-master", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     cfg = composed(recipe | {"batch_size": "4"})
-    shapes, seconds = Derivation(composed, 7, (1, 4), Target(on_card=True), rates).trace(
+    shapes, seconds = Derivation(composed, 7, (1, 4), Target(on_card=True), rates).derive(
         recipe | {"batch_size": "4"}, cfg
     )
     itself = trace(cfg, on_card=True)

@@ -153,12 +153,12 @@ def candidates(typed: Typed, training: Training, names: Collection[str] = ("auto
             computed = dict(zip(COMPUTED, way, strict=True))
             # with streaming, refusals and the order depend on how the passes are computed
             of_way = typed.config({**chosen, **computed}) if run.streams else run
-            is_refused, turned = any(refused(of_way)), _turned(typed, {**chosen, **computed}, of_way)
+            is_refused = any(refused(of_way))
             for batch_size, accumulation in micro_batches(typed, run):
                 option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
                 if not is_refused:
                     yield Candidate(option, of_way, training)
-                    if turned is not None and of_window(run, option) > 1:
+                    if of_window(run, option) > 1 and (turned := _turned(typed, {**chosen, **computed}, of_way)):
                         yield Candidate({**option, ORDER: turned.order}, turned, training)
                 if in_backward is not None and not accumulation:
                     yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)

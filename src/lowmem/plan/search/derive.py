@@ -141,6 +141,7 @@ class Derivation:
             host_bytes=parameters.bytes(lambda t: t.host_bytes),
             streamed=parameters.bytes(lambda t: t.streamed),
             outside=parameters.any.outside,
+            ahead=parameters.any.ahead,
             head=parameters.any.head,
             phases={"step": Point("step", by_category | {"activations": 0}, parameters.bytes(_host("step")))},
         )

@@ -118,6 +118,7 @@ class Trace:
     outside: int = 0  # bytes of weights outside the blocks that wait on the host too
     head: int = 0  # bytes of `outside` that come for each pass, in tiles
     leaves: int = 0  # bytes of the largest gradient that leaves at once
+    ahead: int = 0  # bytes of gradients that may wait on the device for the link
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each phase
     # Device events of a window, (serial, bytes): + born, - died. They begin with the tensors that exist before it.
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -203,6 +204,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         sent=mode.sent,
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
+        ahead=trainer.precision_plugin.link.ahead if trainer.precision_plugin.optimizer_side == "host" else 0,
         advice=attention and attention.advice,
         estimate=EVENLY if mode.spread else None,
         neediest=ranks.neediest,

@@ -174,7 +174,9 @@ def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
 def test_copied_bytes_of_weights_that_stream_are_counted(monkeypatch, tmp_path):
     """The row of the benchmark that takes seconds; the others listen to a run in the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]
-    row = subprocess.run(command, cwd=ROOT, env=os.environ | {"ROW_FOLDER": str(tmp_path)}, capture_output=True)
+    row = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"ROW_FOLDER": str(tmp_path)}, capture_output=True, timeout=280
+    )
     assert row.returncode == 0, row.stderr.decode()
     copied = json.loads(row.stdout.splitlines()[-1])
     up = (2 * copied["blocks"] - 1) / copied["blocks"] * copied["streamed"]

@@ -24,6 +24,8 @@ from lowmem.config.typed_lines import composed
 from lowmem.memory import cap
 from lowmem.system.errors import Refused
 
+ORDERS = ("auto", "by_layer", "by_micro_batch")  # of weights.order
+
 
 def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
     """Returns whether masters step as their gradients arrive: a norm, or a loss scale, needs all gradients first."""
@@ -207,8 +209,14 @@ class Run(schema.Keys):
     @property
     def order(self) -> str | None:
         """Returns the order in which the micro-batches of a window pass through blocks whose weights stream; None: they
-        do not stream. By layer each micro-batch's inputs of blocks exist at once, so it is not for the device alone."""
+        do not stream. By layer each micro-batch's inputs of blocks exist at once, so it is not for the device alone.
+
+        Raises:
+            Refused: there is no such order.
+        """
         order = self.weights.arguments.get("order")
+        if order not in (None, *ORDERS):
+            raise Refused(f"weights.order={order}: there is no such order. Type {', '.join(ORDERS)}.")
         if order == "auto":
             return "by_layer" if self.any("inputs_on_host") else "by_micro_batch"
         return order

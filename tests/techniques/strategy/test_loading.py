@@ -222,5 +222,5 @@ def test_ranks_that_hold_parts_write_a_sample_together(config, alone, monkeypatc
     monkeypatch.setattr(made.model, "generate", lambda *args, **kwargs: (how.append(kwargs), right(*args, **kwargs))[1])
     ids = torch.tensor([[1, 2]])
     at_end = EndOfEvaluation(data.tokens.tokenizer, 0, Stop(), MemoryMeter(tmp_path / "memory.csv"))
-    Samples([ids], 3, 16, tmp_path / "samples.jsonl", at_end)._row(made, ids, 1)
+    Samples([ids], 3, 16, tmp_path / "samples.jsonl", at_end)._rows(made, 1)
     assert [one["synced_gpus"] for one in how] == [True, True]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import races
+from lowmem.config.check import check
 from lowmem.memory.tracker import StorageTracker
 from lowmem.model.auxiliary_loss import AuxiliaryLoss
 from lowmem.system.errors import Refused
@@ -477,9 +478,10 @@ def test_a_gradient_that_the_last_micro_batch_does_not_have_leaves_after_the_win
     assert len(sent) == 1 and sent[0][0] is p and bool((sent[0][1] == 3.0).all()) and p.grad is None
 
 
-def test_an_order_that_there_is_not_is_refused():
-    with pytest.raises(Refused, match="by_micro_batch or by_layer"):
-        Streamed(network("llama", num_hidden_layers=3), order="by_block")
+def test_an_order_that_there_is_not_is_refused_before_anything_is_loaded(config):
+    """Also where a window has one micro-batch, for which the order does not matter."""
+    with pytest.raises(Refused, match=r"weights\.order=by_block: .* auto, by_layer, by_micro_batch"):
+        check(config("weights=streamed", "precision=bf16-master", "weights.order=by_block"), {})
 
 
 def test_a_weight_outside_the_blocks_leaves_for_each_micro_batch():

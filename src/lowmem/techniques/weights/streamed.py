@@ -30,8 +30,6 @@ from lowmem.techniques.weights.edges import GradientSink, edges
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Pass, Resident, nowhere
 
-ORDERS = ("by_micro_batch", "by_layer")
-
 
 class Slot:
     """Device memory for the weights of one block."""
@@ -54,7 +52,7 @@ class Streamed(Resident):
 
     Raises:
         Refused: fewer than two blocks with weights of their own are left to stream; resident_blocks is negative; there
-            are fewer than two slots; there is no such order.
+            are fewer than two slots.
     """
 
     streams = True
@@ -66,11 +64,9 @@ class Streamed(Resident):
         slots: int = 2,
         steps_in: str = "bf16_on_host",
         head_in_tiles: bool = False,
-        order: str = ORDERS[0],
+        order: str = "by_micro_batch",
     ) -> None:
         super().__init__(network, steps_in)
-        if order not in ORDERS:
-            raise Refused(f"weights.order={order}: there is no such order. Type {' or '.join(ORDERS)}.")
         stack = blocks(network)
         if resident_blocks and not 0 < resident_blocks <= len(stack) - 2:
             raise Refused(

@@ -171,7 +171,7 @@ def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
 
 
 @pytest.mark.slow
-def test_copied_bytes_of_weights_that_stream_are_counted(monkeypatch, tmp_path):
+def test_copied_bytes_of_weights_that_stream_are_counted(tmp_path):
     """The row of the benchmark that takes seconds; the others listen to a run in the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]
     row = subprocess.run(

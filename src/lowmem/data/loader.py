@@ -233,22 +233,6 @@ class WindowLoader:
         return position.window
 
 
-class Groups:
-    """Yields the micro-batches of a validation set in groups, each of which is evaluated at once. Args: size: of a
-    group, in micro-batches."""
-
-    def __init__(self, micro_batches: "ValidationLoader", size: int = 1) -> None:
-        self.micro_batches, self.size = micro_batches, size
-
-    def __len__(self) -> int:
-        return -(-len(self.micro_batches) // self.size)
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        following = iter(self.micro_batches)
-        while group := list(islice(following, self.size)):
-            yield group
-
-
 class ValidationLoader:
     """Yields the first `limit` sequences of a validation set, in order, in micro-batches of the training size.
 
@@ -272,3 +256,19 @@ class ValidationLoader:
         step = self.share.rows_per_step
         for begin in range(0, self.count, step):
             yield self.share.rows_of(self.sequences.micro_batch(np.arange(begin, min(begin + step, self.count))))
+
+
+class Groups:
+    """Yields the micro-batches of a validation set in groups, each of which is evaluated at once. Args: size: of a
+    group, in micro-batches."""
+
+    def __init__(self, micro_batches: ValidationLoader, size: int = 1) -> None:
+        self.micro_batches, self.size = micro_batches, size
+
+    def __len__(self) -> int:
+        return -(-len(self.micro_batches) // self.size)
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        following = iter(self.micro_batches)
+        while group := list(islice(following, self.size)):
+            yield group

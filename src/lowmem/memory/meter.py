@@ -99,10 +99,8 @@ class MemoryMeter(Callback):
         self._enter("backward")
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        """Begins the next phase: a forward pass, unless all micro-batches are in backward, or the step, which begins
-        with the norm of the gradients."""
         self._settle()
-        self._enter("step" if module.last_micro_batch else "backward" if module.weights.overlaps else "forward")
+        self._enter(module.phase_after_backward)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._settle()

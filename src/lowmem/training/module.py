@@ -166,6 +166,14 @@ class CausalLM(LightningModule):
         all_sum = self.ranks.all_sum
         return all_sum(sums.loss), None if sums.auxiliary is None else all_sum(sums.auxiliary)
 
+    @property
+    def phase_after_backward(self) -> str:
+        """Returns the phase that begins when a micro-batch's backward pass has ended. Where micro-batches overlap the
+        next one is in backward, too. The step begins with the norm of the gradients."""
+        if self.last_micro_batch:
+            return "step"
+        return "backward" if self.weights.overlaps else "forward"
+
     def _run_micro_batch(self, micro_batch: MicroBatch, weight: int, sums: LossSums) -> None:
         ranks = self.ranks
         with ranks.micro_batch_context(self.last_micro_batch):

@@ -148,7 +148,8 @@ def test_gradients_wait_on_the_device_for_the_link_up_to_so_many_bytes():
         def synchronize(self):
             assert arrives.wait(60)
 
-    link = StagedLink(Still(), slot_bytes=64, slots=2, ahead=160)
+    link = StagedLink(Still(), slot_bytes=64, slots=2)
+    link.ahead = 160
 
     def fetch(number, elements):
         link.fetch(torch.full((elements,), float(number)), lambda start, piece: done.append(float(piece[0])))
@@ -178,7 +179,8 @@ def test_an_error_of_a_copy_is_told_and_not_waited_for(ahead):
         def synchronize(self):
             raise ZeroDivisionError("in the copy")
 
-    link = StagedLink(Broken(), slot_bytes=64, slots=2, ahead=ahead)
+    link = StagedLink(Broken(), slot_bytes=64, slots=2)
+    link.ahead = ahead
     with pytest.raises(ZeroDivisionError, match="in the copy"):
         link.fetch(torch.ones(1000), lambda start, piece: None)
         link.finish()
@@ -187,7 +189,8 @@ def test_an_error_of_a_copy_is_told_and_not_waited_for(ahead):
 
 @pytest.mark.parametrize("ahead", [0, 160])
 def test_a_link_that_was_closed_serves_a_second_fit(ahead):
-    link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2, ahead=ahead), []
+    link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2), []
+    link.ahead = ahead
     for _ in range(2):
         link.fetch(torch.ones(4), lambda start, piece: taken.append(float(piece.sum())))
         link.finish()

@@ -158,7 +158,7 @@ def candidates(typed: Typed, training: Training, names: Collection[str] = ("auto
                 option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
                 if not is_refused:
                     yield Candidate(option, of_way, training)
-                    if of_window(run, option) > 1 and (turned := _turned(typed, {**chosen, **computed}, of_way)):
+                    if of_window(run, option) > 1 and (turned := _turned(typed, of_way)):
                         yield Candidate({**option, ORDER: turned.order}, turned, training)
                 if in_backward is not None and not accumulation:
                     yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
@@ -229,12 +229,12 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
     }
 
 
-def _turned(typed: Typed, chosen: Mapping[str, str], run: Run) -> Run | None:
+def _turned(typed: Typed, run: Run) -> Run | None:
     """Returns the run in which micro-batches pass through the blocks in the other order; None: weights do not stream,
     an order was typed, or it is refused."""
     if not run.streams or ORDER in typed.values:
         return None
-    turned = typed.config({**chosen, ORDER: "by_micro_batch" if run.by_layer else "by_layer"})
+    turned = run.knowing(weights={"order": "by_micro_batch" if run.by_layer else "by_layer"})
     return None if any(refused(turned)) else turned
 
 

@@ -14,7 +14,6 @@ four and of five are traced, and a line through them leads to the window's own s
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from math import isqrt
 
@@ -100,8 +99,11 @@ class Derivation:
         of_passes["sent"] = _sent(passes)
         derived = replace(self.of_parameters(recipe, run), **of_passes)
         leave = run.masters or run.in_backward or derived.waits_on_host
-        highest = _pass_of_window if overlaps else partial(_pass, leave=leave, batches=batches)
-        derived.phases |= {phase: highest(phase, passes, parameters, derived) for phase in PASSES} | {
+        # A window whose micro-batches overlap was traced with all of its gradients, as a single micro-batch is.
+        how = (False, 1) if overlaps else (leave, batches)
+        derived.phases |= {
+            "forward": _pass("forward", passes, parameters, derived, *how),
+            "backward": _pass("backward", passes, parameters, derived, *how),
             "step": _step(passes, derived),
             "evaluation": _evaluation(passes, parameters, derived),
         }
@@ -325,7 +327,8 @@ def _at_place(place: str, field: str) -> Callable[[Trace], int]:
 def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leave: bool, batches: int) -> Point:
     """Returns the highest place of forward or backward. Args: leave: whether each gradient leaves as soon as backward
     computes it; batches: micro-batches of a window."""
-    tops = _places(phase, passes)
+    places = [place for place in passes.any.places if place.startswith(phase)]
+    tops = [Place(*(passes.bytes(_at_place(place, field)) for field in Place._fields)) for place in places]
     if leave or batches > 1:
         top = max(tops, key=lambda place: place.with_newest_gradient)
         gradients = 0 if leave else derived.gradients
@@ -338,20 +341,6 @@ def _pass(phase: str, passes: Corners, parameters: Corners, derived: Trace, leav
     offloaded = sum(derived.pinned) if derived.streamed or derived.waits_on_host else passes.bytes(_host(phase))
     host = parameters.bytes(_host(phase)) + offloaded
     return _point(phase, derived.weights, gradients, state, top.with_newest_gradient, host)
-
-
-def _pass_of_window(phase: str, passes: Corners, parameters: Corners, derived: Trace) -> Point:
-    """Returns the highest place of forward or backward of all micro-batches of a window, which pass through blocks
-    together. It was traced with all of its gradients and boundaries."""
-    top = max(_places(phase, passes), key=lambda place: place.with_all_gradients)
-    gradients = top.with_all_gradients - top.with_newest_gradient
-    host = parameters.bytes(_host(phase)) + sum(derived.pinned)
-    return _point(phase, derived.weights, gradients, 0, top.with_newest_gradient, host)
-
-
-def _places(phase: str, passes: Corners) -> list[Place]:
-    places = [place for place in passes.any.places if place.startswith(phase)]
-    return [Place(*(passes.bytes(_at_place(place, field)) for field in Place._fields)) for place in places]
 
 
 def _step(passes: Corners, derived: Trace) -> Point:

@@ -46,8 +46,8 @@ class Recorder(MemoryMeter):
         self.weights = self.host_bytes = 0  # bytes of weights on the device; of weights and masters on the host
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """Adds hooks that mark where a pass is: at the first block, at the last, or between them. In weights.order=
-        by_layer the first micro-batch is in backward while the others still have to pass through the last block."""
+        """Adds hooks that mark where a pass is: at the first block, at the last, or between them. By layer the
+        first micro-batch of a window is in backward while the others still have to pass through the last block."""
         stack = stack_of(model)
         if not stack:
             return

@@ -394,8 +394,7 @@ class Steady(Callback):
         self._begin("backward", module.last_micro_batch)
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        again = "backward" if module.weights.overlaps else "forward"  # the next micro-batch goes on with it
-        self._begin("step" if module.last_micro_batch else again, last=True)
+        self._begin(module.phase_after_backward, last=True)
 
     def _begin(self, phase: str, last: bool) -> None:
         if self.counts:

@@ -35,7 +35,8 @@ class Link:
     """The link where device and host are one: everything happens in place and at once."""
 
     lends = False  # True if a piece is overwritten once `take` has returned
-    ahead = 0  # bytes of gradients that may wait on the device for a slot, while it computes
+    # bytes of gradients that may wait on the device for a slot, while it computes; set before the first gradient leaves
+    ahead = 0
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
         """Brings a gradient to the host; `take` gets it in pieces, in order."""
@@ -112,13 +113,12 @@ class StagedLink(Link):
     Args:
         lane: the device's side.
         slot_bytes, slots: of the staging memory, in each direction.
-        ahead: see `Link`.
     """
 
     lends = True
 
-    def __init__(self, lane: Lane, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS, ahead: int = 0) -> None:
-        self.lane, self.slot_bytes, self.ahead = lane, slot_bytes, ahead
+    def __init__(self, lane: Lane, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
+        self.lane, self.slot_bytes = lane, slot_bytes
         self._down: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
@@ -132,12 +132,16 @@ class StagedLink(Link):
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._threads: list[threading.Thread] = []  # run from the first job to `close`, and again for a second fit
 
-    def _ask(self, job: "Gradient | Job | None") -> None:
-        if not self._threads:
-            loops = {"host-step": self._work, "gradients": self._send_all} if self.ahead else {"host-step": self._work}
-            self._threads = [threading.Thread(target=loop, daemon=True, name=name) for name, loop in loops.items()]
-            for thread in self._threads:
-                thread.start()
+    def _start(self) -> None:
+        if self._threads:
+            return
+        loops = {"host-step": self._work} | ({"gradients": self._send_all} if self.ahead else {})
+        self._threads = [threading.Thread(target=loop, daemon=True, name=name) for name, loop in loops.items()]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, job: Gradient | Job | None) -> None:
+        self._start()
         (self._leaving if self.ahead else self._jobs).put(job)
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
@@ -149,15 +153,16 @@ class StagedLink(Link):
             while self._waiting > self.ahead:
                 self._waiting -= self._sent.get()
         else:
-            self._send(leaving, self._ask)
+            self._start()
+            self._send(leaving)
         self._raise()
 
-    def _send(self, gradient: Gradient, ask: Callable[["Job"], None]) -> None:
+    def _send(self, gradient: Gradient) -> None:
         for start, piece in pieces(gradient.flat, self.slot_bytes):
             slot = self._down.get()
             host = slot.view(piece.dtype)[: piece.numel()]
             landed = self.lane.copy(host, piece, gradient.complete)
-            ask(partial(self._take, gradient.take, start, host, landed, slot))
+            self._jobs.put(partial(self._take, gradient.take, start, host, landed, slot))
 
     def _send_all(self) -> None:
         """Sends gradients in a thread of its own, and hands on other jobs: all keep their order."""
@@ -166,7 +171,7 @@ class StagedLink(Link):
                 self._jobs.put(job)
                 continue
             try:
-                self._send(job, self._jobs.put)
+                self._send(job)
             except BaseException as error:
                 self._failed = self._failed or error
             self._sent.put(job.flat.nbytes)

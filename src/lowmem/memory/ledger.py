@@ -1,6 +1,6 @@
 """Keeps the ledger: which category and which side owns which bytes.
 
-A tensor is on the *device* or on the *host* side by its owner's role, not by `tensor.device`: a run whose compute
+A tensor is on the *device*, the *host* or the *drive* side by its owner's role, not by `tensor.device`: a run whose compute
 device is the CPU still shows what a card would hold. Bytes are counted per storage, so tied weights and views count
 once.
 """
@@ -16,7 +16,7 @@ from lowmem.system.units import CATEGORIES
 
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
 
-Side = Literal["device", "host"]
+Side = Literal["device", "host", "drive"]
 
 
 class Owner(NamedTuple):

@@ -63,6 +63,7 @@ class MemoryMeter(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self._parameters, self._buffers = ledger.parameters(module), ledger.buffers(module)
+        self.ledger.own("optimizer", module.weights.drive_tensors, "drive")  # first: others count them as the host's
         side = module.ranks.side_of_weights
         self.ledger.own("weights", lambda: self._buffers)
         self.ledger.own("weights", lambda: self._parameters, side)

@@ -115,7 +115,7 @@ class StorageTracker(TorchDispatchMode):
             self._before.append((serial, owned.bytes))
             if owned.owner.side == "device":
                 self.base[owned.owner.category] += owned.bytes
-            else:
+            elif owned.owner.side == "host":
                 self.host_base += owned.bytes
         self.now = sum(self.base.values())  # live bytes of the device side
 
@@ -197,7 +197,7 @@ class StorageTracker(TorchDispatchMode):
         self._own(self._live[storage_key(tensor)], tensor.untyped_storage().nbytes(), owner)
 
     def _own(self, serial: int, size: int, owner: Owner) -> None:
-        if owner.side == "host" and self._side(serial) == "device":
+        if owner.side != "device" and self._side(serial) == "device":
             self.now -= size
         self._owner[serial] = owner
 
@@ -217,7 +217,7 @@ class StorageTracker(TorchDispatchMode):
             owner = self._owner.get(serial)
             if self._side(serial) == "host":
                 host += size
-            else:
+            elif self._side(serial) == "device":
                 assumed = unowned.setdefault(serial, "other" if phase == "step" else "activations")
                 now[owner.category if owner else assumed] += size
             yield Point(phase, dict(now), host)

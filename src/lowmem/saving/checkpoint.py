@@ -158,7 +158,7 @@ class Checkpoints(Callback):
             raise NotFinite(f"A weight is no longer finite at step {trainer.global_step}; nothing was saved.")
         self._since = time.monotonic()
         try:
-            with self.paused(), self.metered(trainer):
+            with self.paused(), self.metered(trainer), trainer.lightning_module.weights.being_read():
                 trainer.save_checkpoint(self._path(trainer.global_step))
         except OSError as error:
             return self._could_not(trainer, error, last)

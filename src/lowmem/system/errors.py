@@ -10,5 +10,9 @@ class NotFinite(Refused):
     advice."""
 
 
+class DriveFailed(Refused):
+    """A drive that holds a part of the run failed in the middle of it. `training/training.py` adds how to go on."""
+
+
 class RankLost(Refused):
     """Another rank is gone or does not answer. The message names the collective that waited for it."""

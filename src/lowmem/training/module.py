@@ -228,7 +228,9 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin
-        made = self.update.optimizer(self.model, lambda p: precision.master(self.ranks.local(p)))
+        made = self.update.optimizer(
+            self.model, lambda p: precision.master(self.ranks.local(p)), precision.restored
+        )
         optimizer = precision.prepare_optimizer(made)
         return {
             "optimizer": optimizer,

@@ -28,7 +28,7 @@ from lowmem.memory.snapshot import recorded
 from lowmem.saving import checkpoint
 from lowmem.system import process
 from lowmem.system.deterministic import deterministic
-from lowmem.system.errors import NotFinite, Refused
+from lowmem.system.errors import DriveFailed, NotFinite, Refused
 from lowmem.techniques.loss.cross_entropy import Verified
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 from lowmem.techniques.strategy.process_group import require_same
@@ -127,6 +127,8 @@ def training_session(
             yield training
     except NotFinite as error:
         raise Refused(_after_a_fault(error, training, run, output_dir)) from error
+    except DriveFailed as error:
+        raise Refused(f"{error} {_resume(training, output_dir)}") from error
     except MisconfigurationException as error:
         raise Refused(f"trainer, callbacks: Lightning says: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -195,16 +197,19 @@ def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
 
 def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: Path) -> str:
     """Returns the error with advice for this run: it names no precision, setting or checkpoint that the run lacks."""
-    last = checkpoint.complete(output_dir / "checkpoints") or [training.resumed_from]
     instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
     if run.scales_loss:
         instead.append("precision=bf16, which has fp32's range")
     if not (run.on_nonfinite == "skip" or run.in_backward or run.early):
         instead.append("on_nonfinite=skip")
-    resume = "There is no checkpoint yet."
-    if last[-1]:
-        resume = f"{in_shell('resume', last[-1])} goes on from the last checkpoint."
-    return f"{error} Type {', or '.join(instead)}. {resume}"
+    return f"{error} Type {', or '.join(instead)}. {_resume(training, output_dir)}"
+
+
+def _resume(training: Training | None, output_dir: Path) -> str:
+    last = checkpoint.complete(output_dir / "checkpoints") or [training and training.resumed_from]
+    if not last[-1]:
+        return "There is no checkpoint yet."
+    return f"{in_shell('resume', last[-1])} goes on from the last checkpoint."
 
 
 def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, task: Task, keeps: bool) -> Training:

@@ -19,13 +19,20 @@ BUFFERS = ("state1", "state2")  # tensors of bitsandbytes' state that a paged op
 PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller parameter (its `get_state_buffer`)
 
 
+Restored = Callable[[Optimizer, nn.Parameter], None]  # called once the state of a parameter is restored
+
+
 def itself(p: nn.Parameter) -> nn.Parameter:
     return p
 
 
+def nothing(*_: object) -> None:
+    pass
+
+
 class MakeOptimizer:
-    """A function (model, master) -> optimizer, where `master` returns the parameter that is stepped for one of the
-    model's.
+    """A function (model, master, restored) -> optimizer, where `master` returns the parameter that is stepped for one
+    of the model's.
 
     Args:
         make: parameter groups -> optimizer, a partial of the class that the yaml names.
@@ -35,7 +42,12 @@ class MakeOptimizer:
     def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:
         self.make, self.embedding_bits = make, embedding_bits
 
-    def __call__(self, model: nn.Module, master: Callable[[nn.Parameter], nn.Parameter] = itself) -> Optimizer:
+    def __call__(
+        self,
+        model: nn.Module,
+        master: Callable[[nn.Parameter], nn.Parameter] = itself,
+        restored: Restored = nothing,
+    ) -> Optimizer:
         groups = [group | {"params": list(map(master, group["params"]))} for group in parameter_groups(model)]
         if self.embedding_bits is not None:
             groups = [
@@ -47,7 +59,7 @@ class MakeOptimizer:
             in_one_pass(optimizer)
         if getattr(optimizer, "is_paged", False):
             _restore_paged(optimizer)
-        _restore_in_saved_dtypes(optimizer)
+        _restore_in_saved_dtypes(optimizer, restored)
         return optimizer
 
     @property
@@ -84,7 +96,7 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
     optimizer.get_config = get_config
 
 
-def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
+def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
     """Restores each tensor of the state in the dtype in which it was saved.
 
     torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half of their bits,
@@ -102,6 +114,7 @@ def _restore_in_saved_dtypes(optimizer: Optimizer) -> None:
         for index, state in saved.items():
             group, p = owners[index]
             optimizer.state[p] = {key: _placed(key, value, group, p) for key, value in _each(state)}
+            restored(optimizer, p)
         saved.clear()
 
     optimizer.register_load_state_dict_pre_hook(before)

@@ -72,6 +72,9 @@ class BasePrecision(Precision):
         module calls this with its new optimizer, before the schedule sees it."""
         return optimizer
 
+    def restored(self, optimizer: Optimizer, p: nn.Parameter) -> None:
+        """Is called with each stepped parameter as soon as a checkpoint has restored its state, one after the other."""
+
     def load_state_dict(self, state_dict: dict) -> None:
         """Restores what `state_dict` returned. Lightning calls this on a resume, with the weights on the device."""
 

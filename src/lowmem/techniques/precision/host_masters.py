@@ -16,6 +16,7 @@ masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,9 @@ class HostMasters(BasePrecision):
             if not p.requires_grad:
                 p.data = p.data.to(self.dtype)
             elif id(p) not in self.masters:
-                self.masters[id(p)] = self.new_host_weight(name, p)
+                self.masters[id(p)] = master = self.new_host_weight(name, p)
+                self.weights.bring_in(p)
+                self.weights.put(p, name, master.beside())
         self.weights.move_in(torch.device(self.device))
         for master in self.masters.values():
             master.moved(self.weights.home(master.weight))
@@ -174,14 +177,35 @@ class HostMasters(BasePrecision):
             self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # A copy of the group: the schedule may change it while the host still steps.
         group = {**optimizer.param_groups[self._groups[id(master.wide)]]}
-        step = partial(_step, optimizer, group, master, reading, early)
+        step = partial(self._step, optimizer, master, Wanted(group, reading, early))
         if master.home is None:
             self.link.update(master.weight, step)
         else:
             self.link.at_home(master.home, partial(step, master.narrow))
 
+    def _step(self, optimizer: Optimizer, master: HostWeight, wanted: "Wanted", narrow: Tensor) -> None:
+        """Steps a weight on the host and writes its 16 bits into `narrow`."""
+        gradient = master.gradient()
+        if wanted.early and not finite(gradient):
+            raise NotFinite(
+                f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
+                "this step is not saved. With clip=1.0 every gradient is checked before any is used, and "
+                "on_nonfinite=skip works."
+            )
+        self.weights.bring_in(master.weight)
+        with host_side(), torch.no_grad():
+            master.step(optimizer, Step(gradient, wanted.group, master.wide, wanted.reading, narrow))
+        self.weights.put(master.weight, master.name, master.beside() | optimizer.state.get(master.wide, {}))
+        master.used(wanted.early)
+
+    def restored(self, optimizer: Optimizer, p: nn.Parameter) -> None:
+        master = next(master for master in self.masters.values() if master.wide is p)
+        self.weights.bring_in(master.weight)
+        self.weights.put(master.weight, master.name, optimizer.state[p])
+
     def arrived(self) -> None:
         self.link.finish()
+        self.weights.finish()
         for master in self.masters.values():
             self.link.wait(master.weight)
 
@@ -212,18 +236,13 @@ class Float16Master(ScaledLoss, HostMasters):
         return self.loss_scale.update(finite)
 
 
-def _step(optimizer: Optimizer, group: dict, master: HostWeight, reading: Reading, early: bool, narrow: Tensor) -> None:
-    """Steps a weight on the host and writes its 16 bits into `narrow`."""
-    gradient = master.gradient()
-    if early and not finite(gradient):
-        raise NotFinite(
-            f"The gradient of {master.name} is not finite. Masters stepped before it cannot be stepped back, so "
-            "this step is not saved. With clip=1.0 every gradient is checked before any is used, and "
-            "on_nonfinite=skip works."
-        )
-    with host_side(), torch.no_grad():
-        master.step(optimizer, Step(gradient, group, master.wide, reading, narrow))
-    master.used(early)
+class Wanted(NamedTuple):
+    """Describes a step that was asked for. Args: group: the options of the weight's group at that time; reading: how to
+    read the gradient; early: whether it is stepped inside backward."""
+
+    group: dict
+    reading: Reading
+    early: bool
 
 
 def _limit(value: float | None) -> float:

@@ -61,6 +61,10 @@ class HostWeight:
         """Returns what a checkpoint stores, besides `rest`: not a copy, but with a storage of its own."""
         return self.full_precision
 
+    def beside(self) -> dict[str, Tensor]:
+        """Returns what the host stores of the weight beside its 16 bits, by name."""
+        return {"master": self.wide}
+
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors in host memory, except those in `home`."""
         yield self.wide
@@ -148,6 +152,9 @@ class SplitHostWeight(HostWeight):
     def checkpoint_tensor(self) -> Tensor:
         return by_itself(self.narrow)
 
+    def beside(self) -> dict[str, Tensor]:
+        return {"rest": self.rest}
+
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()
         yield self.rest
@@ -188,6 +195,9 @@ class StochasticHostWeight(HostWeight):
     @property
     def checkpoint_tensor(self) -> Tensor:
         return by_itself(self.narrow)
+
+    def beside(self) -> dict[str, Tensor]:
+        return {}
 
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()

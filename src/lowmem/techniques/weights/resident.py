@@ -4,8 +4,9 @@ One buffer of exact size is one copy to the device, and one piece of memory to r
 is copied, so each waits for the other: a copy for the last update, an update for the last copy.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -117,6 +118,21 @@ class Resident:
         gradient, p.grad = p.grad, None
         return gradient
 
+    def bring_in(self, p: nn.Parameter) -> None:
+        """Is called before the host steps a weight: what it stores of it comes into memory, from wherever it is."""
+
+    def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
+        """Is called with what the host stores of a weight beside its 16 bits, when that is made, restored or stepped.
+        It may leave memory with the next `bring_in` of another weight. Args: name: the weight's."""
+
+    def finish(self) -> None:
+        """Returns when all that was put away is where it belongs, or raises the error that it met."""
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """Is entered around a save, which reads everything."""
+        yield
+
     def waits_on_host(self, p: nn.Parameter) -> bool:
         """Returns True if a weight will wait in host memory."""
         return False
@@ -136,6 +152,10 @@ class Resident:
 
     def host_tensors(self) -> Iterator[Tensor]:
         return (home.flat for home in self.homes)
+
+    def drive_tensors(self) -> Iterable[Tensor]:
+        """Returns tensors that are on a drive: their data is a view of a file."""
+        return ()
 
 
 def nowhere(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:

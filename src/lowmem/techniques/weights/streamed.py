@@ -13,8 +13,9 @@ computes for longer than the copy of the next one takes. Source: Pudipeddi et al
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,11 @@ from lowmem.memory.tracker import belongs
 from lowmem.system.copy_lanes import Lane, Mark, lane_of
 from lowmem.system.errors import Refused
 from lowmem.system.process import share_heap, trim
+from lowmem.system.scratch_file import Drive
 from lowmem.system.torch_private import in_backward, tree_leaves
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.by_layer import ByLayer
+from lowmem.techniques.weights.drive import Shelves
 from lowmem.techniques.weights.edges import GradientSink, edges
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Pass, Resident, nowhere
@@ -46,8 +49,8 @@ class Slot:
 class Streamed(Resident):
     """Streams the weights of a model's blocks, and of its edges: the embedding, and with loss=tiled the head.
 
-    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, order: see
-    conf/weights; steps_in: is not used here, precision=bf16-sr reads it; head_in_tiles: the loss reads the head in
+    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, order, drive:
+    see conf/weights; steps_in: is not used here, precision=bf16-sr reads it; head_in_tiles: the loss reads the head in
     tiles.
 
     Raises:
@@ -65,6 +68,7 @@ class Streamed(Resident):
         steps_in: str = "bf16_on_host",
         head_in_tiles: bool = False,
         order: str = "by_micro_batch",
+        drive: str | None = None,
     ) -> None:
         super().__init__(network, steps_in)
         stack = blocks(network)
@@ -92,7 +96,10 @@ class Streamed(Resident):
         self._window: ByLayer | None = None  # whose micro-batches are under way, if they go by layer
         self._in_blocks = {p for block in stack for p in block.parameters()}
         self._sink: GradientSink | None = None
-        self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
+        together = [*self._owned, *([edge.weight] for edge in self.edges)]
+        self._taken = {p for group in together for p in group}
+        self._shelves = Shelves(Drive(Path(drive).expanduser())) if drive else None
+        self._shelf_of = {p: shelf for group in together for shelf in [self._shelves.new()] for p in group} if drive else {}
         self.lane: Lane | None = None
         self._up: Registered | None = None  # the lane from the homes to the device
         self._home_of: dict[nn.Parameter, Home] = {}
@@ -125,8 +132,38 @@ class Streamed(Resident):
         return self._home_of.get(p)
 
     def host_tensors(self) -> Iterator[Tensor]:
+        yield from self._waiting()
+        yield from () if self._shelves is None else self._shelves.memory()
+
+    def _waiting(self) -> Iterator[Tensor]:
+        """Yields the memory from which weights are copied to the device."""
         yield from super().host_tensors()
         yield from (self._home_of[edge.weight].flat for edge in self.edges if edge.weight in self._home_of)
+
+    # --- a drive --------------------------------------------------------------------------------------------------
+
+    def bring_in(self, p: nn.Parameter) -> None:
+        if p in self._shelf_of:
+            self._shelves.turn(self._shelf_of[p])
+
+    def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
+        if p in self._shelf_of:
+            self._shelves.put(self._shelf_of[p], name, tensors)
+
+    def finish(self) -> None:
+        if self._shelves is not None:
+            self._shelves.finish()
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        if self._shelves is not None:
+            self._shelves.check()
+        yield
+        if self._shelves is not None:
+            self._shelves.drop_cached()
+
+    def drive_tensors(self) -> Iterable[Tensor]:
+        return () if self._shelves is None else self._shelves.tensors()
 
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
@@ -138,7 +175,7 @@ class Streamed(Resident):
             return
         self._sink = sink
         self.lane = self.lane or lane_of(self.device)
-        self._up = Registered(self.lane, [*self.host_tensors()])
+        self._up = Registered(self.lane, [*self._waiting()])
         if sink is not None and self.overlaps:
             share_heap()  # each micro-batch has a thread: 1.8 GiB of 8 x 256 tokens through blocks of GPT-2 XL
             # half of the fp32 sums of a block, which all leave in one turn
@@ -166,6 +203,10 @@ class Streamed(Resident):
             with ignoring_errors:
                 self._up.close()
         self._hooks, self._slots, self._up, self._sink = [], [], None, None
+        if self._shelves is not None:
+            with ignoring_errors:
+                self._shelves.finish()
+            self._shelves.drive.close()
         for p, home in self._home_of.items():
             with ignoring_errors:
                 home.wait_for_updates()

@@ -1,0 +1,201 @@
+"""Stores bytes on a drive in files without a name, read and written by several threads past the system's page cache.
+
+A file without a name exists as long as it is open. So a process leaves nothing behind, however it ends, and two
+processes never share a file. Its space is allocated before anything is written: a full drive is an error then, and not
+later. Memory, offset and length of a direct access are multiples of a page. A file system that refuses direct access
+(tmpfs, some network and overlay ones) is used through the page cache.
+"""
+
+import errno
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+PAGE = mmap.PAGESIZE
+PIECE = 1 << 23  # bytes that a thread moves at once
+THREADS = 4  # with fewer a fast drive waits for the next request
+PROBE = 1 << 28  # bytes that measure a drive's rates
+_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS and Windows have none
+
+
+class Disk:
+    """The operating system's calls that reach a drive. Tests put others in their place, which fail or do less."""
+
+    def open(self, folder: Path, direct: bool) -> int:
+        """Opens a file without a name. Returns its descriptor."""
+        flags = os.O_RDWR | (_DIRECT if direct else 0)
+        if hasattr(os, "O_TMPFILE"):
+            try:
+                return os.open(folder, flags | os.O_TMPFILE, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                    raise
+        created, name = tempfile.mkstemp(prefix=".lowmem-", dir=folder)
+        try:
+            return os.open(name, flags)
+        finally:
+            os.close(created)
+            os.unlink(name)
+
+    def reserve(self, file: int, start: int, size: int) -> None:
+        os.posix_fallocate(file, start, size)
+
+    def read(self, file: int, into: memoryview, start: int) -> int:
+        return os.preadv(file, [into], start)
+
+    def write(self, file: int, data: memoryview, start: int) -> int:
+        return os.pwrite(file, data, start)
+
+
+def pages(size: int) -> int:
+    """Returns a size in bytes, rounded up to full pages."""
+    return -(-size // PAGE) * PAGE
+
+
+def buffer(size: int) -> mmap.mmap:
+    """Returns memory that starts at a page. Pages that nobody has written to take no memory."""
+    return mmap.mmap(-1, pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class Drive:
+    """A folder of a drive, and the threads that read and write there.
+
+    Args: folder: made if it is missing; disk: the calls that reach it.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: Path, disk: Disk | None = None) -> None:
+        self.folder, self.disk = folder, disk or Disk()
+        self.read_bytes = self.written_bytes = 0
+        self._threads: ThreadPoolExecutor | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.direct = self._takes_direct()
+
+    def file(self) -> "ScratchFile":
+        return ScratchFile(self)
+
+    def _takes_direct(self) -> bool:
+        if not _DIRECT:
+            return False
+        try:
+            file, page = self.disk.open(self.folder, True), buffer(PAGE)
+            try:
+                self.disk.reserve(file, 0, PAGE)
+                self.disk.write(file, memoryview(page), 0)
+                self.disk.read(file, memoryview(page), 0)
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return False
+            raise
+        return True
+
+    def start(self, move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> "Moving":
+        """Starts to read or write memory from a place of a file on, in pieces."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, "drive")
+        places = range(0, len(memory), PIECE)
+        pieces = (memory[at : at + PIECE] for at in places)
+        return Moving(
+            [
+                self._threads.submit(_all_of, move, file, piece, start + at)
+                for at, piece in zip(places, pieces, strict=True)
+            ]
+        )
+
+    def close(self) -> None:
+        """Ends the threads, which start again with the next access."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+    def rates(self, size: int = PROBE) -> tuple[float, float]:
+        """Measures the drive. Returns: bytes per second (read, written)."""
+        file, memory = self.file(), buffer(size)
+        memory.write(os.urandom(PIECE) * (size // PIECE))  # a drive may compress zeros
+        file.grow(size)
+        written = _seconds(lambda: file.write(0, memoryview(memory)).result())
+        file.sync()
+        read = _seconds(lambda: file.read(0, memoryview(memory)).result())
+        file.close()
+        return size / read, size / written
+
+
+class Moving:
+    """An access that is under way."""
+
+    def __init__(self, pieces: list[Future[None]]) -> None:
+        self._pieces = pieces
+
+    def done(self) -> bool:
+        return all(piece.done() for piece in self._pieces)
+
+    def result(self) -> None:
+        """Returns when it is complete. Raises: OSError: of any piece, once nothing moves any more."""
+        for piece in wait(self._pieces).done:
+            piece.result()
+
+
+class ScratchFile:
+    """A file without a name. All starts and lengths are multiples of a page."""
+
+    def __init__(self, drive: Drive) -> None:
+        self.drive, self.size = drive, 0
+        self._file = drive.disk.open(drive.folder, drive.direct)
+
+    def grow(self, size: int) -> None:
+        """Allocates space up to `size` bytes. Raises: OSError: the drive is full."""
+        if size > self.size:
+            self.drive.disk.reserve(self._file, self.size, size - self.size)
+            self.size = size
+
+    def read(self, start: int, into: memoryview) -> Moving:
+        self.drive.read_bytes += len(into)
+        return self.drive.start(self.drive.disk.read, self._file, into, start)
+
+    def write(self, start: int, data: memoryview) -> Moving:
+        self.drive.written_bytes += len(data)
+        return self.drive.start(self.drive.disk.write, self._file, data, start)
+
+    def mapped(self, start: int, size: int) -> mmap.mmap:
+        """Returns a view of the file, which cannot be written to; it may outlive this object."""
+        return mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+
+    def check(self) -> None:
+        """Reads everything once, through the page cache if there is no other way. A mapped page that the drive cannot
+        read would end the process with a signal, without a word. Raises: OSError."""
+        memory = buffer(PIECE)
+        for start in range(0, self.size, PIECE):
+            part = memoryview(memory)[: min(PIECE, self.size - start)]
+            _all_of(self.drive.disk.read, self._file, part, start)
+
+    def sync(self) -> None:
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _all_of(move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> None:
+    """Reads or writes all of it: the system may do less than it was asked for. What is left begins at a page again."""
+    done = 0
+    while done < len(memory):
+        count = move(file, memory[done:], start + done)
+        if done + count < len(memory):
+            count = count // PAGE * PAGE
+        if count <= 0:
+            raise OSError(errno.EIO, "less than a page could be moved")
+        done += count
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -14,7 +14,6 @@ import errno
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -36,10 +35,11 @@ def goes_to_drive(tensor: object) -> bool:
 
 
 class Shelf:
-    """The tensors of one block, and their file. A tensor keeps its identity; its data is in memory or a view of the
-    file."""
+    """The tensors of one block, or of a large weight outside the blocks, and their file. A tensor keeps its identity;
+    its data is in memory or a view of the file."""
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: Drive, of_block: bool) -> None:
+        self.of_block = of_block
         # bytes, in full pages; the first one stays free, since storages are told apart by their address
         self.drive, self.size = drive, PAGE
         self.memory: Tensor | None = None  # (bytes,), of the block's turn, and of the time in which it is read or written
@@ -128,21 +128,20 @@ class Shelf:
 class Shelves:
     """The blocks of a drive. One thread at a time calls it.
 
-    Args: drive: where they are; buffers: blocks of the usual size that have room in memory. A larger one, such as an
-    embedding, takes the room of several.
+    Args: drive: where they are.
     """
 
-    def __init__(self, drive: Drive, buffers: int = BUFFERS) -> None:
-        self.drive, self.buffers = drive, buffers
+    def __init__(self, drive: Drive) -> None:
+        self.drive = drive
         self._every: list[Shelf] = []
         self._now: Shelf | None = None  # whose turn it is
         self._inside: list[Shelf] = []  # those in memory, the oldest first
         self._spare: list[Tensor] = []  # free memory of blocks, (bytes,) each
         self._follows: dict[Shelf, Shelf] = {}  # which was next last time
-        self.room = 0  # bytes of memory for blocks, spare memory included
+        self.room = 0  # bytes of memory for what is inside, spare memory included
 
-    def new(self) -> Shelf:
-        self._every.append(shelf := Shelf(self.drive))
+    def new(self, of_block: bool = True) -> Shelf:
+        self._every.append(shelf := Shelf(self.drive, of_block))
         return shelf
 
     def turn(self, shelf: Shelf) -> None:
@@ -222,8 +221,8 @@ class Shelves:
 
     def _memory(self, size: int, waits: bool, beside: Shelf | None = None) -> Tensor | None:
         """Returns free memory of a size. Blocks that have been written leave for it, the oldest first."""
-        sizes = [size, *(shelf.size for shelf in self._every if shelf.size > PAGE)]
-        self.room = max(self.room, round(self.buffers * median(sizes)), max(sizes))
+        blocks = max((shelf.size for shelf in self._every if shelf.of_block), default=0)
+        self.room = max(size, BUFFERS * blocks, *(shelf.size for shelf in self._every))
         while self._taken() + size > self.room:
             leaves = (s for s in self._inside if s not in (self._now, beside) and (waits or not s.moving()))
             if self._spare and self._spare[-1].nbytes == size:

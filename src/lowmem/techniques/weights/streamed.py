@@ -28,7 +28,7 @@ from lowmem.system.scratch_file import Drive
 from lowmem.system.torch_private import in_backward, tree_leaves
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.by_layer import ByLayer
-from lowmem.techniques.weights.drive import Shelves
+from lowmem.techniques.weights.drive import Shelf, Shelves
 from lowmem.techniques.weights.edges import GradientSink, edges
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Pass, Resident, nowhere
@@ -96,10 +96,9 @@ class Streamed(Resident):
         self._window: ByLayer | None = None  # whose micro-batches are under way, if they go by layer
         self._in_blocks = {p for block in stack for p in block.parameters()}
         self._sink: GradientSink | None = None
-        together = [*self._owned, *([edge.weight] for edge in self.edges)]
-        self._taken = {p for group in together for p in group}
-        self._shelves = Shelves(Drive(Path(drive).expanduser())) if drive else None
-        self._shelf_of = {p: shelf for group in together for shelf in [self._shelves.new()] for p in group} if drive else {}
+        self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
+        self._shelves = None if drive is None else Shelves(Drive(Path(drive).expanduser()))
+        self._shelf_of = {} if self._shelves is None else self._on(self._shelves)
         self.lane: Lane | None = None
         self._up: Registered | None = None  # the lane from the homes to the device
         self._home_of: dict[nn.Parameter, Home] = {}
@@ -141,6 +140,13 @@ class Streamed(Resident):
         yield from (self._home_of[edge.weight].flat for edge in self.edges if edge.weight in self._home_of)
 
     # --- a drive --------------------------------------------------------------------------------------------------
+
+    def _on(self, shelves: Shelves) -> dict[nn.Parameter, Shelf]:
+        """Returns the place of each weight's tensors on a drive."""
+        shelf_of = {edge.weight: shelves.new(of_block=False) for edge in self.edges}
+        for owned in self._owned:
+            shelf_of |= dict.fromkeys(owned, shelves.new())
+        return shelf_of
 
     def bring_in(self, p: nn.Parameter) -> None:
         if p in self._shelf_of:

@@ -207,6 +207,11 @@ class Run(schema.Keys):
         return get_object(self.weights.target).streams
 
     @property
+    def drive_folder(self) -> str | None:
+        """Returns the folder on a drive for masters and optimizer state; None: they stay in memory."""
+        return self.weights.arguments.get("drive")
+
+    @property
     def order(self) -> str | None:
         """Returns the order in which the micro-batches of a window pass through blocks whose weights stream; None: they
         do not stream. By layer each micro-batch's inputs of blocks exist at once, so it is not for the device alone.

@@ -27,6 +27,7 @@ from lowmem.plan.tracing.recorder import Place
 from lowmem.plan.tracing.trace import Trace, trace
 from lowmem.plan.tracing.traffic import EARLIER
 from lowmem.system.units import CATEGORIES
+from lowmem.techniques.weights.drive import Sizes
 
 FEWEST = 3  # blocks: the fewest that have one between the first and the last
 THIRD = 7  # blocks: the least third depth, see `third`
@@ -35,6 +36,7 @@ OF_THE_STEP = (*CHANGEABLE, "optim.in_backward")  # overrides for traces of the 
 SHORT = 8  # tokens of a sequence in such a trace
 STAY = "weights.resident_blocks"  # override: blocks that stay on the device while the weights of the others stream
 ORDER = "weights.order"  # override: in which order micro-batches pass through blocks whose weights stream
+DRIVE = "weights.drive"  # override: a folder for masters and optimizer state of blocks whose weights stream
 # Micro-batches of the windows that are traced if all of them pass through a block together. From four on each place is
 # linear in them; with two, for example, the second gradient completes a sum, which leaves at once.
 OVERLAPPING = (4, 5)
@@ -145,6 +147,11 @@ class Derivation:
             outside=parameters.any.outside,
             ahead=parameters.any.ahead,
             head=parameters.any.head,
+            drive=Sizes(
+                parameters.bytes(lambda t: t.drive.tensors),
+                parameters.bytes(lambda t: t.drive.files),
+                parameters.any.drive.room,  # that of the largest block, or of a weight outside the blocks
+            ),
             phases={"step": Point("step", by_category | {"activations": 0}, parameters.bytes(_host("step")))},
         )
 

@@ -6,6 +6,7 @@ optimizer steps one and then two small real parameters of each role under the tr
 rate. Nothing here knows any optimizer by name.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -29,9 +30,13 @@ THRESHOLD = 4096  # elements below which 8-bit optimizers hold a parameter's sta
 class Rate(NamedTuple):
     """Holds bytes per element of a parameter."""
 
-    state: float
+    tensors: tuple[float, ...]  # of each tensor of the state
     scratch: float  # on top of the state, while a parameter is stepped
     pageable: float  # bytes of the state that CUDA pages on a card if the parameter is large
+
+    @property
+    def state(self) -> float:
+        return sum(self.tensors)
 
 
 def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimizer:
@@ -97,11 +102,12 @@ class StandIn(Optimizer):
         rate = self.rates[group["role"], p.numel() < THRESHOLD]
         if not self.state[p]:
             leaves = rate.pageable if self.pages and p.numel() >= PAGED_FROM else 0.0
-            self.state[p]["all"] = _bytes(rate.state - leaves, p)
+            stays = (rate.state - leaves,) if leaves else rate.tensors
             self.state[p]["paged"] = round(leaves * p.numel())
+            self.state[p] |= {key: _bytes(size, p) for key, size in enumerate(stays)}
         _bytes(rate.scratch, p)
         weight.add_(gradient)  # as a kernel does: reads the gradient, reads and writes weight and state, once
-        self.state[p]["all"].neg_()
+        torch._foreach_neg_([value for value in self.state[p].values() if isinstance(value, Tensor)])
 
 
 class OnePassStandIn(StandIn, OnePass):
@@ -130,14 +136,15 @@ class Probe(nn.Module):
 
 
 def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate:
-    (state_of_1, scratch, pageable), (state_of_2, *_) = (_stepped(make, Probe(role, small, n)) for n in (1, 2))
+    (of_1, scratch, pageable), (of_2, *_) = (_stepped(make, Probe(role, small, n)) for n in (1, 2))
     elements = SMALL if small else SIDE * SIDE
-    return Rate((state_of_2 - state_of_1) / elements, 0.0 if one_kernel else scratch / elements, pageable / elements)
+    tensors = tuple(size / elements for size in (Counter(of_2) - Counter(of_1)).elements())
+    return Rate(tensors, 0.0 if one_kernel else scratch / elements, pageable / elements)
 
 
-def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int, int]:
-    """Returns the bytes of (state, scratch, pageable state) of the second real step; the first creates the state. The
-    scratch of generated code is not included."""
+def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
+    """Returns the bytes of (each tensor of the state, scratch, pageable state) of the second real step; the first
+    creates the state. The scratch of generated code is not included."""
     optimizer = make(probe)
     ledger = Ledger()
     ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])
@@ -148,11 +155,11 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[int, int, int]:
     with StorageTracker(ledger.storages()) as tracker:
         optimizer.step()
     top = max(point.total for point in tracker.timeline())
-    state = ledger.bytes()["optimizer"]
+    state = [owned.bytes for owned in ledger.storages().values() if owned.owner.category == "optimizer"]
     return state, top - sum(ledger.bytes().values()), sum(t.nbytes for t in pageable(optimizer))
 
 
 def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
     """Returns the state's (bytes, pageable bytes) per parameter of a large matrix, counted after real steps."""
     state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
-    return state / SIDE**2, leaves / SIDE**2
+    return sum(state) / SIDE**2, leaves / SIDE**2

@@ -54,6 +54,7 @@ from lowmem.system.torch_private import boundaries_count_as_real, storage_key, t
 from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.techniques.precision.contract import BasePrecision, step_one
 from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.weights.drive import Sizes
 from lowmem.training import build
 from lowmem.training.module import CausalLM
 from lowmem.training.passes import MicroBatchPass
@@ -119,6 +120,9 @@ class Trace:
     head: int = 0  # bytes of `outside` that come for each pass, in tiles
     leaves: int = 0  # bytes of the largest gradient that leaves at once
     ahead: int = 0  # bytes of gradients that may wait on the device for the link
+    drive: Sizes = field(
+        default_factory=Sizes
+    )  # of masters and state, if weights stream: what weights.drive would have them take
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each phase
     # Device events of a window, (serial, bytes): + born, - died. They begin with the tensors that exist before it.
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -197,6 +201,9 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         streamed=sum(home.flat.nbytes for home in module.weights.homes),
         outside=sum(edge.weight.nbytes for edge in module.weights.edges),
         head=sum(edge.weight.nbytes for edge in module.weights.edges if edge.head is not None),
+        drive=module.weights.on_drive(trainer.precision_plugin.stored_beside(trainer.optimizers[0]))
+        if run.streams
+        else Sizes(),
         leaves=max((a.bytes["gradients"] - b.bytes["gradients"] for a, b in pairwise(window.points)), default=0),
         phases=_phases(recorder, on_card),
         events=window.events,
@@ -212,9 +219,11 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 
 def _here(run: Run) -> Run:
-    """Returns the run on the CPU, where tensors without memory lie, even if its precision was configured for a card."""
+    """Returns the run on the CPU, where tensors without memory lie, even if its precision was configured for a card; a
+    drive is not touched."""
     precision = {"precision": {"device": "cpu"}} if "device" in run.trainer.plugins.precision.arguments else {}
-    return run.knowing(device="cpu", trainer={"plugins": precision})
+    in_memory = {"weights": {"drive": None}} if run.drive_folder is not None else {}
+    return run.knowing(device="cpu", trainer={"plugins": precision}, **in_memory)
 
 
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:

@@ -195,8 +195,15 @@ class HostMasters(BasePrecision):
         self.weights.bring_in(master.weight)
         with host_side(), torch.no_grad():
             master.step(optimizer, Step(gradient, wanted.group, master.wide, wanted.reading, narrow))
-        self.weights.put(master.weight, master.name, master.beside() | optimizer.state.get(master.wide, {}))
+        self.weights.put(*self._stored_beside(optimizer, master))
         master.used(wanted.early)
+
+    def stored_beside(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, str, dict[str, object]]]:
+        """Yields (weight, name, what the host stores of it beside its 16 bits)."""
+        return (self._stored_beside(optimizer, master) for master in self.masters.values())
+
+    def _stored_beside(self, optimizer: Optimizer, master: HostWeight) -> tuple[nn.Parameter, str, dict[str, object]]:
+        return master.weight, master.name, master.beside() | optimizer.state.get(master.wide, {})
 
     def restored(self, optimizer: Optimizer, p: nn.Parameter) -> None:
         master = next(master for master in self.masters.values() if master.wide is p)

@@ -14,6 +14,7 @@ import errno
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ from lowmem.techniques.weights.resident import Place
 BUFFERS = 3  # blocks in memory: one is stepped, one is read and one is written
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
+
+
+class Sizes(NamedTuple):
+    """Counts what a drive stores."""
+
+    tensors: int = 0  # bytes that leave the host's memory
+    files: int = 0  # the same in full pages, all of which a step reads and writes
+    room: int = 0  # bytes of memory for what is inside
 
 
 def goes_to_drive(tensor: object) -> bool:
@@ -65,6 +74,10 @@ class Shelf:
     def grown(self) -> int:
         """Returns the size of a file that holds all tensors."""
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
+
+    def room(self, size: int) -> int:
+        """Returns the memory that shelves take while this one, of `size` bytes, has its turn."""
+        return BUFFERS * size if self.of_block else size
 
     def move_into(self, memory: Tensor) -> None:
         """Moves all tensors into memory of `grown` bytes; those without a place in the file get one."""
@@ -128,10 +141,10 @@ class Shelf:
 class Shelves:
     """The blocks of a drive. One thread at a time calls it.
 
-    Args: drive: where they are.
+    Args: drive: where they are; None: only `sizes` is read.
     """
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: Drive | None) -> None:
         self.drive = drive
         self._every: list[Shelf] = []
         self._now: Shelf | None = None  # whose turn it is
@@ -191,6 +204,16 @@ class Shelves:
         """Yields all that is stored on the drive, also while it is in memory."""
         return (tensor for shelf in self._every for tensor in shelf.tensors())
 
+    @property
+    def sizes(self) -> Sizes:
+        """Returns the sizes of all that was put here, as if each had had its turn."""
+        sizes = {shelf: shelf.grown for shelf in self._every if shelf.tensors()}
+        return Sizes(
+            sum(tensor.nbytes for tensor in self.tensors()),
+            sum(sizes.values()),
+            max((shelf.room(size) for shelf, size in sizes.items()), default=0),
+        )
+
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _end_turn(self, following: Shelf | None) -> None:
@@ -221,8 +244,7 @@ class Shelves:
 
     def _memory(self, size: int, waits: bool, beside: Shelf | None = None) -> Tensor | None:
         """Returns free memory of a size. Blocks that have been written leave for it, the oldest first."""
-        blocks = max((shelf.size for shelf in self._every if shelf.of_block), default=0)
-        self.room = max(size, BUFFERS * blocks, *(shelf.size for shelf in self._every))
+        self.room = max(size, *(shelf.room(shelf.size) for shelf in self._every))
         while self._taken() + size > self.room:
             leaves = (s for s in self._inside if s not in (self._now, beside) and (waits or not s.moving()))
             if self._spare and self._spare[-1].nbytes == size:

@@ -28,7 +28,7 @@ from lowmem.system.scratch_file import Drive
 from lowmem.system.torch_private import in_backward, tree_leaves
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.by_layer import ByLayer
-from lowmem.techniques.weights.drive import Shelf, Shelves
+from lowmem.techniques.weights.drive import Shelf, Shelves, Sizes
 from lowmem.techniques.weights.edges import GradientSink, edges
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Pass, Resident, nowhere
@@ -155,6 +155,15 @@ class Streamed(Resident):
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
         if p in self._shelf_of:
             self._shelves.put(self._shelf_of[p], name, tensors)
+
+    def on_drive(self, stored: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
+        """Returns the sizes on a drive of what the host stores, whether or not there is one. Args: stored: arguments of
+        `put`."""
+        shelf_of = self._on(shelves := Shelves(None))
+        for p, name, tensors in stored:
+            if p in shelf_of:
+                shelves.put(shelf_of[p], name, tensors)
+        return shelves.sizes
 
     def finish(self) -> None:
         if self._shelves is not None:

@@ -19,7 +19,7 @@ from datetime import date, timedelta
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -44,6 +44,7 @@ OTHER_WAY = 4  # copies that come down while one goes up: so many that they are 
 STEADY = 1.5  # slowest over fastest of equal calls: above this, others use the card
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rates = TypeVar("Rates")
 
 
 @dataclass
@@ -91,15 +92,30 @@ class Machine:
     def save(self) -> None:
         if self.measured_on is None:
             return
-        stored = {name: value for name, value in asdict(self).items() if name not in NOT_STORED}
-        try:
-            CACHE.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=CACHE) as folder:  # two processes may save at once
-                draft = Path(folder) / "draft"
-                draft.write_text(json.dumps(stored, indent=2), encoding="utf-8")
-                draft.replace(_file(self.name))
-        except OSError as error:
-            _tell(f"Rates of this machine cannot be kept in {CACHE} ({error.strerror}): name a folder in LOWMEM_RATES.")
+        store({name: value for name, value in asdict(self).items() if name not in NOT_STORED}, _file(self.name))
+
+
+def store(rates: dict[str, object], file: Path) -> None:
+    """Stores measured rates. If that fails, a warning says so once."""
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=CACHE) as folder:  # two processes may save at once
+            draft = Path(folder) / "draft"
+            draft.write_text(json.dumps(rates, indent=2), encoding="utf-8")
+            draft.replace(file)
+    except OSError as error:
+        _tell(f"Rates of this machine cannot be kept in {CACHE} ({error.strerror}): name a folder in LOWMEM_RATES.")
+
+
+def stored(kind: type[Rates], file: Path) -> Rates | None:
+    """Returns stored rates; None: there are none, or they are too old or dated in the future. Args: kind: their
+    class, with the day in `measured_on`."""
+    try:
+        known = TypeAdapter(kind).validate_json(file.read_bytes())
+        age = date.today() - date.fromisoformat(known.measured_on or "never")
+    except (OSError, ValueError):  # pydantic's errors are ValueErrors
+        return None
+    return known if timedelta(0) <= age < KEPT else None
 
 
 @cache
@@ -131,13 +147,9 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
 
 
 def stored_rates(on_card: bool) -> Machine | None:
-    """Returns the stored rates of this machine; None: there are none, or they are too old or dated in the future."""
-    try:
-        known = TypeAdapter(Machine).validate_json(_file(_name(on_card)).read_bytes())
-        age = date.today() - date.fromisoformat(known.measured_on or "never")
-    except (OSError, ValueError):  # pydantic's errors are ValueErrors
-        return None
-    return known if timedelta(0) <= age < KEPT and "float32" in known.flops else None
+    """Returns the stored rates of this machine; None: see `stored`."""
+    known = stored(Machine, _file(_name(on_card)))
+    return known if known and "float32" in known.flops else None
 
 
 def measured(name: str, device: str) -> Machine:
@@ -230,4 +242,8 @@ def _name(on_card: bool) -> str:
 
 
 def _file(name: str) -> Path:
-    return CACHE / f"machine-{RATES}-{name}-torch-{torch.__version__}.json"
+    return cache_file(f"machine-{RATES}-{name}-torch-{torch.__version__}")
+
+
+def cache_file(name: str) -> Path:
+    return CACHE / f"{name}.json"

@@ -6,7 +6,8 @@ slot if the link, or the host that sums them, is slower (`techniques/weights/lin
 updates during the last backward pass; else it waits for all gradients and their norm, and updates during the next
 window's first forward pass. Weights that wait on the host (`techniques/weights/streamed.py`) come for every pass while
 other data leaves: a link has two directions, which on many machines slow each other down (`_both_ways`). They are
-stepped on the host, and do not travel again after the step. With weights.order=by_layer the passes of a window are one:
+stepped on the host, and do not travel again after the step. An update takes at least as long as a drive that holds
+masters and state. With weights.order=by_layer the passes of a window are one:
 weights come once for all of its forward passes and once for all of its backward passes. On a CPU everything is done one
 after the other. Exchanges between devices hide behind the pass in which an engine sends them. Sums that the next
 operator needs do not hide, and a pass waits at its end for exchanges that are still under way.
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lowmem.config.settle import Run
+from lowmem.plan.cost.drive_time import drive_rates
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.cost.update_time import pace_of_update
 from lowmem.plan.tracing.trace import Trace
@@ -79,7 +81,7 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
     turns = 1 if run.overlaps else micro_batches
     passes = turns * (forward + backward)
     if machine.link is None:
-        update *= pace_of_update(machine, run)
+        update = max(update * pace_of_update(machine, run), _of_drive(run, trace))
         return Window(passes, turns * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
     offloaded = sum(trace.pinned) / machine.link
     if not trace.steps_on_host:
@@ -95,6 +97,7 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
     copied = max(0, trace.trained_parameters - (trace.streamed + trace.outside) // element)
     update *= pace_of_update(host, run)
     update += 2 * element * copied / host.bandwidth  # the host reads and writes them again: into the link's slots
+    update = max(update, _of_drive(run, trace))
     # When backward begins, the last block is still on the device from the forward pass.
     comes = (trace.streamed + head) / machine.link
     again = (max(0, trace.streamed - trace.blocks[1]) + head) / machine.link
@@ -112,6 +115,11 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
         moved = _both_ways(machine, up=comes + back, down=offloaded)
         step = taken["step"] + max(exposed, _beyond(forward_takes, update), _beyond(forward_takes, moved))
     return Window(passes, turns * waits, step)
+
+
+def _of_drive(run: Run, trace: Trace) -> float:
+    """Returns the seconds of a drive, which reads ahead of the update and writes behind it."""
+    return 0.0 if run.drive_folder is None else drive_rates(run.drive_folder).seconds(trace.drive.files)
 
 
 def _gradients(run: Run, trace: Trace, micro_batches: int) -> int:

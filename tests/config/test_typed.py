@@ -157,6 +157,10 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
             "data.prompt and data.messages: a record is one of text",
         ),
         (["tokenizer=/no/such"], "tokenizer=/no/such: there is no such folder. Give one that exists, or a hub id"),
+        (
+            ["weights=streamed", "weights.drive=/dev/null/drive"],
+            "weights.drive=/dev/null/drive: no file can be written there (Not a directory). Type a folder",
+        ),
         (["data=text", "data.path=.", "data.val_path={}"], "data.val_path={}: there is no such file"),
         (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several have names, as in {news:a,wiki:b}."),
     ],
@@ -358,10 +362,10 @@ def test_a_technique_needs_no_entry(identity):
 
 @pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # of which a command does one
 def test_text_keys_are_text_in_the_schema(one):
-    others = {"resume", "evaluate", "export", "generate", "may_change"} - {one}  # the last takes no numbers
+    others = {"resume", "evaluate", "export", "generate"} - {one} | {"may_change", "drive"}  # no number; of plan.py
     others |= set() if one == "generate" else {"prompt"}  # which goes with it alone
     keys = [key for key in TEXTS if key not in others]
-    lines = ["data=jsonl", "adapter=lora", *(f"{key}={number}" for number, key in enumerate(keys))]
+    lines = ["data=jsonl", "adapter=lora", "weights=streamed", *(f"{key}={number}" for number, key in enumerate(keys))]
     cfg = composed(cli.prepare(lines), whole=True)
     assert [OmegaConf.select(cfg, key) for key in keys] == [str(number) for number in range(len(keys))]
 

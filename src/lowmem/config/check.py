@@ -19,6 +19,7 @@ from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF
 from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
+from lowmem.system.scratch_file import PAGE, Drive
 
 # Names under which a model's config may have the length of the longest sequence.
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -77,7 +78,8 @@ def _check_data(run: Run) -> None:
 
 
 def check_places(run: Run) -> None:
-    """Checks that named files and folders exist. Whoever reads them checks again; this check does not wait for torch.
+    """Checks that named files and folders exist, or can be made. Whoever reads them checks again; this check does not
+    wait for torch.
 
     Raises:
         Refused: there is no such run, text or encoding.
@@ -97,6 +99,21 @@ def check_places(run: Run) -> None:
         _check_texts(f"data.parts.{name}", source)
     if (path := run.adapter.arguments.get("path")) is not None and not _is_there(path):
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
+    if run.drive_folder is not None:
+        _check_drive(run.drive_folder)
+
+
+def _check_drive(folder: str) -> None:
+    """Checks that files can be made in a folder for masters and optimizer state. `plan/` compares its space."""
+    try:
+        file = Drive(Path(folder).expanduser()).file()
+        file.grow(PAGE)
+        file.close()
+    except OSError as error:
+        raise Refused(
+            f"weights.drive={folder}: no file can be written there ({error.strerror or error}). Type a folder on a "
+            "drive that you may write to, or weights.drive=null to keep everything in memory."
+        ) from None
 
 
 def _check_texts(section: str, data: Mapping) -> None:

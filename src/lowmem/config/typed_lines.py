@@ -20,7 +20,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 # Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created where they are missing
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # they exist, here or on a hub
-PLACES += ("tokenizer", "generate", "data.template", "adapter.path")
+PLACES += ("tokenizer", "generate", "data.template", "adapter.path", "weights.drive", "drive")
 UNSPLIT = (*FOLDERS, "may_change", "prompt")  # a comma separates nothing, not even in a sweep
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a file may call its fields anything
 TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")

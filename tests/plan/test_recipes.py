@@ -605,6 +605,7 @@ def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(compos
     assert (derived[0].weights, derived[0].streamed, derived[0].host_bytes) == pytest.approx(
         (itself.weights, itself.streamed, itself.host_bytes), rel=0.001
     )
+    assert derived[0].drive == pytest.approx(itself.drive, rel=0.001)
     found = needs(derived[0], cfg, ON_CARD, 0)
     for phase, need in traced.phases.items():
         assert found.phases[phase].host == pytest.approx(need.host, rel=0.01), phase

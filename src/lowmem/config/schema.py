@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from lowmem.config import cards
+from lowmem.config import cards, drives
 from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.spelling import keys_of, no_such_key
 from lowmem.config.typed_lines import CONF, parsed
@@ -40,6 +40,14 @@ def _size(plain: bool) -> AfterValidator:
 def _card(value: str) -> str:
     try:
         cards.card(value)
+    except Refused as error:
+        raise ValueError from error
+    return value
+
+
+def _drive(value: str) -> str:
+    try:
+        drives.size_of(value)
     except Refused as error:
         raise ValueError from error
     return value
@@ -84,6 +92,10 @@ BatchSize = _words("a whole number of at least 1, or auto", Count | Literal["aut
 Limit = _words(f"{SIZE}, or null for no limit", Annotated[int | str, _size(plain=True)] | None)
 Room = _words(f"{SIZE}, or null for what is there", Annotated[str, _size(plain=False)] | None)
 Gpu = _words(f"{SIZE}, null for what is there, or a card: {CARDS}", Annotated[str, AfterValidator(_card)] | None)
+DriveSpace = _words(
+    "a folder, a size such as 200GB or 180GiB, or null for none",
+    Annotated[str, Field(min_length=1), AfterValidator(_drive)] | None,
+)
 MayChange = _words(
     f"{', '.join(CHANGEABLE)}, both as in {','.join(CHANGEABLE)}, or null",
     Annotated[str, AfterValidator(_changeable)] | None,
@@ -272,6 +284,7 @@ class PlanKeys(Keys):
 
     gpu: Gpu
     ram: Room
+    drive: DriveSpace
     search: Switch
     node: Count
     rows: Count
@@ -330,6 +343,7 @@ ARGUMENTS: dict[str, Any] = {
     "enabled": Switch,
     "early_step": Switch,
     "resident_blocks": Whole,
+    "drive": _words("a folder, or null", Place | None),
     "steps_in": _words("nothing: weights= sets it", Literal["weights_16bit", "bf16_on_host"]),
     "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),

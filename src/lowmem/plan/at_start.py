@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hydra.core.global_hydra import GlobalHydra
 
-from lowmem.config import cards
+from lowmem.config import cards, drives
 from lowmem.config.cards import Card
 from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.settle import Run, run_of
@@ -18,7 +18,7 @@ from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.search.candidates import Typed
 from lowmem.plan.search.helper import elsewhere
 from lowmem.plan.search.recipes import Plan, search
-from lowmem.plan.table import command
+from lowmem.plan.table import command, on_drive
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.traffic import NODE
 from lowmem.report.metrics import LONG
@@ -76,6 +76,8 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
         log.info(f"The prediction is an estimate: {prediction.estimate}")
     elif not prediction.fits(target):
         raise Refused(_does_not_fit(run, typed, prediction, target))
+    if prediction.drive:
+        log.info(on_drive(prediction, target))
     return prediction
 
 
@@ -141,9 +143,9 @@ def _predicted(run: Run, target: Target) -> Prediction:
 
 
 def _target(run: Run) -> Target:
-    """Returns the device and host of this process, with the memory that is free now."""
+    """Returns the device, host and drive of this process, with the memory and space that are free now."""
     node = rank_environment.on_this_machine() if run.several else NODE
-    return Target(run.device == "cuda", _free(run), _host(), node)
+    return Target(run.device == "cuda", _free(run), _host(), node, drives.space(None, run.drive_folder))
 
 
 def _free(run: Run) -> Card | None:
@@ -172,6 +174,11 @@ def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target
     if target.device_memory is not None:
         lines.append(f"The device has {target.device_memory / GIB:.2f} GiB free.")
     lines.append(f"The host has {target.host_memory / GIB:.1f} GiB.")
+    if prediction.drive and prediction.drive > target.drive.size:
+        lines.append(
+            f"weights.drive={target.drive.folder} would take {prediction.drive / GIB:.1f} GiB, and has "
+            f"{target.drive.size / GIB:.1f} GiB free: type a folder on a drive with more."
+        )
     try:
         plan = _searched(run, typed, target.card)
         lines.append(

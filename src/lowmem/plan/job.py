@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lowmem.config import cards
+from lowmem.config import cards, drives
 from lowmem.config.check import check, check_values
 from lowmem.config.declarations import SHARED, techniques
 from lowmem.config.settle import Config, Run, run_of, settled
@@ -26,7 +26,8 @@ from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.system.terminal import folded
 
-OURS = ("gpu", "ram", "search", "rows", "node", "may_change")  # keys of plan.py that train.py's command does not need
+# keys of plan.py that train.py's command does not need
+OURS = ("gpu", "ram", "drive", "search", "rows", "node", "may_change")
 
 
 def plan(
@@ -56,7 +57,7 @@ def plan(
     card = cards.here() if card is None and on_card else card
     if ram is None and (is_of_here or run.devices == 1):
         ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # the helper ends before the run starts
-    target = Target(on_card, card, ram, run.node)
+    target = Target(on_card, card, ram, run.node, drives.space(run.drive, run.drive_folder))
     typed, gpu_lines = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
     if run.search:
         changeable = run.may_change and run.may_change.split(",")

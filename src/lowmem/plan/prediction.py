@@ -25,6 +25,7 @@ from lowmem.system import process
 from lowmem.system.errors import Refused
 from lowmem.system.units import CATEGORIES, GIB, MIB
 from lowmem.techniques.optim.build import PAGED_FROM
+from lowmem.techniques.weights.drive import BUFFERS, Sizes
 from lowmem.techniques.weights.link import SLOT_BYTES, SLOTS
 from lowmem.training import build
 
@@ -68,6 +69,7 @@ class Prediction:
     trace: Trace | None = None  # its work tells the time
     mapped: int = 0  # bytes of a file while it is loaded: resident in that phase, and given up if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA moves: to the card if there is room, else to the host
+    drive: int = 0  # bytes of masters and state on a drive; an optimizer step reads and writes each once
     devices: int = 1  # devices of the run; all figures are for the one that needs most
     node: int = 1  # at most so many of them share a host
     first: int = 0  # host bytes of the load phase that only rank 0 needs
@@ -126,7 +128,8 @@ class Prediction:
 
     def fits(self, target: Target) -> bool:
         gpu, ram = target.device_memory, target.host_memory
-        return (gpu is None or self.device_need <= gpu) and (ram is None or self.host_need(gpu) <= ram)
+        on_drive = target.drive is None or self.drive <= target.drive.size
+        return on_drive and (gpu is None or self.device_need <= gpu) and (ram is None or self.host_need(gpu) <= ram)
 
     def as_dict(self) -> dict:
         return {
@@ -135,6 +138,8 @@ class Prediction:
             "smallest_cap_bytes": self.smallest,
             "device_need_bytes": self.device_need,
             "paged_bytes": self.paged,
+            "drive_bytes": self.drive,
+            "drive_bytes_per_step": {"read": self.drive, "written": self.drive},
             "host_peak_bytes": self.host_peak,
             "peak_phase": self.peak_phase,
             "peak_bytes_by_category": dict(self.by_category),
@@ -215,6 +220,7 @@ def outline(run: Run, on_card: bool) -> Trace:
     activations = boundary * layers + feature_bytes * _kept_per_token(text) * blocks + logits
     master = getattr(torch, run.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else element)) + state if on_host else 0
+    beside = count * (master - element) + state if run.streams else 0
     if run.any("offloads") or run.strategy.arguments.get("offload"):  # shards wait and are stepped on the host
         host, weights, gradients, state = gradients + state + (0 if undivided else weights), undivided, 0, 0
 
@@ -236,6 +242,7 @@ def outline(run: Run, on_card: bool) -> Trace:
         paged=paged,
         host_bytes=count * master if on_host else 0,
         streamed=sum(streamed),
+        drive=Sizes(beside, beside, BUFFERS * beside // layers),
     )
 
 
@@ -306,6 +313,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         trace=replace(trace, events=[], places={}),
         mapped=mapped,
         paged=trace.paged,
+        drive=0 if run.drive_folder is None else trace.drive.files,
         estimate=trace.estimate,
         devices=run.devices,
         node=target.node,
@@ -355,7 +363,7 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int) -
         copies = trace.largest * size
     else:  # when a run ends Lightning copies the weights to the host, and with one device also the optimizer state
         copies = trace.weights + (0 if run.several else trace.phases["evaluation"].bytes["optimizer"])
-    return {
+    by_phase = {
         "load": largest + load,
         "forward": traced["forward"] + rounding,
         "backward": traced["backward"] + rounding,
@@ -364,6 +372,11 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int) -
         "save": traced["evaluation"] + copies + trace.paged,  # paged state moves when it is read: no copy
         "resume": traced["evaluation"] + trace.largest_trained * size + trace.paged,
     }
+    if run.drive_folder is None:
+        return by_phase
+    # Masters leave block by block while they are made of the weights that were loaded, all at once.
+    loads = {"load": largest + trace.parameters * loaded - (0 if on_card else trace.weights) + trace.drive.room}
+    return {name: some + trace.drive.room - trace.drive.tensors for name, some in by_phase.items()} | loads
 
 
 def _merged(run: Run, trace: Trace) -> int:

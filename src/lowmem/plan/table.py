@@ -6,7 +6,9 @@ from itertools import groupby
 from operator import attrgetter
 
 from lowmem.config.declarations import CHANGEABLE
+from lowmem.config.drives import FOLDER
 from lowmem.config.typed_lines import as_mapping, replaced
+from lowmem.plan.cost.drive_time import ASSUMED, drive_rates
 from lowmem.plan.cost.step_time import free_from
 from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.search.recipes import Plan, Recipe
@@ -52,12 +54,15 @@ def nothing_fits(plan: Plan) -> str:
     host = need.host_need(gpu)
     if ram is not None and host > ram:
         short.append(f"{(host - ram) / GIB:.1f} GiB of the host")
+    if plan.target.drive is not None and need.drive > plan.target.drive.size:
+        short.append(f"{(need.drive - plan.target.drive.size) / GIB:.1f} GiB of the drive")
+    drive = ", or drive=200GB for what a drive may hold" if host > (ram or host) and plan.target.drive is None else ""
     return "\n".join(
         [
             f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
             f"  {command(plan.typed.lines, least)}",
             f"It needs {need.device_need / GIB:.1f} GiB of a card and {host / GIB:.1f} GiB of host memory. "
-            "Type a smaller seq_len or model; batch_size is 1 in the smallest.",
+            f"Type a smaller seq_len or model{drive}; batch_size is 1 in the smallest.",
         ]
     )
 
@@ -110,6 +115,8 @@ def _facts(plan: Plan) -> list[str]:
         notes.append(_paged(plan.recipes[0].prediction, plan.target.device_memory))
     if plan.recipes[0].prediction.trace.streamed:
         notes.append(_streams(plan))
+    if plan.recipes[0].prediction.drive:
+        notes.append(on_drive(plan.recipes[0].prediction, plan.target))
     if plan.recipes[0].prediction.devices > 1:
         notes.append(_ranks(plan.recipes[0].prediction))
     card = plan.target.card
@@ -150,6 +157,19 @@ def _paged(prediction: Prediction, gpu: int | None) -> str:
     )
 
 
+def on_drive(prediction: Prediction, target: Target) -> str:
+    """Says what a run stores on a drive, what each step costs there, and how fast the drive is."""
+    size, folder = prediction.drive, target.drive.folder
+    rates = drive_rates(folder)
+    known = "as assumed" if rates is ASSUMED else f"as measured on the drive of {folder}"
+    sentence = (
+        f"{size / GIB:.2f} GiB of masters and optimizer state are on the drive: a step reads {size / GIB:.2f} GiB and "
+        f"writes as many, {size / 1e9:.2g} TB written per 1,000 steps. The drive takes {rates.seconds(size):.2g} "
+        f"s of each step, at {rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
+    )
+    return f"{sentence} {FOLDER} stands for a folder on it." if folder == FOLDER else sentence
+
+
 def of_prediction(prediction: Prediction, target: Target) -> str:
     """Formats the prediction of a single run, phase by phase."""
     gpu, ram = target.device_memory, target.host_memory
@@ -169,10 +189,14 @@ def of_prediction(prediction: Prediction, target: Target) -> str:
         )
     if prediction.paged:
         lines.append(_paged(prediction, gpu))
+    if prediction.drive:
+        lines.append(on_drive(prediction, target))
     if prediction.devices > 1:
         lines.append(f"{_ranks(prediction)}. Their host needs {prediction.host_need(gpu) / GIB:.1f} GiB")
     verdict = "fits" if prediction.fits(target) else "does not fit"
-    sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in (("a card", gpu), ("a host", ram)) if size is not None]
+    drive = target.drive.size if target.drive and prediction.drive else None
+    sizes = (("a card", gpu), ("a host", ram), ("a drive", drive))
+    sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in sizes if size is not None]
     lines.append(f"It {verdict} {' and '.join(sizes)}.")
     if prediction.estimate:
         lines.append(f"An estimate: {prediction.estimate}")

@@ -1,19 +1,21 @@
-"""Describes the device and host that a planned run must fit."""
+"""Describes the device, host and drive that a planned run must fit."""
 
 from dataclasses import dataclass
 
 from lowmem.config.cards import Card
+from lowmem.config.drives import DriveSpace
 from lowmem.plan.tracing.traffic import NODE
 
 
 @dataclass(frozen=True)
 class Target:
-    """Holds a run's device and its host. A size of None is not limited."""
+    """Holds a run's device, its host and its drive. A size of None is not limited."""
 
     on_card: bool  # count as CUDA allocates and computes, even on a machine without CUDA
     card: Card | None = None
     host_memory: int | None = None  # bytes for all processes on one host
     node: int = NODE  # devices that share a host
+    drive: DriveSpace | None = None
 
     @property
     def device_memory(self) -> int | None:

@@ -16,7 +16,7 @@ from lowmem.plan.cost.machine import Machine, machine
 from lowmem.plan.prediction import LEAST_RESERVED, Prediction, needs, outline, outlined, predict
 from lowmem.plan.search.candidates import Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
 from lowmem.plan.search.changes import Change, Tier
-from lowmem.plan.search.derive import STAY, Derivation, Needed
+from lowmem.plan.search.derive import DRIVE, STAY, Derivation, Needed
 from lowmem.plan.search.helper import Helper
 from lowmem.plan.search.trace_all import trace_all
 from lowmem.plan.target import Target
@@ -103,7 +103,9 @@ def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
     if not tried:
         raise Refused(next(state.refused()))
     fitting = [r for r in tried if r.prediction.fits(target)]
-    others = sorted((r for r in tried if not r.prediction.fits(target)), key=lambda r: r.prediction.device_need)
+    gpu = target.device_memory
+    others = [r for r in tried if not r.prediction.fits(target)]
+    others.sort(key=lambda r: (r.prediction.device_need, r.prediction.host_need(gpu)))
     return Plan(typed, fitting + others, target, state.derivation.traces, len(state.hopeless), state.derivation.machine)
 
 
@@ -149,16 +151,25 @@ class _Search:
         """Returns the recipes of a rank that were tried; those that fit are in order, best first.
 
         Recipes that need data from the host in every pass are tried only if no other fits: they compute the same, and
-        the link may slow them down.
+        the link may slow them down. Those that need a drive, which may be slower and which they wear, come last.
         """
         of_rank = self.by_rank[rank]
         listed = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.strategies)]
         tried = []
-        for waits in (False, True):
-            tried += self._recipes([candidate for candidate in listed if candidate.over_the_link == waits])
+        for group in self._groups(listed):
+            tried += self._recipes(group)
             if any(recipe.prediction.fits(self.target) for recipe in tried):
                 break
         return tried
+
+    def _groups(self, listed: list[Candidate]) -> Iterator[list[Candidate]]:
+        """Yields the candidates, best group first."""
+        yield [candidate for candidate in listed if not candidate.over_the_link]
+        yield (waiting := [candidate for candidate in listed if candidate.over_the_link])
+        typed = DRIVE in self.typed.values or self.typed.run.drive_folder is not None
+        if self.target.drive is not None and not typed:
+            streaming = [c for c in waiting if c.streams and not self._is_hopeless(c)]
+            yield [candidate.on_drive(self.target.drive.folder) for candidate in streaming]
 
     def _recipes(self, group: list[Candidate]) -> list[Recipe]:
         hopeful = []

@@ -1,0 +1,53 @@
+"""Drives: the folder for what a run's host has no room for, and the bytes that it may take there.
+
+plan.py's `drive=` is a folder of this machine, whose free space counts, or the size of a drive in mind. Drives are sold
+in powers of ten, so a size may also end in GB or TB. This module imports nothing heavy.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowmem.memory import cap
+from lowmem.system.errors import Refused
+
+FOLDER = "FOLDER"  # stands for a folder of a drive of which only the size was typed
+DECIMAL = {"GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class DriveSpace:
+    """Describes a drive that a run may use. Args: folder: on it; size: bytes that are free there."""
+
+    folder: str
+    size: int
+
+
+def space(folder_or_size: str | None, folder: str | None = None) -> DriveSpace | None:
+    """Returns the space on a drive; None: there is none. Args: folder_or_size: plan.py's `drive`; folder: the run's
+    `weights.drive`, if it has one."""
+    size = None if folder_or_size is None else size_of(folder_or_size)
+    folder = folder or (folder_or_size if size is None else FOLDER)
+    if folder is None:
+        return None
+    return DriveSpace(folder, shutil.disk_usage(existing(folder)).free if size is None else size)
+
+
+def size_of(folder_or_size: str) -> int | None:
+    """Returns the bytes of '200GB' or '180GiB'; None for a folder. Raises: Refused: another unit."""
+    decimal = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GT]B)", folder_or_size)
+    if decimal and float(decimal[1]):
+        return int(float(decimal[1]) * DECIMAL[decimal[2]])
+    if not re.fullmatch(r"-?\d+(\.\d+)? ?[A-Za-z]*", folder_or_size):
+        return None
+    try:
+        return cap.parse_bytes(folder_or_size, plain=False)
+    except Refused:
+        raise Refused(f"drive={folder_or_size}: give a folder, or a size such as 200GB or 180GiB.") from None
+
+
+def existing(folder: str) -> Path:
+    """Returns a folder, or if it is not there the folder above it in which it would be made."""
+    path = Path(folder).expanduser().absolute()
+    return next(place for place in (path, *path.parents) if place.is_dir())

@@ -1,0 +1,187 @@
+"""A run whose masters and state are on a drive: predicted to the byte, timed, and chosen where nothing else fits."""
+
+import json
+from datetime import date, timedelta
+
+import pytest
+from test_job import planned  # noqa: F401
+from test_trace import MODELS, measured
+from test_window import TAKEN, card, cfg, shapes
+
+from lowmem.config import drives
+from lowmem.config.drives import FOLDER, DriveSpace
+from lowmem.plan import prediction
+from lowmem.plan.cost import drive_time, machine, step_time
+from lowmem.plan.cost.drive_time import ASSUMED, DriveRates, drive_rates
+from lowmem.plan.target import Target
+from lowmem.plan.tracing.trace import trace
+from lowmem.system.errors import Refused
+from lowmem.system.scratch_file import Drive
+from lowmem.techniques.weights import drive as shelves
+from lowmem.techniques.weights.drive import Shelves, Sizes
+from lowmem.techniques.weights.streamed import Streamed
+
+STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer", "loss=tiled", "loss.columns=64", "batch_size=2")
+WIDE = ("model.architecture.num_hidden_layers=6", "model.architecture.hidden_size=128")
+RUN = (*MODELS["llama"], *WIDE, *STREAMED, "model.architecture.intermediate_size=512", "max_steps=3", "val_every=3")
+RUN += ("accumulation=fixed", "accumulation.batches=2")
+
+
+@pytest.mark.rows("bf16-master-adamw8bit", "16-master-adafactor")
+@pytest.mark.parametrize(
+    ("precision", "optim"),
+    [("bf16-master", "adamw8bit"), ("16-master", "adafactor"), ("bf16-sr", "adamw"), ("16-master", "adamw8bit")],
+)
+def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkeypatch, precision, optim):
+    """The files to the byte, and the host's tensors to a hundredth. Wrong on purpose: files of tensors that are not
+    in full pages, and a host without a drive."""
+    ended, inside, stop, memory = [], [], Streamed.stop, Shelves._memory
+
+    def watched(shelves, size, *args, **kwargs):
+        taken = memory(shelves, size, *args, **kwargs)
+        inside.append(shelves._taken() + (0 if taken is None else size))
+        return taken
+
+    monkeypatch.setattr(Streamed, "stop", lambda weights: (ended.append(weights), stop(weights)))
+    monkeypatch.setattr(Shelves, "_memory", watched)
+    typed = [*RUN, f"precision={precision}", f"optim={optim}", f"weights.drive={tmp_path}/drive"]
+    _, folder = fit(*typed)
+    weights, resting = ended[-1], measured(folder)["evaluation"]["host_tensor_bytes"]
+    written = [shelf._file.size for shelf in weights._shelves._every if shelf._file is not None]
+
+    monkeypatch.setattr(Drive, "__init__", None)  # a trace touches no drive
+    run = config(*typed).resolved()
+    traced = trace(run, on_card=False)
+    assert traced.drive == (sum(t.nbytes for t in weights.drive_tensors()), sum(written), max(inside))
+    needed, in_memory = (
+        prediction.needs(traced, each, Target(on_card=False), 0) for each in (run, run.knowing(weights={"drive": None}))
+    )
+    assert needed.drive == needed.as_dict()["drive_bytes_per_step"]["written"] == sum(written)
+    assert in_memory.drive == 0
+
+    def on_host(needed):  # beside its device and what its threads wake
+        return needed.phases["evaluation"].host - needed.phases["evaluation"].device - prediction.WOKEN
+
+    # between two steps there may be less inside than during one
+    highest = resting + max(inside) - sum(tensor.nbytes for tensor in weights._shelves.memory())
+    assert on_host(needed) == pytest.approx(highest, rel=0.01)
+    assert on_host(in_memory) > 1.1 * highest
+    monkeypatch.setattr(shelves, "pages", lambda size: size)
+    assert trace(run, on_card=False).drive.files < sum(written)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("files", "waits"), [(2, 3.0), (30, 9.0)])
+def test_an_update_takes_as_long_as_the_drive(monkeypatch, files, waits):
+    """It reads 10 bytes a second and writes 5: an update of 3 seconds waits for the 9 that 30 bytes take."""
+    monkeypatch.setattr(step_time, "drive_rates", lambda folder: DriveRates(10.0, 5.0))
+    lines = ("precision=bf16-master", "clip=1.0", *STREAMED[:2])
+    found = shapes(drive=Sizes(files=files))
+    beside, on_drive = cfg(*lines), cfg(*lines, "weights.drive=there")
+    for device in (card(1e9, 1e9), card(1e9, 1e9).host):
+        whole = [step_time.window(device, run, found, TAKEN | {"forward": 0.0}, 1).step for run in (beside, on_drive)]
+        assert whole == pytest.approx([0.5 + 3, 0.5 + waits])
+
+
+@pytest.fixture
+def probes(monkeypatch, tmp_path):
+    """Replaces the measurement of a drive, and counts how often it is measured."""
+    made = []
+    monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
+    monkeypatch.setattr(drive_time, "others_compute", lambda device: False)
+    monkeypatch.setattr(Drive, "rates", lambda drive: made.append(drive.folder) or (4.0, 1.0 + len(made)))
+    drive_rates.cache_clear()
+    yield made
+    drive_rates.cache_clear()
+
+
+@pytest.mark.parametrize(("days", "again"), [(0, False), (6, False), (7, True), (-1, True)])
+def test_the_rates_of_a_file_system_are_stored_for_a_week(probes, monkeypatch, tmp_path, days, again):
+    """Whichever folder on it is asked for; none is made."""
+
+    class Later(date):
+        @classmethod
+        def today(cls):
+            return date.today() + timedelta(days=days)
+
+    rates = drive_rates(f"{tmp_path}/a/b")
+    assert (rates.read, rates.written) == (4.0, 2.0) and probes == [tmp_path]
+    drive_rates.cache_clear()
+    monkeypatch.setattr(machine, "date", Later)
+    assert (drive_rates(f"{tmp_path}/c").written == 3.0) == again and len(probes) == 1 + again
+    assert not (tmp_path / "a").exists() and not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("answers", [(True,), (False, True)])
+def test_rates_that_were_measured_while_others_computed_are_used_and_not_stored(probes, monkeypatch, tmp_path, answers):
+    answer = iter(answers)
+    monkeypatch.setattr(drive_time, "others_compute", lambda device: next(answer))
+    assert drive_rates(str(tmp_path)).written == 2.0 and not machine.CACHE.exists()
+
+
+def test_rates_of_a_drive_that_cannot_be_measured_are_assumed(probes, monkeypatch, tmp_path):
+    def full(drive):
+        raise OSError(28, "No space left on device")
+
+    assert drive_rates(FOLDER) == ASSUMED and not probes
+    monkeypatch.setattr(Drive, "rates", full)
+    assert drive_rates(str(tmp_path)) == ASSUMED and ASSUMED.seconds(7 * 10**9) == pytest.approx(2 + 14 / 3)
+
+
+# --- a drive in mind --------------------------------------------------------------------------------------------------
+
+
+def test_a_drive_is_a_folder_or_a_size(tmp_path):
+    assert drives.space("200GB") == DriveSpace(FOLDER, 200 * 10**9)
+    assert drives.space("1.5TB", "/mine") == DriveSpace("/mine", 1500 * 10**9)
+    assert drives.space("180GiB").size == 180 * 2**30
+    here = drives.space(f"{tmp_path}/new")
+    assert here.folder == f"{tmp_path}/new" and here.size > 0 and not (tmp_path / "new").exists()
+    assert drives.space(None) is None and drives.space(None, f"{tmp_path}").folder == f"{tmp_path}"
+    for wrong in ("200", "12G", "0GB", "-3GB", "5 parsecs"):
+        with pytest.raises(Refused, match=f"drive={wrong}: give a folder, or a size such as 200GB or 180GiB"):
+            drives.space(wrong)
+
+
+def exact(*more):
+    return (*MODELS["gpt2"], *STREAMED, "precision=bf16-master", "optim=adamw8bit", "clip=null", "gpu=2GiB", *more)
+
+
+def hosts(planned, *more):  # noqa: F811
+    """Returns GiB of the host that the run needs in memory, and with a drive."""
+    runs = [planned(*exact("search=false", "ram=64GiB", *more, *drive))[2] for drive in ((), ("weights.drive=there",))]
+    return [run["recipes"][0]["host_need_bytes"] for run in runs]
+
+
+@pytest.mark.parametrize("drive", ["200GB", "folder"])
+def test_a_drive_is_taken_if_nothing_else_fits(planned, monkeypatch, tmp_path, drive, probes):  # noqa: F811
+    """A model of 40M parameters, whose libraries are counted as nothing."""
+    monkeypatch.setattr("lowmem.system.process.rss_bytes", lambda: 0)
+    monkeypatch.setattr(prediction, "CUDA_ON_HOST", 0)
+    large = tuple(f"model.architecture.{size}" for size in ("n_embd=512", "n_layer=12", "n_head=8"))
+    memory, less = hosts(planned, *large)
+    assert less < 0.95 * memory
+    ram = f"ram={(memory + less) // 2}B"
+    folder = FOLDER if drive == "200GB" else f"{tmp_path}/a (new) drive"
+    code, said, written = planned(*exact(*large, ram, f"drive={'200GB' if drive == '200GB' else folder}"))
+    chosen = written["recipes"][0]
+    assert code == 0 and f"weights.drive={folder}" in written["chosen"] and chosen["traced"], said
+    assert chosen["drive_bytes"] > 2**26 and "TB written per 1,000 steps" in said
+    assert ("FOLDER stands for a folder on it." in said) == (drive == "200GB")
+    assert "as assumed" in said if drive == "200GB" else f"as measured on the drive of {folder}" in said
+    code, said, written = planned(*exact(*large, ram))
+    assert code == 2 and "or drive=200GB for what a drive may hold" in said
+    code, said, _ = planned(*exact(*large, ram, "drive=20MiB"))
+    assert code == 2
+    code, _, written = planned(*exact(*large, "ram=64GiB", "drive=200GB"))  # there is room for all of it
+    assert code == 0 and not any("weights.drive" in line for line in written["chosen"])
+
+
+def test_a_run_that_a_drive_has_no_room_for_does_not_fit(planned):  # noqa: F811
+    typed = exact("search=false", "ram=64GiB", "weights.drive=there")
+    assert planned(*typed, "drive=200GB")[0] == 0
+    code, said, written = planned(*typed, "drive=20KiB")
+    assert code == 2 and "It does not fit a card of 2.0 GiB and a host of 64.0 GiB and a drive of 0.0 GiB." in said
+    assert json.loads(json.dumps(written))["recipes"][0]["drive_bytes"] > 20 * 2**10

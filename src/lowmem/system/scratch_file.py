@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -124,7 +125,6 @@ class Drive:
         written = _seconds(lambda: file.write(0, memoryview(memory)).result())
         file.sync()
         read = _seconds(lambda: file.read(0, memoryview(memory)).result())
-        file.close()
         return size / read, size / written
 
 
@@ -149,6 +149,7 @@ class ScratchFile:
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
         self._file = drive.disk.open(drive.folder, drive.direct)
+        weakref.finalize(self, os.close, self._file)  # what is mapped stays
 
     def grow(self, size: int) -> None:
         """Allocates space up to `size` bytes. Raises: OSError: the drive is full."""
@@ -178,9 +179,6 @@ class ScratchFile:
 
     def sync(self) -> None:
         os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 def _all_of(move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> None:

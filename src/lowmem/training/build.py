@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -1,6 +1,6 @@
 """Measures a drive as a third place (weights.drive): memory, bits, time, and the share of the drive's rate.
 
-python -m benchmarks.drive --folder /mnt/scratch --part 8b     # trains Llama-3.1-8B's shapes, exact masters: half an hour
+python -m benchmarks.drive --folder /mnt/scratch --part 8b     # trains Llama-3.1-8B's shapes with exact masters
 python -m benchmarks.drive --folder /mnt/scratch --part 1b     # the same bits as in memory, Llama-3.2-1B's shapes
 python -m benchmarks.drive --folder /mnt/scratch --part time   # compared with memory, in turns, GPT-2 XL's shapes
 
@@ -214,7 +214,8 @@ def share(folder: str, blocks: int = 12, elements: int = 1 << 26) -> dict:
     read, wrote = (median(rate) for rate in zip(*rates, strict=True))
     size = blocks * elements * 4
     alone = size / read + size / wrote
-    return dict(blocks=blocks, bytes=size, read=read, written=wrote, alone=alone, seconds=median(seconds[1:]))
+    taken = {"alone": alone, "seconds": median(seconds[1:])}
+    return {"blocks": blocks, "bytes": size, "read": read, "written": wrote} | taken
 
 
 def _row(*arguments: str) -> list[str]:

@@ -5,7 +5,7 @@ import errno
 import os
 import subprocess
 import time
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -208,7 +208,7 @@ def shelves(folder, count=6, elements=PAGE):
 
 def test_three_blocks_are_in_memory_at_most_and_every_tensor_can_be_read(tmp_path):
     blocks, every, tensors = shelves(tmp_path)
-    for step in range(3):
+    for _ in range(3):
         for number, shelf in enumerate(every):
             blocks.turn(shelf)
             assert sum(memory.nbytes for memory in blocks.memory()) <= 3 * shelf.size
@@ -223,7 +223,7 @@ def test_the_next_block_is_read_before_its_turn(tmp_path):
     blocks, every, _ = shelves(tmp_path)
     for shelf in every:
         blocks.turn(shelf)
-    for shelf, following in zip(every, every[1:], strict=False):
+    for shelf, following in pairwise(every):
         blocks.turn(shelf)
         assert following.memory is not None
 
@@ -240,7 +240,7 @@ def test_what_is_small_stays_and_outside_its_turn_a_tensor_cannot_be_written_to(
 
 
 def test_a_checkpoint_has_the_tensors_alone_and_not_the_memory_in_which_they_are(tmp_path):
-    blocks, _, tensors = shelves(tmp_path)
+    *_, tensors = shelves(tmp_path)
     torch.save(tensors, tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
 

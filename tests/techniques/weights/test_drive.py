@@ -260,11 +260,11 @@ def test_a_small_drive_that_fills_up_ends_the_run(config, tmp_path):
     commands = [["mkfs.ext4", "-q", "-F", image], ["mount", "-o", "loop", image, folder]]
     try:
         for command in commands:
-            subprocess.run(command, check=True, capture_output=True)
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("mounting takes root and a loop device")
     try:
         with pytest.raises(DriveFailed, match="No space left on device"):
             run(config, folder)
     finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True, timeout=60)

@@ -188,11 +188,6 @@ class Run(schema.Keys):
         return self.multiplies_in if self.masters and self.any("freezes_base") else self.weights_dtype
 
     @property
-    def drive(self) -> str | None:
-        """Returns the folder on a drive where masters and optimizer state wait."""
-        return self.weights.arguments.get("drive")
-
-    @property
     def rounds_weights(self) -> bool:
         """Returns whether updated weights are rounded to 16 bits and the remainder is lost."""
         return self.weights_dtype != "float32" and not self.any("stays_wide")
@@ -210,6 +205,11 @@ class Run(schema.Keys):
     def streams(self) -> bool:
         """Returns whether weights wait in host memory for the turn of their block."""
         return get_object(self.weights.target).streams
+
+    @property
+    def drive_folder(self) -> str | None:
+        """Returns the folder on a drive for masters and optimizer state; None: they stay in memory."""
+        return self.weights.arguments.get("drive")
 
     @property
     def order(self) -> str | None:

@@ -203,7 +203,7 @@ def read_in(run: Run, described: Described, narrow: bool = False) -> torch.dtype
     """Returns the dtype into which a run's weights are read: with a drive in 16 bits where no bit is lost, since the
     host has no room for more. Args: narrow: the numbers do not matter."""
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
-    if run.drive is None or described.added is not None:
+    if run.drive_folder is None or described.added is not None:
         return wide
     return products if narrow or stored_in(described.spec) == products else wide
 

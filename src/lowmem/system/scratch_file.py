@@ -125,6 +125,7 @@ class Drive:
         written = _seconds(lambda: file.write(0, memoryview(memory)).result())
         file.sync()
         read = _seconds(lambda: file.read(0, memoryview(memory)).result())
+        file.close()
         return size / read, size / written
 
 
@@ -149,7 +150,7 @@ class ScratchFile:
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
         self._file = drive.disk.open(drive.folder, drive.direct)
-        weakref.finalize(self, os.close, self._file)  # what is mapped stays
+        self.close = weakref.finalize(self, os.close, self._file)  # at the latest; what is mapped stays
 
     def grow(self, size: int) -> None:
         """Allocates space up to `size` bytes. Raises: OSError: the drive is full."""

@@ -168,7 +168,9 @@ class ScratchFile:
 
     def mapped(self, start: int, size: int) -> mmap.mmap:
         """Returns a view of the file, which cannot be written to; it may outlive this object."""
-        return mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+        view = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+        view.madvise(mmap.MADV_SEQUENTIAL)  # the system reads further ahead
+        return view
 
     def check(self) -> None:
         """Reads everything once, through the page cache if there is no other way. A mapped page that the drive cannot

@@ -18,7 +18,8 @@ from lowmem.techniques.weights.drive import Shelf, Shelves
 from made_up import LateLane
 from streams import lines, trained
 
-PRECISIONS, OPTIMS = ("bf16-master", "16-master", "bf16-sr"), ("adamw", "adamw8bit", "adafactor")
+PRECISIONS = ("bf16-master", "16-master", "bf16-sr")
+OPTIMS = ("adamw", "adamw8bit", "adafactor", "adam8bit", "lion8bit")
 MATRIX = list(product(PRECISIONS, OPTIMS, ("norm", "off"), ("fixed", "none"), ("state", "all")))
 SAMPLE = [
     ("bf16-master", "adamw8bit", "off", "fixed", "state"),

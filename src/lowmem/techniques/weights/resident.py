@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.system.copy_lanes import Mark
+from lowmem.system.scratch_file import Drive
 
 ALIGNED = 256  # bytes; weights start at multiples of it in a buffer, as in CUDA's own allocator
 
@@ -155,6 +156,11 @@ class Resident:
 
     def host_tensors(self) -> Iterator[Tensor]:
         return (home.flat for home in self.homes)
+
+    @property
+    def drive(self) -> Drive | None:
+        """Returns the drive that stores `drive_tensors`, with counts of what it has read and written."""
+        return None
 
     def drive_tensors(self) -> Iterable[Tensor]:
         """Returns tensors that are on a drive: their data is a view of a file."""

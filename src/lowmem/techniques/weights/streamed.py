@@ -179,6 +179,10 @@ class Streamed(Resident):
         if self._shelves is not None:
             self._shelves.drop_cached()
 
+    @property
+    def drive(self) -> Drive | None:
+        return None if self._shelves is None else self._shelves.drive
+
     def drive_tensors(self) -> Iterable[Tensor]:
         return () if self._shelves is None else self._shelves.tensors()
 

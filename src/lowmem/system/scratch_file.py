@@ -3,7 +3,7 @@
 A file without a name exists as long as it is open. So a process leaves nothing behind, however it ends, and two
 processes never share a file. Its space is allocated before anything is written: a full drive is an error then, and not
 later. Memory, offset and length of a direct access are multiples of a page. A file system that refuses direct access
-(tmpfs, some network and overlay ones) is used through the page cache.
+(some network and overlay ones) is used through the page cache.
 """
 
 import errno
@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+
+import psutil
 
 PAGE = mmap.PAGESIZE
 PIECE = 1 << 23  # bytes that a thread moves at once
@@ -50,6 +52,14 @@ class Disk:
 
     def write(self, file: int, data: memoryview, start: int) -> int:
         return os.pwrite(file, data, start)
+
+
+def is_memory(folder: Path) -> bool:
+    """Returns whether a folder's files are in the host's memory, as those of tmpfs are."""
+    place = folder.absolute()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    kind = next((mounts[path] for path in (place, *place.parents) if path in mounts), "")
+    return kind in ("tmpfs", "ramfs", "devtmpfs")
 
 
 def pages(size: int) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import ROOT
 from lowmem.system import scratch_file
 from lowmem.system.errors import DriveFailed
 from lowmem.system.scratch_file import PAGE, Disk, Drive
@@ -246,11 +247,22 @@ def test_a_checkpoint_has_the_tensors_alone_and_not_the_memory_in_which_they_are
     assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
 
 
-def test_a_file_system_without_direct_access_is_used_through_the_page_cache(config, in_memory):
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK) or Drive(memory).direct:
-        pytest.skip("this system has no file system without direct access")
-    assert changes_no_bit(config, in_memory, memory, *SAMPLE[0])
+def test_a_file_system_without_direct_access_is_used_through_the_page_cache(config, in_memory, tmp_path, monkeypatch):
+    def refuses(self, folder, direct):
+        if direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(self, folder, direct)
+
+    opened = Disk.open
+    monkeypatch.setattr(Disk, "open", refuses)
+    assert not Drive(tmp_path).direct
+    assert changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
+
+
+def test_files_of_tmpfs_are_memory(tmp_path):
+    assert not scratch_file.is_memory(ROOT)
+    if Path("/dev/shm").is_dir():
+        assert scratch_file.is_memory(Path("/dev/shm/made/later"))
 
 
 @pytest.mark.slow

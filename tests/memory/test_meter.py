@@ -9,6 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lowmem.memory.ledger import PHASES
 from lowmem.memory.meter import MemoryMeter, curve, is_compiled
+from lowmem.system.scratch_file import PAGE, pages
 from lowmem.system.units import CATEGORIES
 from lowmem.techniques.precision.fp32_weights import FullPrecision
 from lowmem.techniques.precision.host_masters import HostMasters
@@ -96,6 +97,23 @@ def test_what_is_computed_again_is_backward_and_the_step_begins_where_it_ends(fi
 def test_resident_memory_is_at_least_what_is_alive(rows):
     assert all(int(r["rss_peak_bytes"]) >= int(r["live_peak_bytes"] or 0) for r in rows)
     assert all(int(r["rss_bytes"]) > 100 * 2**20 for r in rows)
+
+
+def test_a_step_has_the_bytes_on_a_drive_and_those_that_it_read_and_wrote(fit, tmp_path):
+    """Each block has the lower halves of its masters and two moments there, as far as they fill a page."""
+    streamed = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")
+    streamed += ("model.architecture.n_embd=32", "model.architecture.n_layer=6", "max_steps=6")
+    _, run = fit(*streamed, f"weights.drive={tmp_path / 'drive'}")
+    rows = [row for row in read(run) if row["drive_bytes"]]
+    assert [(row["step"], row["phase"]) for row in rows] == [("0", "load"), *((f"{n}", "step") for n in range(1, 7))]
+    matrices = (3 * 32 * 32, 32 * 32, 4 * 32 * 32, 4 * 32 * 32)
+    sizes = [size * n for n in matrices for size in (2, 4, 4) if size * n >= PAGE]
+    stored, file = 6 * sum(sizes), 6 * (PAGE + sum(map(pages, sizes)))  # the first page of a file is free
+    steady = rows[3:]
+    assert {int(row["drive_bytes"]) for row in steady} == {stored}
+    assert {int(row["drive_written_bytes"]) for row in steady} == {file}  # and not all that was written until then
+    ahead = file // 6  # the first block of the next step is read already, or not yet
+    assert abs(sum(int(row["drive_read_bytes"]) for row in steady) - len(steady) * file) <= ahead
 
 
 def test_a_thousand_times_the_tokens_is_seen_in_the_activations(fit):

@@ -36,6 +36,14 @@ def rows(size: int = MIB, cuda: bool = False) -> list[dict]:
     return found
 
 
+ON_DRIVE = {"read_gb_per_second": 12.345, "written_gb_per_second": None}
+
+
+def with_drive(found: list[dict]) -> list[dict]:
+    moved = {"drive_bytes": 40 * MIB, "drive_read_bytes": 30 * MIB, "drive_written_bytes": 35 * MIB}
+    return [row | moved if row["phase"] == "backward" else row for row in found]
+
+
 @pytest.fixture
 def draw():
     """(rows, timeline, ...) -> the figure with its axes by name."""
@@ -104,10 +112,22 @@ def test_the_run_shows_the_categories_of_sampled_steps_and_no_evaluation(draw):
     assert set(held.get_ydata()) == {9.0}
 
 
+def test_a_drive_is_a_third_side_and_without_one_there_is_none(draw):
+    shown = draw(with_drive(rows()), points(), on_drive=ON_DRIVE)
+    stored, read, written = (line.get_ydata() for line in shown.drive.lines)
+    assert (set(stored), set(read), set(written)) == ({40.0}, {30.0}, {35.0})
+    assert {to_hex(line.get_color()) for line in shown.drive.lines} == {colours.INK}
+    assert [line.get_label() for line in shown.drive.lines] == ["stored", "read, 12.35 GB/s", "written, - GB/s"]
+    without = draw(rows(), points())
+    assert [axes.get_label() for axes in without.figure.axes] == ["inside", "device", "process"]
+    assert tuple(without.figure.get_size_inches()) == (13, 6)
+
+
 @pytest.mark.parametrize("limit", [None, 30 * MIB, 300 * MIB])
 @pytest.mark.parametrize("cuda", [False, True])
-def test_no_text_lies_on_another_or_leaves_the_picture(draw, limit, cuda):
-    shown = draw(rows(cuda=cuda), points(), typed=TYPED, limit=limit)
+@pytest.mark.parametrize("on_drive", [None, ON_DRIVE], ids=["memory", "drive"])
+def test_no_text_lies_on_another_or_leaves_the_picture(draw, limit, cuda, on_drive):
+    shown = draw(with_drive(rows(cuda=cuda)), points(), typed=TYPED, limit=limit, on_drive=on_drive)
     assert overlaps(shown.figure) == []
 
 

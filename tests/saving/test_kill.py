@@ -31,10 +31,10 @@ def life(processes, small, tmp_path):
     """The folder, and (moment, steps) -> exit code of a life of the run in it: the same command line every time."""
     folder, lives = tmp_path / "run", [0]
 
-    def live(moment, steps=12, renames=True):
+    def live(moment, steps=12, renames=True, more=()):
         lives[0] += 1
         base = [o for o in small if key(o) not in {key(line) for line in RUN}]
-        lines = [*base, *RUN, f"max_steps={steps}", "logger=none", "resume=auto"]
+        lines = [*base, *RUN, *more, f"max_steps={steps}", "logger=none", "resume=auto"]
         process = processes.Process(
             target=dying.live, args=(str(ROOT), [quoted(o) for o in lines], str(folder), moment, renames)
         )
@@ -69,13 +69,13 @@ def moments(count, in_saves, seed=0):
     return [*found, ("in the last evaluation", 0), ("in the export", 0)]
 
 
-def dies_and_goes_on(folder, live, deaths, steps):
+def dies_and_goes_on(folder, live, deaths, steps, more=()):
     for number, moment in enumerate(deaths, start=1):
-        assert live(moment, steps) == -signal.SIGKILL, moment
+        assert live(moment, steps, more=more) == -signal.SIGKILL, moment
         assert names_tell_the_truth(folder), moment
         newest = max((path.name for path in (folder / "checkpoints").glob("step-*.ckpt")), default="no checkpoint")
         print(f"kill {number:2}: {' '.join(map(str, moment)):<24} left {newest}")
-    assert live(None, steps) == 0
+    assert live(None, steps, more=more) == 0
     assert not list(folder.rglob("*.writing"))
     return everything(folder)
 
@@ -96,6 +96,23 @@ def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deat
     _, run = fit(*RUN, f"max_steps={steps}", "logger=none", folder="unbroken")
     unbroken, found = everything(run), dies_and_goes_on(*life, deaths, steps)
     assert found.keys() == unbroken.keys() and all(torch.equal(found[key], unbroken[key]) for key in found)
+
+
+@pytest.mark.parametrize(
+    ("steps", "deaths"),
+    [
+        pytest.param(4, [("in a step", PARAMETERS + 5), ("half a file", 1)], id="twice"),
+        pytest.param(40, moments(20, in_saves=8, seed=1), id="20 times", marks=pytest.mark.slow),
+    ],
+)
+def test_so_it_is_with_a_drive_on_which_the_dead_leave_nothing(fit, life, tmp_path, steps, deaths):
+    streams = ("weights=streamed", "loss=tiled", "gradient_checkpointing=every_layer", "clip=null")
+    drive = tmp_path / "drive"
+    _, run = fit(*RUN, *streams, f"max_steps={steps}", "logger=none", folder="unbroken")
+    unbroken = everything(run)
+    found = dies_and_goes_on(*life, deaths, steps, (*streams, f"weights.drive={drive}"))
+    assert found.keys() == unbroken.keys() and all(torch.equal(found[key], unbroken[key]) for key in found)
+    assert not list(drive.iterdir())
 
 
 def test_a_writer_without_the_final_rename_is_caught(life):

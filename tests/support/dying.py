@@ -45,7 +45,7 @@ def _arrange(where: str, passes: int) -> None:
         left[0] -= 1
         return left[0] < 0
 
-    save, replace, sync, step = torch.save, os.replace, atomic_files._sync, host_masters._step
+    save, replace, sync, step = torch.save, os.replace, atomic_files._sync, host_masters.HostMasters._step
     evaluate = CausalLM.validation_step
 
     def half_a_file(content, to):
@@ -89,7 +89,7 @@ def _arrange(where: str, passes: int) -> None:
     elif where == "after the rename":
         atomic_files._sync = after_the_rename
     elif where == "in a step":
-        host_masters._step = in_a_step
+        host_masters.HostMasters._step = in_a_step
     elif where == "in the last evaluation":
         CausalLM.validation_step = in_the_last_evaluation
     else:

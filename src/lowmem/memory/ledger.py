@@ -1,8 +1,8 @@
 """Keeps the ledger: which category and which side owns which bytes.
 
-A tensor is on the *device*, the *host* or the *drive* side by its owner's role, not by `tensor.device`: a run whose compute
-device is the CPU still shows what a card would hold. Bytes are counted per storage, so tied weights and views count
-once.
+A tensor is on the *device*, the *host* or the *drive* side by its owner's role, not by `tensor.device`: a run whose
+compute device is the CPU still shows what a card would hold. Bytes are counted per storage, so tied weights and views
+count once.
 """
 
 from collections.abc import Callable, Iterable, Iterator

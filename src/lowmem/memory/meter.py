@@ -2,8 +2,8 @@
 
 Each phase has the process's resident memory and its peak, and the bytes of weights, gradients and optimizer at its end;
 on CUDA the allocator's figures too. On steps 1-3, every `every`-th step and the first batch of an evaluation the
-tracker counts live tensor bytes by category. The peak counters of the process and of CUDA are global; only this meter
-resets them.
+tracker counts live tensor bytes by category. The last phase of each step also has the bytes on a drive, and those that
+the step read and wrote there. The peak counters of the process and of CUDA are global; only this meter resets them.
 """
 
 import csv
@@ -20,16 +20,19 @@ from lowmem.memory import ledger
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import Point, StorageTracker, highest
 from lowmem.system import csv_rows, process
+from lowmem.system.scratch_file import Drive
 from lowmem.system.torch_private import compiled_itself
 from lowmem.system.units import CATEGORIES, GIB
 
 log = logging.getLogger(__name__)
 
 CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
+DRIVE_COLUMNS = ("drive_bytes", "drive_read_bytes", "drive_written_bytes")
 COLUMNS = (
     *("step", "phase", "rss_bytes", "rss_peak_bytes", "held_bytes", "live_peak_bytes"),
     *(f"{category}_bytes" for category in CATEGORIES),
     "host_tensor_bytes",
+    *DRIVE_COLUMNS,
     *CUDA_COLUMNS,
 )
 
@@ -58,12 +61,16 @@ class MemoryMeter(Callback):
         self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
         self._cuda: torch.device | None = None
         self._compiled = False
+        self._drive: Drive | None = None
+        self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
+        self._moved_before: dict[str, int] = {}
 
     # --- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self._parameters, self._buffers = ledger.parameters(module), ledger.buffers(module)
         self.ledger.own("optimizer", module.weights.drive_tensors, "drive")  # first: others count them as the host's
+        self._drive = module.weights.drive
         side = module.ranks.side_of_weights
         self.ledger.own("weights", lambda: self._buffers)
         self.ledger.own("weights", lambda: self._parameters, side)
@@ -87,7 +94,7 @@ class MemoryMeter(Callback):
             log.info("Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen.")
             self.peak_bytes["device"] = 0 if self._cuda else None
         self._step = trainer.global_step
-        self._window = {"load": self._read("load")}
+        self._window = {"load": self._read("load") | self._drive_row()}
         self._close_window(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int) -> None:
@@ -107,6 +114,8 @@ class MemoryMeter(Callback):
         self._settle()
         self._leave()
         self.timeline = self._untrack() or self.timeline
+        *_, last = self._window.values()
+        last.update(self._drive_row())
         self._close_window(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int, *_) -> None:
@@ -185,6 +194,16 @@ class MemoryMeter(Callback):
             row |= self._live_row(Point(phase, self.ledger.bytes()))
         return row
 
+    def _drive_row(self) -> dict[str, int]:
+        """Returns the columns of a drive, read and written since the last call; none if there is no drive."""
+        if self._drive is None:
+            return {}
+        moved, before = {"read": self._drive.read_bytes, "written": self._drive.written_bytes}, self._moved_before
+        self.moved_bytes = {way: size - before.get(way, 0) for way, size in moved.items()}
+        self._moved_before = moved
+        by_way = {f"drive_{way}_bytes": size for way, size in self.moved_bytes.items()}
+        return {"drive_bytes": sum(self.ledger.bytes("drive").values())} | by_way
+
     def _close_window(self, trainer: Trainer) -> None:
         """Writes the window's rows, one per phase, and logs them on sampled and every `log_every`-th step."""
         for phase, row in self._window.items():
@@ -259,7 +278,8 @@ class MemoryMeter(Callback):
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:
-    """Returns a window's rows as metrics: memory/<phase>_<what>_gib, and the categories at the window's peak."""
+    """Returns a window's rows as metrics: memory/<phase>_<what>_gib, memory/drive_<what>_gib, and the categories at the
+    window's peak."""
     metrics = {}
     for phase, row in window.items():
         for column in (
@@ -271,6 +291,7 @@ def curve(window: dict[str, dict]) -> dict[str, float]:
         ):
             if column in row:
                 metrics[f"memory/{phase}_{column.removesuffix('_bytes')}_gib"] = row[column] / GIB
+        metrics |= {f"memory/{c.removesuffix('_bytes')}_gib": row[c] / GIB for c in DRIVE_COLUMNS if c in row}
     sampled = [row for row in window.values() if "live_peak_bytes" in row]
     if sampled:
         top = max(sampled, key=lambda row: row["live_peak_bytes"])

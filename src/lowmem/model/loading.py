@@ -199,6 +199,24 @@ def _place(name: str, key: str = "model.name") -> str:
     return name
 
 
+def read_in(run: Run, described: Described, narrow: bool = False) -> torch.dtype:
+    """Returns the dtype into which a run's weights are read: with a drive in 16 bits where no bit is lost, since the
+    host has no room for more. Args: narrow: the numbers do not matter."""
+    wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
+    if run.drive_folder is None or described.added is not None:
+        return wide
+    return products if narrow or stored_in(described.spec) == products else wide
+
+
+def stored_in(spec: schema.Model) -> torch.dtype | None:
+    """Returns the dtype of the weights of a local folder; None: they have several, or are elsewhere."""
+    kinds = set()
+    for file in Path(_place(spec.name)).glob("*.safetensors") if spec.pretrained else ():
+        with safe_open(file, "pt") as weights:
+            kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(*kinds) if len(kinds) == 1 else None
+
+
 def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
     """Returns the model on the host, in training mode, with every parameter in `weights_dtype`.
 

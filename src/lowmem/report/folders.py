@@ -98,7 +98,14 @@ FIGURES = {
     "tokens/s": (lambda s: s["tokens_per_second"], "{:,.0f}"),
     "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
     "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
+    "drive GiB": (lambda s: s["drive"]["bytes"] / GIB, "{:.3f}"),
+    "drive GB/s": (lambda s: s["drive"]["read_gb_per_second"] + s["drive"]["written_gb_per_second"], "{:.2f}"),
 }
+
+
+def columns(runs: Sequence[RunFolder]) -> list[str]:
+    """Returns the names of the figures, those of a drive only if a run has one."""
+    return [name for name in FIGURES if "drive" not in name or any(figure(run, name) is not None for run in runs)]
 
 
 def figure(run: RunFolder, column: str) -> float | None:
@@ -111,16 +118,16 @@ def figure(run: RunFolder, column: str) -> float | None:
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """Returns a table with a row per run: its differing overrides beside its figures, or below them if too wide."""
-    keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
-    rows = [[name, *_figures(run), run.status] for name, run in zip(names, runs, strict=True)]
+    keys, typed, shown = differing(runs), [as_mapping(run.overrides) for run in runs], columns(runs)
+    rows = [[name, *_figures(run, shown), run.status] for name, run in zip(names, runs, strict=True)]
     in_one_line = [
         [row[0], *(overrides.get(key, "-") for key in keys), *row[1:]]
         for row, overrides in zip(rows, typed, strict=True)
     ]
-    lines = _aligned([["run", *keys, *FIGURES, "status"], *in_one_line])
+    lines = _aligned([["run", *keys, *shown, "status"], *in_one_line])
     if max(map(len, lines)) <= WIDTH:
         return "\n".join(lines)
-    head, units, *lines = _aligned([["run", *FIGURES, "status"], *rows])
+    head, units, *lines = _aligned([["run", *shown, "status"], *rows])
     below = (" ".join(f"{key}={overrides[key]}" for key in keys if key in overrides) for overrides in typed)
     return "\n".join([head, units, *(f"{line}\n  {rest}".rstrip() for line, rest in zip(lines, below, strict=True))])
 
@@ -134,8 +141,8 @@ def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     return [f"{', '.join(alike)} {reason}" for reason, alike in shared.items()]
 
 
-def _figures(run: RunFolder) -> list[str]:
-    values = {column: figure(run, column) for column in FIGURES}
+def _figures(run: RunFolder, shown: Sequence[str]) -> list[str]:
+    values = {column: figure(run, column) for column in shown}
     return ["-" if value is None else FIGURES[column][1].format(value) for column, value in values.items()]
 
 

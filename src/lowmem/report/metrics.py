@@ -124,6 +124,8 @@ class Metrics(Callback):
             metrics["auxiliary_loss"] = self.auxiliary_loss
         if module.gradient_norm is not None:
             metrics["gradient_norm"] = float(module.gradient_norm)
+        for way, size in self.meter.moved_bytes.items():
+            metrics[f"drive_{way}_gb_per_second"] = size / self.step_seconds[-1] / 1e9
         self._write(trainer, module, "train", metrics)
         if self._bar.disable and self._windows > WARM_UP_STEPS and not self._logged_duration:  # a bar would show it
             self._logged_duration = True
@@ -176,7 +178,7 @@ class Metrics(Callback):
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
         if new := [
             column for column in row if column not in self._csv.fieldnames
-        ]:  # the first values of a user's metric
+        ]:  # the first values of a drive or of a user's metric
             self._out.close()
             self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=step)
         self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | row)

@@ -2,11 +2,11 @@
 
 On the left and at the top right the same colours are the same categories, live on the device side. The other memory of
 the process and of CUDA's allocator is no category: it is drawn in black, and the process's memory, most of which may be
-libraries, has its own scale. All three use the unit of the device's peak.
+libraries, has its own scale. So has a drive, if the run has one. All use the unit of the device's peak.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -18,6 +18,7 @@ from matplotlib.artist import Artist
 from matplotlib.ticker import StrMethodFormatter
 
 from lowmem.memory.tracker import Point
+from lowmem.report import drive
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 from lowmem.system.units import CATEGORIES, unit
 
@@ -36,25 +37,36 @@ def memory_picture(file: Path, *arguments, **options) -> None:
     plt.close(figure)
 
 
-def drawn(rows: list[dict], timeline: list[Point], title: str, typed: str = "", limit: int | None = None) -> plt.Figure:
+def drawn(
+    rows: list[dict],
+    timeline: list[Point],
+    title: str,
+    typed: str = "",
+    limit: int | None = None,
+    on_drive: Mapping | None = None,
+) -> plt.Figure:
     """Draws the picture. Args: rows: of memory.csv; title: the chosen techniques; typed: the other overrides; limit:
-    bytes of the card or of `memory.limit`."""
+    bytes of the card or of `memory.limit`; on_drive: the summary's figures of a drive."""
     columns = ("live_peak_bytes", "allocated_peak_bytes", "held_bytes")
     size = unit(max((row.get(column, 0) for row in rows for column in columns), default=0))
-    places = [["inside", "device"], ["inside", "process"]]
-    figure, axes = plt.subplot_mosaic(places, figsize=(13, 6), width_ratios=(3, 2), layout="constrained")
+    places = [["inside", "device"], ["inside", "process"], *([["inside", "drive"]] if on_drive else [])]
+    height = 3 * len(places)
+    figure, axes = plt.subplot_mosaic(places, figsize=(13, height), width_ratios=(3, 2), layout="constrained")
     figure.suptitle(textwrap.fill(title, 130), fontweight="bold")
     figure.supxlabel("\n".join(textwrap.wrap(typed, LINE, max_lines=2, placeholder=" ...")), fontsize=8, color=INK)
     _inside_one_step(axes["inside"], timeline, size)
     _on_the_device(axes["device"], rows, size)
     _of_the_process(axes["process"], rows, size)
+    if on_drive:
+        _of_the_drive(axes["drive"], rows, size, on_drive)
     for name in ("inside", "device") if limit is not None else ():
         _mark_limit(axes[name], limit, size)
     for plot in axes.values():
         plot.set_ylabel(size[1])
         plot.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         plot.spines[["top", "right"]].set_visible(False)
-    axes["process"].sharex(axes["device"])
+    for name in axes.keys() - {"inside", "device"}:
+        axes[name].sharex(axes["device"])
     axes["device"].set_xlim(0, max(1, *(row["step"] for row in rows)) if rows else 1)
     return figure
 
@@ -139,6 +151,15 @@ def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int])
 def _of_the_process(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
     axes.set_title("over the run: the process's resident memory, libraries included", fontsize=11)
     _line(axes, rows, "rss_peak_bytes", size, "-", "")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylim(bottom=0)
+
+
+def _of_the_drive(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int], figures: Mapping) -> None:
+    _line(axes, rows, "drive_bytes", size, "-", "stored")
+    for way, style in zip(drive.WAYS, ("--", ":"), strict=True):
+        _line(axes, rows, f"drive_{way}_bytes", size, style, f"{way}, {drive.rate(figures, way)}")
+    _head(axes, "over the run: the drive, and what each step moves", axes.get_legend_handles_labels()[0])
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)
 

@@ -3,7 +3,7 @@
 A file without a name exists as long as it is open. So a process leaves nothing behind, however it ends, and two
 processes never share a file. Its space is allocated before anything is written: a full drive is an error then, and not
 later. Memory, offset and length of a direct access are multiples of a page. A file system that refuses direct access
-(tmpfs, some network and overlay ones) is used through the page cache.
+(some network and overlay ones) is used through the page cache.
 """
 
 import errno
@@ -11,9 +11,12 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+
+import psutil
 
 PAGE = mmap.PAGESIZE
 PIECE = 1 << 23  # bytes that a thread moves at once
@@ -49,6 +52,14 @@ class Disk:
 
     def write(self, file: int, data: memoryview, start: int) -> int:
         return os.pwrite(file, data, start)
+
+
+def is_memory(folder: Path) -> bool:
+    """Returns whether a folder's files are in the host's memory, as those of tmpfs are."""
+    place = folder.absolute()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    kind = next((mounts[path] for path in (place, *place.parents) if path in mounts), "")
+    return kind in ("tmpfs", "ramfs", "devtmpfs")
 
 
 def pages(size: int) -> int:
@@ -149,6 +160,7 @@ class ScratchFile:
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
         self._file = drive.disk.open(drive.folder, drive.direct)
+        self.close = weakref.finalize(self, os.close, self._file)  # at the latest; what is mapped stays
 
     def grow(self, size: int) -> None:
         """Allocates space up to `size` bytes. Raises: OSError: the drive is full."""
@@ -166,7 +178,9 @@ class ScratchFile:
 
     def mapped(self, start: int, size: int) -> mmap.mmap:
         """Returns a view of the file, which cannot be written to; it may outlive this object."""
-        return mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+        view = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+        view.madvise(mmap.MADV_SEQUENTIAL)  # the system reads further ahead
+        return view
 
     def check(self) -> None:
         """Reads everything once, through the page cache if there is no other way. A mapped page that the drive cannot
@@ -178,9 +192,6 @@ class ScratchFile:
 
     def sync(self) -> None:
         os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 def _all_of(move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> None:

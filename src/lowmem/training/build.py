@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -141,7 +140,9 @@ def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
 def module(run: Run, data: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE) -> CausalLM:
     """Loads the model and shards it over the ranks. Args: saved: the checkpoint that training goes on from."""
     complete = saved is not None and saved.base is None  # the checkpoint brings all weights
-    built = causal_lm(run, data.described.at_random if complete else data.described, loading.check_causal, ranks)
+    described = data.described.at_random if complete else data.described
+    # A checkpoint brings what a model in 16 bits lacks of its masters.
+    built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
     if (base := built.ranks.broadcast(digest_of_base(built) if built.ranks.builds else None)) is not None:
@@ -159,12 +160,13 @@ def causal_lm(
     described: Described,
     check: Callable[[PreTrainedModel], None] = lambda _: None,
     ranks: OneDevice = ONE_DEVICE,
+    narrow: bool = False,
 ) -> CausalLM:
     """Builds the model with its techniques. The order is: load, adapter and frozen weights, checkpointing of blocks,
     slices of tokens, streamed weights. Args: check: called with the loaded model, if it has numbers and not only
-    shapes."""
+    shapes; narrow: its numbers are replaced, so that 16 bits are enough for now."""
     loss = _loss(run)
-    dtype = getattr(torch, run.loaded_in)
+    dtype = loading.read_in(run, described, narrow)
     described = described if ranks.builds else described.at_random
     with ranks.building():
         network = loading.load(described, base_dtype(run.adapter.arguments.get("path")) or dtype)

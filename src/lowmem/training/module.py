@@ -228,9 +228,7 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin
-        made = self.update.optimizer(
-            self.model, lambda p: precision.master(self.ranks.local(p)), precision.restored
-        )
+        made = self.update.optimizer(self.model, lambda p: precision.master(self.ranks.local(p)), precision.restored)
         optimizer = precision.prepare_optimizer(made)
         return {
             "optimizer": optimizer,
@@ -310,10 +308,17 @@ class CausalLM(LightningModule):
             self.ranks.after_load()
             self._rests = {}
             return None
-        loaded = super().load_state_dict(state_dict, *args, **kwargs)
         held = dict(self.named_parameters())  # tied parameters once
+        narrow = {name for name, p in held.items() if p.dtype != torch.float32 and name in self._rests}
+        precision = self.trainer.precision_plugin
+        for name, p in held.items() if precision.optimizer_side == "host" else ():
+            if name in state_dict and name not in narrow:  # a master of more bits than the model was read in
+                p.data = p.data.to(torch.promote_types(p.dtype, state_dict[name].dtype))
+        loaded = super().load_state_dict(state_dict, *args, **kwargs)
         for name, rest in self._rests.items():
-            held[name].data.copy_(joined(state_dict[name], rest))
+            if name not in narrow:
+                held[name].data.copy_(joined(state_dict[name], rest))
+        precision.load_rests({name: self._rests[name] for name in narrow})
         self._rests = {}
         return loaded
 

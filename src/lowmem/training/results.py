@@ -9,7 +9,7 @@ from lowmem.config.check import targets
 from lowmem.config.settle import Command, Run
 from lowmem.config.typed_lines import as_lines, as_mapping
 from lowmem.model.trainable import full_shape, parameters, trainable
-from lowmem.report import ran, step
+from lowmem.report import drive, ran, step
 from lowmem.report.summary import plan_ratios, table, versions, write
 from lowmem.saving.export_adapter import is_adapted
 from lowmem.system.terminal import folded
@@ -43,6 +43,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
+        "drive": drive.figures(module.weights.drive, meter.rows(), metrics.seconds_per_step()),
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": run.batch_size,
         "optimizer": _stepped_by(next(iter(training.trainer.optimizers), None)),
@@ -100,6 +101,7 @@ def draw(training: Training, command: Command, summary: Mapping[str, object]) ->
     title = " ".join(ran.chosen(command.choices)) or run.model.name
     typed = " ".join(ran.besides(command.choices, command.typed))
     card = torch.cuda.get_device_properties().total_memory if run.device == "cuda" else None
-    picture.memory_picture(folder / "memory.png", meter.rows(), meter.timeline, title, typed, run.limit or card)
+    what = (meter.rows(), meter.timeline, title, typed, run.limit or card, summary["drive"])
+    picture.memory_picture(folder / "memory.png", *what)
     step.write(folder / "memory_step.csv", meter.timeline)
     picture.send(folder / "memory.png", training.loggers, summary["steps"])

@@ -8,7 +8,7 @@ import pytest
 
 from lowmem.report import folders
 from lowmem.report.compare import compare
-from lowmem.system.units import MIB
+from lowmem.system.units import GIB, MIB
 from made_runs import finished
 
 
@@ -48,6 +48,27 @@ def test_a_run_of_several_ranks_is_one_run_with_the_memory_of_its_highest(tmp_pa
     with (tmp_path / "comparison.csv").open() as file:
         rows = {row["run"]: (float(row["device GiB"]), float(row["host GiB"])) for row in csv.DictReader(file)}
     assert rows == {"alone": (0.25, 0.75), "run": (0.5, 1.5)}
+
+
+ON_DRIVE = {"bytes": 3 * GIB, "read_gb_per_second": 1.25, "written_gb_per_second": 1.5}
+
+
+def test_a_drive_is_listed_where_a_run_has_one(tmp_path, capsys):
+    finished(tmp_path / "0", ["lr=1"], drive=None)
+    compare.main([str(tmp_path)])
+    page = tmp_path / "comparison.html"
+    assert " drive" not in capsys.readouterr().out and '<th class="number">drive' not in page.read_text()
+    with_drive = finished(tmp_path / "1", ["lr=2"], drive=ON_DRIVE)
+    memory = [line.split(",") for line in (with_drive / "memory.csv").read_text().splitlines()]
+    memory = [[*row, cell] for row, cell in zip(memory, ["drive_bytes", *[3 * GIB] * 120], strict=True)]
+    (with_drive / "memory.csv").write_text("\n".join(",".join(map(str, row)) for row in memory))
+    compare.main([str(tmp_path)])
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said[:5])) <= 80 and said[1].split()[-3:] == ["GiB", "GB/s", "status"]
+    with (tmp_path / "comparison.csv").open() as file:
+        assert [(row["drive GiB"], row["drive GB/s"]) for row in csv.DictReader(file)] == [("", ""), ("3.0", "2.75")]
+    text = page.read_text()
+    assert ">drive GB/s</th>" in text and '"label":"drive"' in text and ">3,072.0</td>" in text and ">2.75</td>" in text
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,283 @@
-"""Weights whose masters and state are on a drive have the bits of weights that have them in memory."""
+"""Weights whose masters and state are on a drive have the bits of weights that have them in memory; and a drive that
+fails ends the run in a sentence."""
 
-from itertools import product
+import errno
+import os
+import subprocess
+import time
+from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
+import torch
 
-from lowmem.techniques.weights import drive as drives
-from lowmem.techniques.weights.drive import Shelf
+from conftest import ROOT
+from lowmem.system import scratch_file
+from lowmem.system.errors import DriveFailed
+from lowmem.system.scratch_file import PAGE, Disk, Drive
+from lowmem.techniques.weights.drive import Shelf, Shelves
 from made_up import LateLane
-from same import same
 from streams import lines, trained
 
-PRECISIONS, OPTIMS, CLIPS = ("bf16-master", "16-master", "bf16-sr"), ("adamw", "adamw8bit", "adafactor"), ("norm", "off")
-MATRIX = list(product(PRECISIONS, OPTIMS, CLIPS, ("fixed", "none")))
+PRECISIONS = ("bf16-master", "16-master", "bf16-sr")
+OPTIMS = ("adamw", "adamw8bit", "adafactor", "adam8bit", "lion8bit")
+MATRIX = list(product(PRECISIONS, OPTIMS, ("norm", "off"), ("fixed", "none"), ("state", "all")))
 SAMPLE = [
-    ("bf16-master", "adamw8bit", "off", "fixed"),
-    ("16-master", "adamw", "norm", "fixed"),
-    ("bf16-sr", "adamw8bit", "off", "none"),
-    ("bf16-master", "adafactor", "norm", "none"),
+    ("bf16-master", "adamw8bit", "off", "fixed", "state"),
+    ("16-master", "adamw", "norm", "fixed", "all"),
+    ("bf16-sr", "adamw8bit", "off", "none", "all"),
+    ("bf16-master", "adafactor", "norm", "none", "state"),
 ]
 
 
-def both(config, tmp_path, precision, optim, clip, accumulation, lane=lambda: None, **more):
-    """Trains with a drive and without."""
-    arguments = list(lines("llama", "loss=tiled", "loss.columns=64", "max_steps=3", precision=precision, optim=optim, clip=clip))
+def run(
+    config, folder, precision="bf16-master", optim="adamw8bit", clip="off", accumulation="none", holds="state", **how
+):
+    """Trains two steps. Args: folder: on a drive; None: everything is in memory."""
+    more = ("loss=tiled", "loss.columns=64", "max_steps=2")
+    arguments = list(lines("llama", *more, precision=precision, optim=optim, clip=clip))
     arguments[3] = accumulation
-    return tuple(
-        trained(config, ["weights=streamed", *place], "llama", arguments, lane=lane(), **more)
-        for place in ((), (f"weights.drive={tmp_path}",))
+    place = [] if folder is None else [f"weights.drive={folder}", f"weights.drive_holds={holds}"]
+    return trained(config, ["weights=streamed", *place], "llama", arguments, **how)
+
+
+@pytest.fixture(scope="module")
+def in_memory():
+    known = {}
+
+    def get(config, *recipe):
+        if recipe not in known:
+            known[recipe] = run(config, None, *recipe)
+        return known[recipe]
+
+    return get
+
+
+def changes_no_bit(config, in_memory, tmp_path, *recipe, **how):
+    on_drive = run(config, tmp_path, *recipe, **how)
+    nothing_to_store = recipe[0] == "bf16-sr" and recipe[1] == "adafactor" and recipe[4] == "state"
+    assert nothing_to_store or on_drive.module.weights._shelves.drive.read_bytes > 0
+    return in_memory(config, *recipe[:4]).same(on_drive)
+
+
+@pytest.mark.parametrize("recipe", SAMPLE, ids="-".join)
+def test_a_drive_changes_no_bit(config, in_memory, tmp_path, recipe):
+    assert changes_no_bit(config, in_memory, tmp_path, *recipe)
+    assert not list(tmp_path.iterdir())  # its files have no name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", MATRIX, ids="-".join)
+def test_so_it_is_in_every_combination(config, in_memory, tmp_path, recipe):
+    assert changes_no_bit(config, in_memory, tmp_path, *recipe)
+
+
+@pytest.mark.parametrize("holds", ["state", "all"])
+def test_so_it_is_where_another_thread_steps(config, in_memory, tmp_path, holds):
+    """As with a card: the thread that steps takes turns while the training loop asks where weights are."""
+    lane = LateLane(seed=0)
+    assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw8bit", "off", "fixed", holds, lane=lane)
+
+
+@pytest.mark.parametrize("holds", ["state", "all"])
+def test_so_it_is_where_micro_batches_go_by_layer(config, tmp_path, holds):
+    arguments = lines("llama", "loss=tiled", "loss.columns=64", "max_steps=2", policy="offload", clip="off")
+    place = ["weights=streamed", "weights.order=by_layer"]
+    drive = [f"weights.drive={tmp_path}", f"weights.drive_holds={holds}"]
+    assert trained(config, place, "llama", arguments).same(trained(config, [*place, *drive], "llama", arguments))
+
+
+# --- what a drive may do ----------------------------------------------------------------------------------------------
+
+
+class Made(Disk):
+    """A drive that is slow, does less than it was asked for, or fails. Args: fails: (call, after how many of these,
+    errno); short: most bytes that a call moves; late: seconds of each call."""
+
+    def __init__(self, fails=("", 0, 0), short=1 << 40, late=0.0):
+        self.fails, self.short, self.late = fails, short, late
+        self.calls = dict.fromkeys(("open", "reserve", "read", "write"), 0)
+
+    def _called(self, name):
+        time.sleep(self.late)
+        call, after, number = self.fails
+        self.calls[name] += 1
+        if name == call and self.calls[name] > after:
+            raise OSError(number, os.strerror(number))
+
+    def open(self, folder, direct):
+        self._called("open")
+        return super().open(folder, direct)
+
+    def reserve(self, file, start, size):
+        self._called("reserve")
+        super().reserve(file, start, size)
+
+    def read(self, file, into, start):
+        self._called("read")
+        return min(self.short, super().read(file, into, start))
+
+    def write(self, file, data, start):
+        self._called("write")
+        return min(self.short, super().write(file, data, start))
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    def put(**how):
+        made = Made(**how)
+        monkeypatch.setattr(scratch_file, "Disk", lambda: made)
+        return made
+
+    return put
+
+
+@pytest.mark.parametrize("how", [{"short": PAGE}, {"short": 3 * PAGE + 5}, {"late": 0.002}], ids=str)
+def test_a_drive_that_is_slow_or_does_less_than_it_was_asked_for_changes_no_bit(config, in_memory, tmp_path, disk, how):
+    made = disk(**how)
+    assert changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
+    assert made.calls["read"] > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "after", "number", "words"),
+    [
+        ("read", 4, errno.EIO, "this drive failed (Input/output error)"),
+        ("write", 8, errno.EIO, "this drive failed (Input/output error)"),
+        ("write", 8, errno.ENODEV, "this drive failed (No such device)"),
+        ("reserve", 6, errno.ENOSPC, "Type a folder of a drive with more room"),
+        ("open", 3, errno.EROFS, "this drive failed (Read-only file system)"),
+    ],
+)
+@pytest.mark.parametrize("lane", [None, 0], ids=["here", "other thread"])
+def test_a_drive_that_fails_ends_the_run_in_a_sentence(config, tmp_path, disk, call, after, number, words, lane):
+    disk(fails=(call, after, number))
+    with pytest.raises(DriveFailed) as error:
+        run(config, tmp_path, lane=None if lane is None else LateLane(lane))
+    assert str(error.value).startswith(f"weights.drive={tmp_path}: ") and words in str(error.value)
+
+
+def test_a_file_that_ends_too_early_is_an_error(tmp_path):
+    drive = Drive(tmp_path)
+    file, memory = drive.file(), scratch_file.buffer(4 * PAGE)
+    file.grow(2 * PAGE)
+    with pytest.raises(OSError, match="less than a page"):
+        file.read(0, memoryview(memory)).result()
+
+
+# --- variants that must not pass --------------------------------------------------------------------------------------
+
+
+def without_waiting_for_a_read(monkeypatch):
+    monkeypatch.setattr(Shelf, "wait", lambda self: None)
+
+
+def written_when_its_turn_begins(monkeypatch):
+    bind, start = Shelf.bind, Shelf.start_writing
+
+    def early(self):
+        bind(self)
+        if self.memory is not None:
+            start(self)
+            self.wait()
+
+    monkeypatch.setattr(Shelf, "bind", early)
+    monkeypatch.setattr(
+        Shelf, "start_writing", lambda self: start(self) if not self._file or self.size > self._file.size else None
     )
 
 
-@pytest.mark.parametrize(("precision", "optim", "clip", "accumulation"), SAMPLE)
-def test_a_drive_changes_no_bit(config, tmp_path, precision, optim, clip, accumulation):
-    memory, drive = both(config, tmp_path, precision, optim, clip, accumulation)
-    assert drive.module.weights._shelves.drive.read_bytes > 0
-    assert memory.same(drive)
+@pytest.mark.parametrize("wrong", [without_waiting_for_a_read, written_when_its_turn_begins])
+def test_a_wrong_variant_has_other_bits(config, in_memory, tmp_path, disk, monkeypatch, wrong):
+    disk(late=0.002)
+    wrong(monkeypatch)
+    assert not changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
+
+
+# --- turns, room and places -------------------------------------------------------------------------------------------
+
+
+def shelves(folder, count=6, elements=PAGE):
+    """Blocks of one tensor each, which holds the block's number."""
+    all_of_it = Shelves(Drive(folder))
+    every = [all_of_it.new() for _ in range(count)]
+    tensors = [torch.full((elements,), float(number)) for number in range(count)]
+    for shelf, tensor in zip(every, tensors, strict=True):
+        all_of_it.turn(shelf)
+        all_of_it.put(shelf, "weight", {"tensor": tensor, "small": torch.ones(3), "count": 7})
+    return all_of_it, every, tensors
+
+
+def test_three_blocks_are_in_memory_at_most_and_every_tensor_can_be_read(tmp_path):
+    blocks, every, tensors = shelves(tmp_path)
+    for _ in range(3):
+        for number, shelf in enumerate(every):
+            blocks.turn(shelf)
+            assert sum(memory.nbytes for memory in blocks.memory()) <= 3 * shelf.size
+            tensors[number] += 1
+    blocks.finish()
+    assert [tensor[0].item() for tensor in tensors] == [number + 3 for number in range(6)]
+    assert all(bool((tensor == tensor[0]).all()) for tensor in tensors)
+    blocks.check()
+
+
+def test_the_next_block_is_read_before_its_turn(tmp_path):
+    blocks, every, _ = shelves(tmp_path)
+    for shelf in every:
+        blocks.turn(shelf)
+    for shelf, following in pairwise(every):
+        blocks.turn(shelf)
+        assert following.memory is not None
+
+
+def test_what_is_small_stays_and_outside_its_turn_a_tensor_cannot_be_written_to(tmp_path):
+    blocks, every, tensors = shelves(tmp_path)
+    assert all(tensor.nbytes >= PAGE for tensor in blocks.tensors())
+    blocks.turn(every[-1])
+    child = os.fork()
+    if not child:
+        tensors[0].add_(1)  # a view of its file
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_a_checkpoint_has_the_tensors_alone_and_not_the_memory_in_which_they_are(tmp_path):
+    *_, tensors = shelves(tmp_path)
+    torch.save(tensors, tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
+
+
+def test_a_file_system_without_direct_access_is_used_through_the_page_cache(config, in_memory, tmp_path, monkeypatch):
+    def refuses(self, folder, direct):
+        if direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(self, folder, direct)
+
+    opened = Disk.open
+    monkeypatch.setattr(Disk, "open", refuses)
+    assert not Drive(tmp_path).direct
+    assert changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
+
+
+def test_files_of_tmpfs_are_memory(tmp_path):
+    assert not scratch_file.is_memory(ROOT)
+    if Path("/dev/shm").is_dir():
+        assert scratch_file.is_memory(Path("/dev/shm/made/later"))
+
+
+@pytest.mark.slow
+def test_a_small_drive_that_fills_up_ends_the_run(config, tmp_path):
+    image, folder = tmp_path / "image", tmp_path / "mounted"
+    folder.mkdir()
+    image.write_bytes(bytes(1 << 18))
+    commands = [["mkfs.ext4", "-q", "-F", image], ["mount", "-o", "loop", image, folder]]
+    try:
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting takes root and a loop device")
+    try:
+        with pytest.raises(DriveFailed, match="No space left on device"):
+            run(config, folder)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True, timeout=60)

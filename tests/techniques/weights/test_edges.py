@@ -185,7 +185,7 @@ def test_a_padding_row_has_no_gradient_although_the_next_lookup_is_under_way(sta
     whole, apart = started("llama")
     (edge,) = edges.edges(apart, head_in_tiles=False)
     home, embedding, taken = Home([whole.model.embed_tokens.weight]), edge.embedding, []
-    home.tensors = {edge.weight: home.flat.view(torch.float32).view_as(edge.weight)}
+    (home.places[edge.weight],) = home.places.values()
 
     class Meanwhile(Link):
         def fetch(self, gradient, take):

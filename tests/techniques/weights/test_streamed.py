@@ -382,7 +382,7 @@ def test_the_host_steps_no_weight_that_is_still_being_copied(waits):
     lane.copies.submit(time.sleep, 0.05)
     landed = lane.copy(copied, home.flat, lane.mark())
     home.last_copy = landed if waits else None
-    link.at_home(home, lambda: home.tensors[p].zero_())
+    link.at_home(home, lambda: home.tensor(p).zero_())
     link.finish()
     landed.synchronize()
     link.close()

@@ -59,17 +59,19 @@ def loss(every: Sequence[Figures]) -> go.Figure:
 
 
 def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
-    """Draws the highest bytes of each step over the run: on the device, or of the process."""
+    """Draws the highest bytes of each step over the run: on the device, of the process, or on a drive."""
     size, name, digits = unit
-    traces, on_host = [], []
+    traces, on_host, on_drive = [], [], []
     for i, run in _front_last(every):
         if run.device_bytes[0] or run.host_bytes[0]:
             label = f"step %{{x}}<br>%{{y:,.{digits}f}} {name}"
             traces.append(_curve(i, run, run.device_bytes[0], _in(size, run.device_bytes), label, "lines"))
             on_host.append((run.host_bytes[0], _in(size, run.host_bytes)))
+            on_drive.append((run.drive_bytes[0], _in(size, run.drive_bytes)))
     axes = {"xaxis": {"title": "optimizer step"}, "yaxis": {"rangemode": "tozero"}}
     figure = _figure(traces, name, **axes)
     sides = {"device": [(trace.x, trace.y) for trace in traces], "host": on_host}
+    sides |= {"drive": on_drive} if any(x for x, _ in on_drive) else {}
     choices = {side: [{"x": [x for x, _ in xy], "y": [y for _, y in xy]}] for side, xy in sides.items()}
     return _with_choice(figure, choices)
 

@@ -61,9 +61,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _write(out, runs: Sequence[folders.RunFolder], names: Sequence[str]) -> None:
     """Writes all overrides and unrounded figures; bytes are in GiB."""
     keys = dict.fromkeys(key for run in runs for key in as_mapping(run.overrides))
+    columns = folders.columns(runs)
     writer = csv.writer(out)
-    writer.writerow(["run", *keys, *folders.FIGURES, "status", "reason"])
+    writer.writerow(["run", *keys, *columns, "status", "reason"])
     for run, name in zip(runs, names, strict=True):
         typed = as_mapping(run.overrides)
-        figures = [folders.figure(run, column) for column in folders.FIGURES]
+        figures = [folders.figure(run, column) for column in columns]
         writer.writerow([name, *(typed.get(key, "") for key in keys), *figures, run.status, run.reason])

@@ -27,11 +27,14 @@ class Figures:
     tokens_per_second: float | None
     device: float | None
     host: float | None
+    drive: float | None
+    drive_rate: float | None  # GB/s, read and written
     peak: dict[str, int]  # by category
     loss: Curve  # tokens, seconds, loss
     evaluations: Curve  # the same
     device_bytes: Curve  # step, bytes
     host_bytes: Curve
+    drive_bytes: Curve
     planned: dict[str, tuple[int, int]]  # phase -> (predicted, measured) on the device
     inside: Stack  # of one step, at every allocation
     steps: Stack
@@ -45,16 +48,17 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
     metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
     steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
     figure = {column: folders.figure(run, column) for column in folders.FIGURES}
-    gib = (figure["device GiB"], figure["host GiB"])
-    device, host = (None if size is None else size * GIB for size in gib)
+    sizes = [None if (size := figure[f"{side} GiB"]) is None else size * GIB for side in ("device", "host", "drive")]
     summary = run.summary or {}
     return Figures(
-        *(run, name, label, figure["validation loss"], figure["bits per byte"], figure["tokens/s"], device, host),
+        *(run, name, label, figure["validation loss"], figure["bits per byte"], figure["tokens/s"], *sizes),
+        drive_rate=figure["drive GB/s"],
         peak=summary.get("peak_bytes_by_category") or {},
         loss=_curve(metrics, ("tokens", "seconds", "train_loss")),
         evaluations=_curve(metrics, ("tokens", "seconds", "val_loss")),
         device_bytes=_highest(steps, ("allocated_peak_bytes", "live_peak_bytes")),
         host_bytes=_highest(steps, ("rss_peak_bytes",)),
+        drive_bytes=_highest(steps, ("drive_bytes",)),
         planned=_planned(summary),
         inside=_inside(run.rows("memory_step.csv")),
         steps=_thinned([*_stacked(steps, "step").items()]),

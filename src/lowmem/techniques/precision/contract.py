@@ -16,7 +16,7 @@ scaler skipped as a step; on a CPU they turn fp16 into bf16. These do none of th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MethodType
 
@@ -61,6 +61,10 @@ class BasePrecision(Precision):
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(f"This CPU has no {NAMES[self.dtype]} products: they are computed in fp32 and rounded once.")
         return module
+
+    def load_rests(self, rests: Mapping[str, Tensor]) -> None:
+        """Is called before `convert_module`, on a resume, with what parameters in 16 bits lack of their masters, by
+        name (`techniques/arithmetic/fp32_halves.py`)."""
 
     def master(self, p: nn.Parameter) -> nn.Parameter:
         """Returns the parameter that is stepped in place of this one. The module calls it when it makes its

@@ -14,7 +14,7 @@ stay tied; a frozen weight has none, and is rounded once. Source: Micikevicius e
 masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ class HostMasters(BasePrecision):
         self.weights = Resident()  # the place of weights that no block needs now; the callback sets the run's own
         self._groups: dict[int, int] = {}  # id of a master -> index of its group
         self.reading = Reading()  # how to read this window's gradients
+        self._rests: Mapping[str, Tensor] = {}  # the lower halves of weights that were loaded in 16 bits
         self.not_finite: str | None = None  # the parameter whose gradient prevented the last step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -59,12 +60,18 @@ class HostMasters(BasePrecision):
                 p.data = p.data.to(self.dtype)
             elif id(p) not in self.masters:
                 self.masters[id(p)] = master = self.new_host_weight(name, p)
+                if name in self._rests:
+                    master.rest.copy_(self._rests[name])
                 self.weights.bring_in(p)
                 self.weights.put(p, name, master.beside())
+        self._rests = {}
         self.weights.move_in(torch.device(self.device))
         for master in self.masters.values():
             master.moved(self.weights.home(master.weight))
         return module
+
+    def load_rests(self, rests: Mapping[str, Tensor]) -> None:
+        self._rests = rests
 
     def new_host_weight(self, name: str, p: nn.Parameter) -> HostWeight:
         """Makes the host's form of a parameter, whose weight gets 16 bits."""
@@ -181,10 +188,10 @@ class HostMasters(BasePrecision):
         if master.home is None:
             self.link.update(master.weight, step)
         else:
-            self.link.at_home(master.home, partial(step, master.narrow))
+            self.link.at_home(master.home, step)
 
-    def _step(self, optimizer: Optimizer, master: HostWeight, wanted: "Wanted", narrow: Tensor) -> None:
-        """Steps a weight on the host and writes its 16 bits into `narrow`."""
+    def _step(self, optimizer: Optimizer, master: HostWeight, wanted: "Wanted", narrow: Tensor | None = None) -> None:
+        """Steps a weight on the host. Args: narrow: receives its 16 bits; None: they are stepped where they wait."""
         gradient = master.gradient()
         if wanted.early and not finite(gradient):
             raise NotFinite(
@@ -194,6 +201,7 @@ class HostMasters(BasePrecision):
             )
         self.weights.bring_in(master.weight)
         with host_side(), torch.no_grad():
+            narrow = master.narrow if narrow is None else narrow
             master.step(optimizer, Step(gradient, wanted.group, master.wide, wanted.reading, narrow))
         self.weights.put(*self._stored_beside(optimizer, master))
         master.used(wanted.early)

@@ -49,7 +49,7 @@ class HostWeight:
     @property
     def narrow(self) -> Tensor:
         """Returns the 16-bit weight of the last step, in host memory if it streams."""
-        return self.weight.data if self.home is None else self.home.tensors[self.weight]
+        return self.weight.data if self.home is None else self.home.tensor(self.weight)
 
     @property
     def full_precision(self) -> Tensor:
@@ -141,7 +141,10 @@ class SplitHostWeight(HostWeight):
 
     def _narrow(self, dtype: torch.dtype) -> None:
         with host_side():
-            self.weight.data, self.rest = fp32_halves.halves(self.wide.data.float())
+            if self.weight.dtype == dtype:  # it was loaded so: nothing is lost
+                self.rest = torch.zeros(self.weight.shape, dtype=torch.int16)
+            else:
+                self.weight.data, self.rest = fp32_halves.halves(self.wide.data.float())
             self._forget()
 
     @property

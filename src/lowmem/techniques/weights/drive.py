@@ -14,6 +14,7 @@ import errno
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,19 @@ def goes_to_drive(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.nbytes >= PAGE
 
 
+class Stored(NamedTuple):
+    """A tensor's bytes on the drive, for a reader beside the thread that steps."""
+
+    file: ScratchFile
+    start: int
+    nbytes: int
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Reads bytes from `start` on. Args: into: (bytes,), beginning at a page; its last page is read in full."""
+        with failures_told(self.file.drive):
+            self.file.read(self.start + start, memoryview(into.numpy())).result()
+
+
 class Shelf:
     """The tensors of one block, or of a large weight outside the blocks, and their file. A tensor keeps its identity;
     its data is in memory or a view of the file."""
@@ -51,7 +65,9 @@ class Shelf:
         self.of_block = of_block
         # bytes, in full pages; the first one stays free, since storages are told apart by their address
         self.drive, self.size = drive, PAGE
-        self.memory: Tensor | None = None  # (bytes,), of the block's turn, and of the time in which it is read or written
+        self.memory: Tensor | None = (
+            None  # (bytes,), of the block's turn, and of the time in which it is read or written
+        )
         self._file: ScratchFile | None = None
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[Key, Place] = {}
@@ -126,6 +142,12 @@ class Shelf:
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
+    def stored(self, key: Key) -> Stored:
+        """Returns where a tensor is in the file, once it has been written. Raises: OSError."""
+        self.wait()
+        place = self._places[key]
+        return Stored(self._file, place.start, place.size)
+
     def tensors(self) -> list[Tensor]:
         return list(self._tensors.values())  # a list: another thread may ask
 
@@ -139,13 +161,14 @@ class Shelf:
 
 
 class Shelves:
-    """The blocks of a drive. One thread at a time calls it.
+    """The blocks of a drive.
 
     Args: drive: where they are; None: only `sizes` is read.
     """
 
     def __init__(self, drive: Drive | None) -> None:
         self.drive = drive
+        self._lock = RLock()  # the thread that steps takes turns, and the training loop asks where weights are
         self._every: list[Shelf] = []
         self._now: Shelf | None = None  # whose turn it is
         self._inside: list[Shelf] = []  # those in memory, the oldest first
@@ -159,9 +182,9 @@ class Shelves:
 
     def turn(self, shelf: Shelf) -> None:
         """Brings a block into memory, for as long as no other has its turn. Raises: DriveFailed."""
-        if shelf is self._now:
-            return
-        with self._failures_told():
+        with self._lock, failures_told(self.drive):
+            if shelf is self._now:
+                return
             self._end_turn(shelf)
             self._now = shelf
             self._bring(shelf, waits=True)
@@ -172,21 +195,28 @@ class Shelves:
 
     def put(self, shelf: Shelf, weight: str, tensors: Mapping[str, object]) -> None:
         """Takes in tensors of a weight, in the turn of its block."""
-        with host_side(), torch.no_grad():
+        with self._lock, host_side(), torch.no_grad():
             for name, tensor in tensors.items():
                 if goes_to_drive(tensor):
                     shelf.put((weight, name), tensor)
 
+    def stored(self, shelf: Shelf, weight: str, name: str) -> Stored:
+        """Returns where a tensor is on the drive, once it is there as it was last stepped. Raises: DriveFailed."""
+        with self._lock, failures_told(self.drive):
+            if shelf is self._now:
+                self._end_turn(None)
+            return shelf.stored((weight, name))
+
     def finish(self) -> None:
         """Returns when all of it is on the drive. Raises: DriveFailed."""
-        with self._failures_told():
+        with self._lock, failures_told(self.drive):
             self._end_turn(None)
             for shelf in self._inside:
                 shelf.wait()
 
     def check(self) -> None:
         """Reads all files once, before they are read as memory. Raises: DriveFailed: one cannot be read."""
-        with self._failures_told():
+        with self._lock, failures_told(self.drive):
             for shelf in self._every:
                 shelf.check()
 
@@ -269,22 +299,24 @@ class Shelves:
         self._spare.append(shelf.leave())
         self._inside.remove(shelf)
 
-    @contextmanager
-    def _failures_told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            why = error.strerror or str(error)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            instead = "a folder of a drive with more room" if full else "a folder of another drive"
-            raise DriveFailed(
-                f"weights.drive={self.drive.folder}: this drive failed ({why}). Type {instead}, or "
-                "weights.drive=null to keep everything in memory."
-            ) from error
+
+@contextmanager
+def failures_told(drive: Drive) -> Iterator[None]:
+    """Turns an error of the drive into a sentence. Raises: DriveFailed."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        instead = "a folder of a drive with more room" if full else "a folder of another drive"
+        raise DriveFailed(
+            f"weights.drive={drive.folder}: this drive failed ({why}). Type {instead}, or weights.drive=null to keep "
+            "everything in memory."
+        ) from error
 
 
 def _view(memory: object, place: Place) -> Tensor:
-    """Returns a tensor in memory, with a storage of its own: a checkpoint writes full storages. Args: memory: whatever has a
-    buffer."""
+    """Returns a tensor in memory, with a storage of its own: a checkpoint writes full storages. Args: memory: an
+    object with a buffer."""
     flat = torch.frombuffer(memory, dtype=place.dtype, count=place.shape.numel(), offset=place.start)
     return flat.view(place.shape)

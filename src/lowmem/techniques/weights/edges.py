@@ -106,7 +106,7 @@ class Edge(HeadSource):
         memory."""
         self.home.wait_for_updates()
         self._sent.synchronize()  # the previous rows have left the staging memory
-        weight = self.home.tensors[self.weight]
+        weight = self.home.tensor(self.weight)
         size = len(at) * weight[0].nbytes
         if self._room.numel() < size:
             with host_side():
@@ -158,7 +158,7 @@ class Edge(HeadSource):
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
         """Yields (first token of the vocabulary, tile (C, H)). A tile is valid until the next one is read."""
         self.home.wait_for_updates()
-        pieces = self.home.tensors[self.weight].split(columns)
+        pieces = self.home.tensor(self.weight).split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
         for slot in slots:
             belongs(slot, "weights")

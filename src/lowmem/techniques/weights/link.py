@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from lowmem.system.copy_lanes import CARDS, CardLane, Lane, Mark
+from lowmem.system.scratch_file import PAGE
+from lowmem.system.scratch_file import pages as full_pages
 
 # in each direction; a power of two, to which torch's allocator of pinned memory rounds up
 SLOT_BYTES, SLOTS = 1 << 25, 4
@@ -49,6 +51,8 @@ class Link:
     def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
         """Computes new weights in their home on the host, after all work queued before it. They stay there for now."""
         home.steps += 1
+        if home.last_copy is not None:
+            home.last_copy.synchronize()
         compute()
 
     def wait(self, weight: Tensor) -> None:
@@ -65,7 +69,7 @@ class Home(Protocol):
     """Host memory from which weights are copied to the device, and in which the host steps them (`resident.py`)."""
 
     updates: list[Future[None]]
-    read: "Mark | None"
+    last_copy: "Mark | None"
     steps: int
 
 
@@ -77,15 +81,24 @@ class Gradient(NamedTuple):
     complete: Mark
 
 
+class Source(Protocol):
+    """Bytes that are not in memory."""
+
+    nbytes: int
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Reads bytes from `start` on. Args: into: (bytes,), beginning at a page and ending with one."""
+
+
 class Staging:
-    """Copies host memory that the device cannot read by itself: in pieces, through slots that it can read.
+    """Copies what the device cannot read by itself: in pieces, through slots that it can read.
 
     Args: lane: the device's side; slot_bytes, slots: of the staging memory.
     """
 
     def __init__(self, lane: Lane, slot_bytes: int, slots: int) -> None:
         self.lane, self.slot_bytes = lane, slot_bytes
-        self._slots = deque((lane.staging(slot_bytes), lane.mark()) for _ in range(slots))
+        self._slots = deque((_from_a_page(lane, slot_bytes), lane.mark()) for _ in range(slots))
 
     def send(self, source: Tensor, to: Tensor, after: Mark) -> Mark:
         """Copies a tensor, and waits for free slots. Returns: a mark that is reached when the last piece has
@@ -98,6 +111,26 @@ class Staging:
             after = self.lane.copy(target[start : start + piece.numel()], staged, after)
             self._slots.append((slot, after))
         return after
+
+    def read(self, source: Source, to: Tensor, after: Mark) -> Mark:
+        """Copies what a source reads to `to`, (bytes,), as `send` copies a tensor."""
+        for start, piece in pieces(to, self.slot_bytes):
+            slot, free = self._slots.popleft()
+            free.synchronize()
+            source.read(start, slot[: full_pages(piece.numel())])
+            after = self.lane.copy(piece, slot[: piece.numel()], after)
+            self._slots.append((slot, after))
+        return after
+
+
+def _from_a_page(lane: Lane, size: int) -> Tensor:
+    """Returns staging memory that begins at a page. A card's does so by itself."""
+    memory = lane.staging(size)
+    if memory.data_ptr() % PAGE == 0:
+        return memory
+    memory = lane.staging(size + PAGE)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + size]
 
 
 def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowmem.system.copy_lanes import Lane, Mark
 from lowmem.system.torch_private import storage_key
 from lowmem.system.units import GIB, MIB
-from lowmem.techniques.weights.link import SLOT_BYTES, Staging
+from lowmem.techniques.weights.link import SLOT_BYTES, Source, Staging
 
 log = logging.getLogger(__name__)
 SLOTS = 2  # one is filled while the device empties the other
@@ -26,9 +26,9 @@ SLOTS = 2  # one is filled while the device empties the other
 
 class Registered:
     """A lane for copies from given host memory. Args: memory: registered until `close`; slot_bytes: of the staging
-    memory."""
+    memory; reads: some sources are not in memory."""
 
-    def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES, reads: bool = False) -> None:
         self.lane, start = lane, time.perf_counter()
         self._last = lane.mark()  # reached when all copies are complete, since they keep their order
         results = [(tensor, lane.register(tensor)) for tensor in memory if lane.registers]
@@ -44,6 +44,8 @@ class Registered:
                 f"{size / GIB:.1f} GiB of host memory could not be registered ({why}); copies go through {SLOTS} x "
                 f"{slot_bytes / MIB:.0f} MiB of staging, at about half the speed."
             )
+        self._through_thread = reads or bool(self._unregistered)
+        if self._through_thread:
             self._staging, self._thread = Staging(lane, slot_bytes, SLOTS), ThreadPoolExecutor(1, "staging")
 
     def staging(self, size: int) -> Tensor:
@@ -52,14 +54,16 @@ class Registered:
     def mark(self) -> Mark:
         return self.lane.mark()
 
-    def copy(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
-        if self._unregistered:  # one thread does all copies, so that they keep their order
+    def copy(self, to: Tensor, source: Tensor | Source, after: Mark) -> Mark:
+        if self._through_thread:  # one thread does all copies, so that they keep their order
             self._last = Coming(self._thread.submit(self._send, to, source, after))
         else:
             self._last = self.lane.copy(to, source, after)
         return self._last
 
-    def _send(self, to: Tensor, source: Tensor, after: Mark) -> Mark:
+    def _send(self, to: Tensor, source: Tensor | Source, after: Mark) -> Mark:
+        if not isinstance(source, Tensor):
+            return self._staging.read(source, to, _queued(after))
         if storage_key(source) in self._unregistered:
             return self._staging.send(source, to, _queued(after))
         return self.lane.copy(to, source, _queued(after))
@@ -72,7 +76,7 @@ class Registered:
         try:
             self._last.synchronize()
         finally:
-            if self._unregistered:
+            if self._through_thread:
                 self._thread.shutdown()
             while self._memory:
                 self.lane.unregister(self._memory.pop())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.system.copy_lanes import Mark
+from lowmem.system.scratch_file import Drive
 
 ALIGNED = 256  # bytes; weights start at multiples of it in a buffer, as in CUDA's own allocator
 
@@ -48,11 +49,14 @@ class Home:
         self.last_copy: Mark | None = None  # reached when the last copy from here is complete
         self.steps = 0  # updates so far; a copy with fewer is out of date
         with host_side(), torch.no_grad():
-            self.flat = torch.empty(end, dtype=torch.uint8)
-            self.tensors = self.within(self.flat)
-            for p, view in self.tensors.items():
+            self.flat = torch.empty(end, dtype=torch.uint8)  # with weights.drive_holds=all its data is elsewhere
+            for p, view in self.within(self.flat).items():
                 view.copy_(p.data)
         belongs(self.flat, "other", "host")
+
+    def tensor(self, p: nn.Parameter) -> Tensor:
+        """Returns a weight, where it waits now."""
+        return self.places[p].within(self.flat)
 
     def within(self, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
         """Returns views of a buffer that is laid out like this one, by weight."""
@@ -144,7 +148,7 @@ class Resident:
     def stored(self, p: nn.Parameter) -> Tensor:
         """Returns a weight, wherever it is."""
         home = self.home(p)
-        return p.data if home is None else home.tensors[p]
+        return p.data if home is None else home.tensor(p)
 
     def device_tensors(self) -> Iterable[Tensor]:
         """Returns tensors on the device that are not the parameters' own data."""
@@ -152,6 +156,11 @@ class Resident:
 
     def host_tensors(self) -> Iterator[Tensor]:
         return (home.flat for home in self.homes)
+
+    @property
+    def drive(self) -> Drive | None:
+        """Returns the drive that stores `drive_tensors`, with counts of what it has read and written."""
+        return None
 
     def drive_tensors(self) -> Iterable[Tensor]:
         """Returns tensors that are on a drive: their data is a view of a file."""

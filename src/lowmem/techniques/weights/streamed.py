@@ -30,8 +30,12 @@ from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.by_layer import ByLayer
 from lowmem.techniques.weights.drive import Shelf, Shelves, Sizes
 from lowmem.techniques.weights.edges import GradientSink, edges
+from lowmem.techniques.weights.link import Source
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Pass, Resident, nowhere
+
+HOLDS = ("state", "all")  # of weights.drive_holds
+BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights on a drive
 
 
 class Slot:
@@ -49,9 +53,9 @@ class Slot:
 class Streamed(Resident):
     """Streams the weights of a model's blocks, and of its edges: the embedding, and with loss=tiled the head.
 
-    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, order, drive:
-    see conf/weights; steps_in: is not used here, precision=bf16-sr reads it; head_in_tiles: the loss reads the head in
-    tiles.
+    Args: network: the model; resident_blocks: this many blocks, spread evenly, stay on the device; slots, order, drive,
+    drive_holds: see conf/weights; steps_in: is not used here, precision=bf16-sr reads it; head_in_tiles: the loss reads
+    the head in tiles.
 
     Raises:
         Refused: fewer than two blocks with weights of their own are left to stream; resident_blocks is negative; there
@@ -69,6 +73,7 @@ class Streamed(Resident):
         head_in_tiles: bool = False,
         order: str = "by_micro_batch",
         drive: str | None = None,
+        drive_holds: str = "state",
     ) -> None:
         super().__init__(network, steps_in)
         stack = blocks(network)
@@ -97,6 +102,9 @@ class Streamed(Resident):
         self._in_blocks = {p for block in stack for p in block.parameters()}
         self._sink: GradientSink | None = None
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
+        if drive_holds not in HOLDS:
+            raise Refused(f"weights.drive_holds={drive_holds}: there is no such choice. Type {' or '.join(HOLDS)}.")
+        self._reads = drive is not None and drive_holds == "all"  # the blocks' 16-bit weights are on the drive, too
         self._shelves = None if drive is None else Shelves(Drive(Path(drive).expanduser()))
         self._shelf_of = {} if self._shelves is None else self._on(self._shelves)
         self.lane: Lane | None = None
@@ -121,6 +129,9 @@ class Streamed(Resident):
         for p in weights:
             self._home_of[p] = home
             p.data = nowhere(p, p.dtype, self.device)
+        if self._reads and weights[0] in self._in_blocks:
+            self.bring_in(weights[0])
+            self.put(weights[0], BLOCK, {WEIGHTS: home.flat})
         trim()  # else small weights leave holes in which no home fits
         return home
 
@@ -136,7 +147,7 @@ class Streamed(Resident):
 
     def _waiting(self) -> Iterator[Tensor]:
         """Yields the memory from which weights are copied to the device."""
-        yield from super().host_tensors()
+        yield from () if self._reads else super().host_tensors()
         yield from (self._home_of[edge.weight].flat for edge in self.edges if edge.weight in self._home_of)
 
     # --- a drive --------------------------------------------------------------------------------------------------
@@ -177,6 +188,10 @@ class Streamed(Resident):
         if self._shelves is not None:
             self._shelves.drop_cached()
 
+    @property
+    def drive(self) -> Drive | None:
+        return None if self._shelves is None else self._shelves.drive
+
     def drive_tensors(self) -> Iterable[Tensor]:
         return () if self._shelves is None else self._shelves.tensors()
 
@@ -190,7 +205,7 @@ class Streamed(Resident):
             return
         self._sink = sink
         self.lane = self.lane or lane_of(self.device)
-        self._up = Registered(self.lane, [*self._waiting()])
+        self._up = Registered(self.lane, [*self._waiting()], reads=self._reads)
         if sink is not None and self.overlaps:
             share_heap()  # each micro-batch has a thread: 1.8 GiB of 8 x 256 tokens through blocks of GPT-2 XL
             # half of the fp32 sums of a block, which all leave in one turn
@@ -225,7 +240,7 @@ class Streamed(Resident):
         for p, home in self._home_of.items():
             with ignoring_errors:
                 home.wait_for_updates()
-            p.data = home.tensors[p]
+            p.data = home.tensor(p)
 
     # --- a window -------------------------------------------------------------------------------------------------
 
@@ -326,9 +341,15 @@ class Streamed(Resident):
         home = self.homes[number]
         home.wait_for_updates()
         slot.home, slot.steps = home, home.steps
-        slot.landed = home.last_copy = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.free)
+        slot.landed = home.last_copy = self._up.copy(slot.memory[: home.flat.numel()], self._source(home), slot.free)
         self.fetched += 1
         return True
+
+    def _source(self, home: Home) -> Tensor | Source:
+        """Returns the weights of a block, in memory or on the drive."""
+        if not self._reads:
+            return home.flat
+        return self._shelves.stored(self._shelf_of[next(iter(home.places))], BLOCK, WEIGHTS)
 
     def _bind(self, number: int) -> None:
         """Points a block's parameters into its slot, after making the device wait for the copy."""

@@ -1,0 +1,268 @@
+"""Measures a drive as a third place (weights.drive): memory, bits, time, and the share of the drive's rate.
+
+python -m benchmarks.drive --folder /mnt/scratch --part 8b     # trains Llama-3.1-8B's shapes with exact masters
+python -m benchmarks.drive --folder /mnt/scratch --part 1b     # the same bits as in memory, Llama-3.2-1B's shapes
+python -m benchmarks.drive --folder /mnt/scratch --part time   # compared with memory, in turns, GPT-2 XL's shapes
+
+8b needs 55 GB of the drive (16 GB of them a model that it writes, at random), 20 GiB of memory and no other work on the
+machine. Each part leaves the results of the others in results/drive.json.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks import streamed, turns
+from benchmarks.runner import RESULTS, machine, measure, write
+from benchmarks.streamed import QUIET, WARM_UP, Progress, running, watched
+from lowmem.system.scratch_file import Drive
+from lowmem.system.units import GIB
+from lowmem.techniques.weights.drive import Shelves
+
+RESIDENT_ASKED, SHARE_ASKED, SLOWER_ASKED = 20, 0.85, 1.1
+MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "loss=tiled", "batch_size=1", "seq_len=512"]
+MASTERS += ["gradient_checkpointing=every_layer", "max_steps=3", *QUIET, "lr=1e-4", "scheduler=constant", "log_every=1"]
+MASTERS += ["+trainer.limit_val_batches=0"]
+MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
+
+
+def written(folder: Path, name: str) -> Path:
+    """Writes a model with a yaml's shapes and random weights in bf16, file by file, and returns its folder."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    from lowmem.config.settle import run_of
+    from lowmem.model import loading
+
+    target = folder / name
+    if (target / "model.safetensors.index.json").exists():
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    run = run_of([f"model={MODELS[name]}", "model.pretrained=false"])
+    config = loading.architecture(run.model)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    places = {}
+    for number, (key, p) in enumerate(network.named_parameters()):
+        file = f"model-{number:05d}.safetensors"
+        drawn = torch.ones(p.shape) if p.dim() == 1 else torch.empty(p.shape).normal_(0.0, config.initializer_range)
+        save_file({key: drawn.bfloat16()}, target / file, {"format": "pt"})
+        places[key] = file
+    config.dtype = torch.bfloat16
+    config.save_pretrained(target)
+    index = {"metadata": {}, "weight_map": places}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    return target
+
+
+def _of_folder(model: Path) -> list[str]:
+    return ["model=hf", f"model.name={model}", "tokenizer=null"]
+
+
+def trained(model: str, *more: str) -> dict:
+    """Trains three steps. Returns the losses, the figures of memory and of the drive, and a digest of all weights."""
+    from hashlib import sha256
+
+    from lowmem.training import watchers
+
+    tell, losses, moments, moved, digest = Progress(), [], [], [], sha256()
+
+    class Telling(watchers.Stop):
+        def on_fit_start(self, *_) -> None:
+            tell("the model is built, and its weights have moved in")
+
+        def on_train_start(self, trainer, module) -> None:
+            super().on_train_start(trainer, module)
+            moments.append(time.perf_counter())
+            moved.append(_moved(module))
+
+        def on_train_batch_end(self, trainer, module, outputs: dict, *_) -> None:
+            losses.append(float(outputs["loss"]))
+            moments.append(time.perf_counter())
+            moved.append(_moved(module))
+            tell(f"step {trainer.global_step}: loss {losses[-1]:.6f}")
+            super().on_train_batch_end(trainer, module)
+
+        def on_train_end(self, trainer, module) -> None:
+            plugin = trainer.precision_plugin
+            plugin.arrived()
+            for p in module.parameters():
+                digest.update(plugin.full_precision(p).detach().view(torch.uint8).numpy())
+
+    watchers.Stop = Telling
+    tell("starts")
+    with running([*_of_folder(Path(model)), *MASTERS, "weights=streamed", *more]) as run:
+        return {
+            "parameters": sum(p.numel() for p in run.module.parameters()),
+            "losses": losses,
+            "seconds_per_step": [after - before for before, after in pairwise(moments)],
+            "read_written": [[b - a for a, b in zip(x, y, strict=True)] for x, y in pairwise(moved)],
+            "peak_bytes": run.watchers.meter.peak_bytes,
+            "drive_bytes": sum(t.nbytes for t in run.module.weights.drive_tensors()),
+            "host_tensors": max(row.get("host_tensor_bytes", 0) for row in run.watchers.meter.rows()),
+            "digest": digest.hexdigest(),
+        }
+
+
+def _moved(module) -> tuple[int, int]:
+    shelves = module.weights._shelves
+    return (shelves.drive.read_bytes, shelves.drive.written_bytes) if shelves else (0, 0)
+
+
+def table_of_8b(row: Mapping) -> str:
+    read, wrote = row["read_written"][-1]
+    losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+    seconds = ", ".join(f"{s:.0f}" for s in row["seconds_per_step"])
+    resident = row["rss_peak"] / GIB
+    return "\n".join(
+        [
+            f"Llama-3.1-8B's shapes from random weights in bf16, `{' '.join(MASTERS[:6])}`, weights=streamed with "
+            "weights.drive, on this CPU, nothing saved:",
+            "",
+            "| parameters, M | losses | s of each step | highest resident GiB | asked | on the drive GiB | read, written "
+            "GiB per step | TB written per 1,000 steps |",
+            "|---|---|---|---|---|---|---|---|",
+            f"| {row['parameters'] / 1e6:,.0f} | {losses} | {seconds} | {resident:.2f}"
+            f"{'' if resident <= RESIDENT_ASKED else ' (missed)'} | <= {RESIDENT_ASKED} "
+            f"| {row['drive_bytes'] / GIB:.2f} | {read / GIB:.2f}, {wrote / GIB:.2f} | {wrote / 1e9:.1f} |",
+        ]
+    )
+
+
+def table_of_1b(rows: Mapping) -> str:
+    memory, drive = rows["memory"], rows["drive"]
+    same = memory["losses"] == drive["losses"] and memory["digest"] == drive["digest"]
+    lines = [
+        "Llama-3.2-1B's shapes, the same recipe, three steps. Losses and all weights in full precision are "
+        f"**{'the same to the bit' if same else 'NOT the same'}**:",
+        "",
+        "| masters and state are | losses | s of each step | highest resident GiB | host tensors GiB | on the drive |",
+        "|---|---|---|---|---|---|",
+    ]
+    for way, row in rows.items():
+        losses = ", ".join(f"{loss:.6f}" for loss in row["losses"])
+        seconds = ", ".join(f"{s:.1f}" for s in row["seconds_per_step"])
+        lines.append(
+            f"| in {way} | {losses} | {seconds} | {row['rss_peak'] / GIB:.2f} | {row['host_tensors'] / GIB:.2f} "
+            f"| {row['drive_bytes'] / GIB:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def table_of_time(results: Mapping) -> str:
+    rows, share = results["rows"], results["share"]
+    memory, drive = rows["weights.drive=null"], next(rounds for way, rounds in rows.items() if way not in NO_DRIVE)
+    slower = turns.speed_ratio(memory, drive, WARM_UP)
+    lines = [
+        "GPT-2 XL's shapes, 8 blocks, on this CPU, 1 x 256 tokens, bf16-master and adamw8bit, the two in turns:",
+        "",
+        "| masters and state are | s per step | device GiB | host GiB | resident net of imports GiB | loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for way, rounds in rows.items():
+        figures = rounds[0]
+        seconds = median(s for each in rounds for s in each["seconds"][WARM_UP:])
+        cells = " | ".join(f"{figures[key] / GIB:.3f}" for key in ("device", "host", "resident"))
+        place = "in memory" if way in NO_DRIVE else "on a drive"
+        lines.append(f"| {place} | {seconds:.3f} | {cells} | {figures['losses'][-1]:.6f} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"With the drive a step takes {slower:.3f} x as long (median over the pairs of steps; asked: at most "
+            f"{SLOWER_ASKED}). The drive itself reads {share['read'] / 1e9:.2f} GB/s and then writes "
+            f"{share['written'] / 1e9:.2f} GB/s. At these rates the turns of {share['blocks']} blocks of "
+            f"{share['bytes'] / share['blocks'] / GIB:.2f} GiB, with nothing to compute, take "
+            f"{share['alone']:.2f} s, and they took {share['seconds']:.2f}: a share of "
+            f"{share['alone'] / share['seconds']:.2f} (asked: at least {SHARE_ASKED}).",
+        ]
+    )
+
+
+NO_DRIVE = ("weights.drive=null",)
+
+
+def in_turn(place: str) -> dict:
+    """Runs one of the two loops that take turns."""
+    return streamed.in_turn("weights=streamed", [place])
+
+
+def share(folder: str, blocks: int = 12, elements: int = 1 << 26) -> dict:
+    """Returns how long the turns of blocks take that nobody computes with, and what the drive itself would take."""
+    drive = Drive(Path(folder))
+    every = Shelves(drive)
+    shelves = [every.new() for _ in range(blocks)]
+    for shelf in shelves:
+        every.turn(shelf)
+        every.put(shelf, "weight", {"tensor": torch.randint(1 << 30, (elements,), dtype=torch.int32)})
+    rates, seconds = [], []
+    for _ in range(5):
+        every.finish()
+        start = time.perf_counter()
+        for shelf in shelves:
+            every.turn(shelf)
+        every.finish()
+        seconds.append(time.perf_counter() - start)
+        rates.append(drive.rates(1 << 30))
+    read, wrote = (median(rate) for rate in zip(*rates, strict=True))
+    size = blocks * elements * 4
+    alone = size / read + size / wrote
+    taken = {"alone": alone, "seconds": median(seconds[1:])}
+    return {"blocks": blocks, "bytes": size, "read": read, "written": wrote} | taken
+
+
+def _row(*arguments: str) -> list[str]:
+    return ["-m", "benchmarks.drive", "--row", *arguments]
+
+
+def _eight(folder: Path) -> dict:
+    return watched(_row("train", str(written(folder, "8b")), f"weights.drive={folder}"))
+
+
+def _one(folder: Path) -> dict:
+    model = str(written(folder, "1b"))
+    return {
+        "memory": watched(_row("train", model)),
+        "drive": watched(_row("train", model, f"weights.drive={folder}")),
+    }
+
+
+def _time(folder: Path) -> dict:
+    ways = (*NO_DRIVE, f"weights.drive={folder}")
+    rows = turns.measure([{way: _row("turn", way) for way in ways}], 2)
+    return {"rows": rows, "share": measure({"share": _row("share", str(folder))}, 1)["share"][0]}
+
+
+PARTS: dict[str, tuple[Callable[[Path], dict], Callable[[Mapping], str]]] = {
+    "8b": (_eight, table_of_8b),
+    "1b": (_one, table_of_1b),
+    "time": (_time, table_of_time),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="a folder on the drive")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--row", nargs="+", help="measure one row in this process")
+    options = parser.parse_args()
+    if options.row:
+        kind, *arguments = options.row
+        print(json.dumps({"train": trained, "turn": in_turn, "share": share}[kind](*arguments)), flush=True)
+        return
+    file = RESULTS / "drive.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for part in options.part:
+        results |= {part: PARTS[part][0](options.folder.absolute()), "machine": machine()}
+        write("drive", results, "\n\n".join(PARTS[name][1](results[name]) for name in PARTS if name in results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Reports what a run stores on a drive, and what each step reads and writes there: writing wears the drive."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from lowmem.system.scratch_file import Drive
+from lowmem.system.units import GIB
+
+WAYS = ("read", "written")
+
+log = logging.getLogger(__name__)
+
+
+def log_access(drive: Drive | None) -> None:
+    """Logs where a drive is and how it is accessed."""
+    if drive is None:
+        return
+    how = "direct access, past the system's page cache"
+    if not drive.direct:
+        how = "buffered access, since direct access is refused here. The page cache takes memory, and tmpfs is memory"
+    log.info(f"weights.drive={drive.folder}: {how}. metrics.csv has the rates of reading and writing.")
+
+
+def figures(drive: Drive | None, rows: Sequence[Mapping], seconds: float | None) -> dict | None:
+    """Returns the summary's figures of a drive. Those of a step are medians, which leave out the first step: it makes
+    the state. Args: rows: of memory.csv; seconds: per step."""
+    steps = [row for row in rows if "drive_bytes" in row and row["phase"] != "load"]
+    if drive is None or not steps:
+        return None
+    moved = {way: median(row[f"drive_{way}_bytes"] for row in steps) for way in WAYS}
+    return {
+        "bytes": steps[-1]["drive_bytes"],
+        "direct": drive.direct,
+        **{f"{way}_bytes_per_step": size for way, size in moved.items()},
+        **{f"{way}_gb_per_second": size / seconds / 1e9 if seconds else None for way, size in moved.items()},
+        "written_tb_per_1000_steps": 1000 * moved["written"] / 1e12,
+    }
+
+
+def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
+    """Yields the rows of the summary's table. Args: numbers: `figures`."""
+    if numbers is None:
+        return
+    yield "on the drive", f"{numbers['bytes'] / GIB:.3f} GiB{'' if numbers['direct'] else ' (buffered)'}"
+    for way in WAYS:
+        yield f"  {way} per step", f"{numbers[f'{way}_bytes_per_step'] / GIB:.3f} GiB, {rate(numbers, way)}"
+    yield "  written per 1,000 steps", f"{numbers['written_tb_per_1000_steps']:.3f} TB"
+
+
+def rate(numbers: Mapping, way: str) -> str:
+    """Returns the rate over the time of a step, with its unit. Args: way: read or written."""
+    per_second = numbers[f"{way}_gb_per_second"]
+    return "- GB/s" if per_second is None else f"{per_second:.2f} GB/s"

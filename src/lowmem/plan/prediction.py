@@ -27,7 +27,6 @@ from lowmem.system.units import CATEGORIES, GIB, MIB
 from lowmem.techniques.optim.build import PAGED_FROM
 from lowmem.techniques.weights.drive import BUFFERS, Sizes
 from lowmem.techniques.weights.link import SLOT_BYTES, SLOTS
-from lowmem.techniques.weights.registered import STAGED
 from lowmem.training import build
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or with all of it read or written by the host
@@ -70,8 +69,7 @@ class Prediction:
     trace: Trace | None = None  # its work tells the time
     mapped: int = 0  # bytes of a file while it is loaded: resident in that phase, and given up if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA moves: to the card if there is room, else to the host
-    drive: int = 0  # bytes on a drive; an optimizer step writes each once
-    drive_reads: int = 0  # bytes that an optimizer step reads there
+    drive: int = 0  # bytes of masters and state on a drive; an optimizer step reads and writes each once
     devices: int = 1  # devices of the run; all figures are for the one that needs most
     node: int = 1  # at most so many of them share a host
     first: int = 0  # host bytes of the load phase that only rank 0 needs
@@ -141,7 +139,7 @@ class Prediction:
             "device_need_bytes": self.device_need,
             "paged_bytes": self.paged,
             "drive_bytes": self.drive,
-            "drive_bytes_per_step": {"read": self.drive_reads, "written": self.drive},
+            "drive_bytes_per_step": {"read": self.drive, "written": self.drive},
             "host_peak_bytes": self.host_peak,
             "peak_phase": self.peak_phase,
             "peak_bytes_by_category": dict(self.by_category),
@@ -291,7 +289,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         "libraries": libraries,
         "cuda": CUDA_ON_HOST if on_card else 0,
         "generator": GENERATOR if trace.generated else 0,
-        "staging": (2 * SLOTS * SLOT_BYTES + run.weights_on_drive * STAGED) if steps_beside_card else 0,
+        "staging": 2 * SLOTS * SLOT_BYTES if steps_beside_card else 0,
     }
     base = sum(built_on.values())
     device = _device_bytes(trace, on_card, leaving)
@@ -316,7 +314,6 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         mapped=mapped,
         paged=trace.paged,
         drive=0 if run.drive_folder is None else trace.drive.files,
-        drive_reads=0 if run.drive_folder is None else trace.drive.files + _read_for_passes(run, trace),
         estimate=trace.estimate,
         devices=run.devices,
         node=target.node,
@@ -379,14 +376,7 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int) -
         return by_phase
     # Masters leave block by block while they are made of the weights that were loaded, all at once.
     loads = {"load": largest + trace.parameters * loaded - (0 if on_card else trace.weights) + trace.drive.room}
-    inside = trace.drive.room + (STAGED if run.weights_on_drive and not on_card else 0)
-    return {name: some + inside - trace.drive.tensors for name, some in by_phase.items()} | loads
-
-
-def _read_for_passes(run: Run, trace: Trace) -> int:
-    """Returns the bytes of weights that a window reads from a drive: for each forward and each backward pass."""
-    turns = 1 if run.by_layer or run.windows is None else run.windows.largest
-    return turns * 2 * trace.streamed if run.weights_on_drive else 0
+    return {name: some + trace.drive.room - trace.drive.tensors for name, some in by_phase.items()} | loads
 
 
 def _merged(run: Run, trace: Trace) -> int:

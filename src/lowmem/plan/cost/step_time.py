@@ -82,8 +82,7 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
     passes = turns * (forward + backward)
     if machine.link is None:
         update = max(update * pace_of_update(machine, run), _of_drive(run, trace))
-        travel = max(taken.get(TRAVEL, 0.0), 2 * _read(run, trace.streamed))
-        return Window(passes, turns * (travel + taken["sum"]), taken["step"] + update)
+        return Window(passes, turns * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
     offloaded = sum(trace.pinned) / machine.link
     if not trace.steps_on_host:
         travel = trace.gradients / machine.link if trace.waits_on_host else 0.0  # all weights, once
@@ -100,9 +99,8 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
     update += 2 * element * copied / host.bandwidth  # the host reads and writes them again: into the link's slots
     update = max(update, _of_drive(run, trace))
     # When backward begins, the last block is still on the device from the forward pass.
-    stays = max(0, trace.streamed - trace.blocks[1])
-    comes = max((trace.streamed + head) / machine.link, _read(run, trace.streamed))
-    again = max((stays + head) / machine.link, _read(run, stays))
+    comes = (trace.streamed + head) / machine.link
+    again = (max(0, trace.streamed - trace.blocks[1]) + head) / machine.link
     forward_takes = max(forward, _both_ways(machine, up=comes, down=offloaded))
     backward_takes = max(backward, _both_ways(machine, up=offloaded + again, down=travel), taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)
@@ -122,11 +120,6 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
 def _of_drive(run: Run, trace: Trace) -> float:
     """Returns the seconds of a drive, which reads ahead of the update and writes behind it."""
     return 0.0 if run.drive_folder is None else drive_rates(run.drive_folder).seconds(trace.drive.files)
-
-
-def _read(run: Run, size: int) -> float:
-    """Returns the seconds in which weights are read for a pass, if they are on a drive."""
-    return size / drive_rates(run.drive_folder).read if run.weights_on_drive else 0.0
 
 
 def _gradients(run: Run, trace: Trace, micro_batches: int) -> int:

@@ -169,8 +169,7 @@ class _Search:
         typed = DRIVE in self.typed.values or self.typed.run.drive_folder is not None
         if self.target.drive is not None and not typed:
             streaming = [c for c in waiting if c.streams and not self._is_hopeless(c)]
-            for holds in ("state", "all"):
-                yield [candidate.on_drive(self.target.drive.folder, holds) for candidate in streaming]
+            yield [candidate.on_drive(self.target.drive.folder) for candidate in streaming]
 
     def _recipes(self, group: list[Candidate]) -> list[Recipe]:
         hopeful = []

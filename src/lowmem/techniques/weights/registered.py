@@ -22,7 +22,6 @@ from lowmem.techniques.weights.link import SLOT_BYTES, Source, Staging
 
 log = logging.getLogger(__name__)
 SLOTS = 2  # one is filled while the device empties the other
-STAGED = SLOTS * SLOT_BYTES  # bytes of staging memory
 
 
 class Registered:

@@ -54,10 +54,6 @@ class Home:
                 view.copy_(p.data)
         belongs(self.flat, "other", "host")
 
-    @property
-    def first(self) -> nn.Parameter:
-        return next(iter(self.places))
-
     def tensor(self, p: nn.Parameter) -> Tensor:
         """Returns a weight, where it waits now."""
         return self.places[p].within(self.flat)

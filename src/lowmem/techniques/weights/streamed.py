@@ -104,8 +104,7 @@ class Streamed(Resident):
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         if drive_holds not in HOLDS:
             raise Refused(f"weights.drive_holds={drive_holds}: there is no such choice. Type {' or '.join(HOLDS)}.")
-        self._holds_all = drive_holds == "all"  # a drive, if there is one, holds the blocks' 16-bit weights, too
-        self._reads = drive is not None and self._holds_all
+        self._reads = drive is not None and drive_holds == "all"  # the blocks' 16-bit weights are on the drive, too
         self._shelves = None if drive is None else Shelves(Drive(Path(drive).expanduser()))
         self._shelf_of = {} if self._shelves is None else self._on(self._shelves)
         self.lane: Lane | None = None
@@ -175,8 +174,6 @@ class Streamed(Resident):
         for p, name, tensors in stored:
             if p in shelf_of:
                 shelves.put(shelf_of[p], name, tensors)
-        for home in self.homes if self._holds_all else ():
-            shelves.put(shelf_of[home.first], BLOCK, {WEIGHTS: home.flat})
         return shelves.sizes
 
     def finish(self) -> None:
@@ -352,7 +349,7 @@ class Streamed(Resident):
         """Returns the weights of a block, in memory or on the drive."""
         if not self._reads:
             return home.flat
-        return self._shelves.stored(self._shelf_of[home.first], BLOCK, WEIGHTS)
+        return self._shelves.stored(self._shelf_of[next(iter(home.places))], BLOCK, WEIGHTS)
 
     def _bind(self, number: int) -> None:
         """Points a block's parameters into its slot, after making the device wait for the copy."""

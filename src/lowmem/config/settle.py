@@ -212,6 +212,11 @@ class Run(schema.Keys):
         return self.weights.arguments.get("drive")
 
     @property
+    def reads_weights(self) -> bool:
+        """Returns whether the 16-bit weights of blocks are on the drive, too, and are read for each pass."""
+        return self.drive_folder is not None and self.weights.arguments.get("drive_holds") == "all"
+
+    @property
     def order(self) -> str | None:
         """Returns the order in which the micro-batches of a window pass through blocks whose weights stream; None: they
         do not stream. By layer each micro-batch's inputs of blocks exist at once, so it is not for the device alone.

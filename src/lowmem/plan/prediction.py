@@ -12,7 +12,7 @@ from lowmem.config.cards import COMMUNICATOR
 from lowmem.config.declarations import choice, groups
 from lowmem.config.settle import Run
 from lowmem.memory.tracker import Point
-from lowmem.model.loading import describe
+from lowmem.model.loading import describe, read_in
 from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.plan.cost.allocator import replay, smallest_limit
 from lowmem.plan.search.helper import NotTraced
@@ -69,7 +69,8 @@ class Prediction:
     trace: Trace | None = None  # its work tells the time
     mapped: int = 0  # bytes of a file while it is loaded: resident in that phase, and given up if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA moves: to the card if there is room, else to the host
-    drive: int = 0  # bytes of masters and state on a drive; an optimizer step reads and writes each once
+    drive: int = 0  # bytes on a drive, which an optimizer step writes once
+    drive_read: int = 0  # bytes that it reads: each once, and 16-bit weights on the drive also for each pass
     devices: int = 1  # devices of the run; all figures are for the one that needs most
     node: int = 1  # at most so many of them share a host
     first: int = 0  # host bytes of the load phase that only rank 0 needs
@@ -139,7 +140,7 @@ class Prediction:
             "device_need_bytes": self.device_need,
             "paged_bytes": self.paged,
             "drive_bytes": self.drive,
-            "drive_bytes_per_step": {"read": self.drive, "written": self.drive},
+            "drive_bytes_per_step": {"read": self.drive_read, "written": self.drive},
             "host_peak_bytes": self.host_peak,
             "peak_phase": self.peak_phase,
             "peak_bytes_by_category": dict(self.by_category),
@@ -278,6 +279,8 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     """Computes the needs of a traced run. Args: libraries: resident bytes after imports, before anything is built."""
     on_card = target.on_card
     size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
+    if run.drive_folder is not None:
+        loaded = read_in(run, describe(run, plans=True)).itemsize
     windows = run.windows if run.several else None
     steps_beside_card = on_card and trace.steps_on_host
     # bytes of a gradient on its way to the host
@@ -289,7 +292,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         "libraries": libraries,
         "cuda": CUDA_ON_HOST if on_card else 0,
         "generator": GENERATOR if trace.generated else 0,
-        "staging": 2 * SLOTS * SLOT_BYTES if steps_beside_card else 0,
+        "staging": (2 * SLOTS + 2 * run.reads_weights) * SLOT_BYTES if steps_beside_card else 0,
     }
     base = sum(built_on.values())
     device = _device_bytes(trace, on_card, leaving)
@@ -314,6 +317,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         mapped=mapped,
         paged=trace.paged,
         drive=0 if run.drive_folder is None else trace.drive.files,
+        drive_read=0 if run.drive_folder is None else trace.drive.files + read_by_passes(run, trace),
         estimate=trace.estimate,
         devices=run.devices,
         node=target.node,
@@ -322,6 +326,15 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
             trace.sent, windows.largest if windows and not run.any("overlaps_micro_batches") else 1, target.node
         ),
     )
+
+
+def read_by_passes(run: Run, trace: Trace) -> int:
+    """Returns the bytes of 16-bit weights that the passes of a window read from a drive. When backward begins, the last
+    block is still on the device, and when the next micro-batch begins, the first is."""
+    if not run.reads_weights:
+        return 0
+    turns, block = 1 if run.overlaps else run.windows.largest, trace.blocks[1]
+    return 2 * turns * (trace.streamed - block) + block
 
 
 def _device_bytes(trace: Trace, on_card: bool, leaving: int) -> dict[str, int]:

@@ -159,13 +159,13 @@ def _paged(prediction: Prediction, gpu: int | None) -> str:
 
 def on_drive(prediction: Prediction, target: Target) -> str:
     """Says what a run stores on a drive, what each step costs there, and how fast the drive is."""
-    size, folder = prediction.drive, target.drive.folder
+    read, written, folder = prediction.drive_read, prediction.drive, target.drive.folder
     rates = drive_rates(folder)
     known = "as assumed" if rates is ASSUMED else f"as measured on the drive of {folder}"
     sentence = (
-        f"{size / GIB:.2f} GiB of masters and optimizer state are on the drive: a step reads {size / GIB:.2f} GiB and "
-        f"writes as many, {size / 1e9:.2g} TB written per 1,000 steps. The drive takes {rates.seconds(size):.2g} "
-        f"s of each step, at {rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
+        f"{written / GIB:.2f} GiB are on the drive. A step reads {read / GIB:.2f} GiB and writes {written / GIB:.2f}, "
+        f"{written / 1e9:.2g} TB written per 1,000 steps. The drive takes {rates.seconds(read, written):.2g} s of it, at "
+        f"{rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
     )
     return f"{sentence} {FOLDER} stands for a folder on it." if folder == FOLDER else sentence
 

@@ -26,9 +26,9 @@ class DriveRates:
     written: Rate
     measured_on: str | None = None  # a day; None: assumed, or others computed meanwhile, so they are not stored
 
-    def seconds(self, size: int) -> float:
-        """Returns the seconds in which `size` bytes are read and as many written."""
-        return size / self.read + size / self.written
+    def seconds(self, read: int, written: int) -> float:
+        """Returns the seconds in which so many bytes are read and written."""
+        return read / self.read + written / self.written
 
 
 ASSUMED = DriveRates(3.5e9, 1.5e9)  # what NVMe drives on four lanes of PCIe 4 sustain, once their cache is full

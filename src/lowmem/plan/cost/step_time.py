@@ -99,8 +99,9 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
     update += 2 * element * copied / host.bandwidth  # the host reads and writes them again: into the link's slots
     update = max(update, _of_drive(run, trace))
     # When backward begins, the last block is still on the device from the forward pass.
-    comes = (trace.streamed + head) / machine.link
-    again = (max(0, trace.streamed - trace.blocks[1]) + head) / machine.link
+    rate = min(machine.link, drive_rates(run.drive_folder).read) if run.reads_weights else machine.link
+    comes = trace.streamed / rate + head / machine.link
+    again = max(0, trace.streamed - trace.blocks[1]) / rate + head / machine.link
     forward_takes = max(forward, _both_ways(machine, up=comes, down=offloaded))
     backward_takes = max(backward, _both_ways(machine, up=offloaded + again, down=travel), taken["sum"])
     waits = (forward_takes - forward) + (backward_takes - backward)
@@ -119,7 +120,8 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
 
 def _of_drive(run: Run, trace: Trace) -> float:
     """Returns the seconds of a drive, which reads ahead of the update and writes behind it."""
-    return 0.0 if run.drive_folder is None else drive_rates(run.drive_folder).seconds(trace.drive.files)
+    size = trace.drive.files
+    return 0.0 if run.drive_folder is None else drive_rates(run.drive_folder).seconds(read=size, written=size)
 
 
 def _gradients(run: Run, trace: Trace, micro_batches: int) -> int:

@@ -104,7 +104,8 @@ class Streamed(Resident):
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         if drive_holds not in HOLDS:
             raise Refused(f"weights.drive_holds={drive_holds}: there is no such choice. Type {' or '.join(HOLDS)}.")
-        self._reads = drive is not None and drive_holds == "all"  # the blocks' 16-bit weights are on the drive, too
+        self._holds_weights = drive_holds == "all"
+        self._reads = drive is not None and self._holds_weights  # the blocks' 16-bit weights are on the drive, too
         self._shelves = None if drive is None else Shelves(Drive(Path(drive).expanduser()))
         self._shelf_of = {} if self._shelves is None else self._on(self._shelves)
         self.lane: Lane | None = None
@@ -174,6 +175,8 @@ class Streamed(Resident):
         for p, name, tensors in stored:
             if p in shelf_of:
                 shelves.put(shelf_of[p], name, tensors)
+        for home in self.homes if self._holds_weights else ():
+            shelves.put(shelf_of[next(iter(home.places))], BLOCK, {WEIGHTS: home.flat})
         return shelves.sizes
 
     def finish(self) -> None:

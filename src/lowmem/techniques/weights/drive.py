@@ -26,7 +26,7 @@ from lowmem.system.process import page_out
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.techniques.weights.resident import Place
 
-BOUNCE = THREADS * PIECE
+BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first time
 BUFFERS = 3  # blocks in memory: one is stepped, one is read and one is written
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
@@ -183,7 +183,6 @@ class Shelves:
         self._inside: list[Shelf] = []  # those in memory, the oldest first
         self._spare: list[Tensor] = []  # free memory of blocks, (bytes,) each
         self._follows: dict[Shelf, Shelf] = {}  # which was next last time
-        self._bounce: Tensor | None = None  # (BOUNCE,), through which a file is written for the first time
         self.room = 0  # bytes of memory for what is inside, spare memory included
 
     def new(self, of_block: bool = True) -> Shelf:
@@ -270,10 +269,7 @@ class Shelves:
                 self._release(shelf)
                 self._spare.clear()
             with host_side(), torch.no_grad():
-                self._bounce = (
-                    torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8) if self._bounce is None else self._bounce
-                )
-                shelf.store(self._bounce)
+                shelf.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
 
     def _bring(self, shelf: Shelf, waits: bool) -> None:
         """Starts to read a block that is not in memory. Args: waits: until another one has left; else it is read if

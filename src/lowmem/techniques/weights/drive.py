@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowmem.memory.tracker import host_side
 from lowmem.system.errors import DriveFailed
-from lowmem.system.process import page_out
+from lowmem.system.process import page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.techniques.weights.resident import Place
 
@@ -270,6 +270,7 @@ class Shelves:
                 self._spare.clear()
             with host_side(), torch.no_grad():
                 shelf.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
+            trim()  # else the heap keeps what was freed: as much as all state in the first step
 
     def _bring(self, shelf: Shelf, waits: bool) -> None:
         """Starts to read a block that is not in memory. Args: waits: until another one has left; else it is read if

@@ -4,7 +4,8 @@ python -m benchmarks.drive --folder /mnt/scratch --part 8b     # trains Llama-3.
 python -m benchmarks.drive --folder /mnt/scratch --part 1b     # the same bits as in memory, Llama-3.2-1B's shapes
 python -m benchmarks.drive --folder /mnt/scratch --part time   # compared with memory, in turns, GPT-2 XL's shapes
 
-8b and 8b-all need 65 GB of the drive (16 GB of them a model that they write, at random); 8b takes 20 GiB of memory, and 8b-all 8. Each part leaves the results of the others in results/drive.json.
+8b and 8b-all need 65 GB of the drive, 16 GB of them for a model that they write, at random; 8b takes 20 GiB of memory,
+and 8b-all 8. Each part leaves the results of the others in results/drive.json.
 """
 
 import argparse
@@ -139,8 +140,8 @@ def table_of_8b(row: Mapping, holds: str = "state") -> str:
             f"Llama-3.1-8B's shapes from random weights in bf16, `{' '.join(MASTERS[:6])}`, weights=streamed, "
             f"weights.drive_holds={holds}, on this CPU, nothing saved:",
             "",
-            "| parameters, M | losses | s of each step | highest resident GiB | asked | on the drive GiB | GiB read and "
-            "written per step | TB written per 1,000 steps |",
+            "| parameters, M | losses | s of each step | highest resident GiB | asked | on the drive GiB "
+            "| GiB read and written per step | TB written per 1,000 steps |",
             "|---|---|---|---|---|---|---|---|",
             f"| {row['parameters'] / 1e6:,.0f} | {losses} | {seconds} | {resident:.2f}"
             f"{'' if resident <= RESIDENT_ASKED else ' (missed)'} | <= {RESIDENT_ASKED} "

@@ -164,8 +164,8 @@ def on_drive(prediction: Prediction, target: Target) -> str:
     known = "as assumed" if rates is ASSUMED else f"as measured on the drive of {folder}"
     sentence = (
         f"{written / GIB:.2f} GiB are on the drive. A step reads {read / GIB:.2f} GiB and writes {written / GIB:.2f}, "
-        f"{written / 1e9:.2g} TB written per 1,000 steps. The drive takes {rates.seconds(read, written):.2g} s of it, at "
-        f"{rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
+        f"{written / 1e9:.2g} TB written per 1,000 steps. The drive takes {rates.seconds(read, written):.2g} s of it, "
+        f"at {rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
     )
     return f"{sentence} {FOLDER} stands for a folder on it." if folder == FOLDER else sentence
 
